@@ -7,6 +7,7 @@ a text, C chunks that are kept, W slots that are gathered, D head size.
 
 import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,25 +41,9 @@ class PartLM(CachedLM):
         self.forward_pass = lm.forward_pass
         self.omitted = np.zeros(0, dtype=np.int64)
 
-    def forward(
-        self,
-        ids_BN: Tensor,
-        start: np.ndarray,
-        *,
-        columns: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
-        depth_BN: Tensor | None = None,
-        ancestors_BNM: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
         """See `CachedLM.forward`. start: int [B], the slots in the target."""
-        return super().forward(
-            ids_BN,
-            start - self.omitted,
-            columns=columns,
-            ends=ends,
-            depth_BN=depth_BN,
-            ancestors_BNM=ancestors_BNM,
-        )
+        return super().forward(ids_BN, start - self.omitted, **options)
 
     def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
         omitted_B1 = to_device(self.omitted, self.device)[:, None]

@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from decode.device import to_device
+from decode.target.cache.fed_rows import FedRows
 from decode.target.cache.sliding_window import SlidingWindow
 
 
@@ -236,7 +237,7 @@ class SlotLayer(CacheLayerMixin):
         return self.capacity
 
 
-class Slots:
+class Slots(FedRows):
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
@@ -434,17 +435,6 @@ class Slots:
         finally:
             for store, copied in zip(self._stores, copies, strict=True):
                 store.write(rows_B1, slots_BN, copied)
-
-    @contextmanager
-    def only(self, first: int, end: int) -> Iterator[None]:
-        """Inside this context, only rows first … end−1 are fed: of all rows, or in another such
-        context, of the rows that are fed there."""
-        before = self._fed
-        self._look_up(before.start + first, before.start + end)
-        try:
-            yield
-        finally:
-            self._look_up(before.start, before.stop)
 
     def _look_up(self, first: int, end: int) -> None:
         self._fed = slice(first, end)

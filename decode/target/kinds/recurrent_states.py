@@ -25,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from decode.device import to_device
 from decode.errors import UserError
+from decode.target.cache.fed_rows import FedRows
 from decode.target.hidden_states import layer_list_name
 from decode.target.kinds.encoder_decoder import TOLERANCE
 from decode.target.pretrained import decoder_config, input_device
@@ -37,7 +38,7 @@ LONGEST_LOG = 64
 UNKNOWN = -1
 
 
-class RecurrentStates:
+class RecurrentStates(FedRows):
     """The states of the layers `numbers` of a model, for the rows that are decoding.
 
     The calls for one pass: `lost` and `rewind`, then the pass inside `feeding`.
@@ -97,16 +98,6 @@ class RecurrentStates:
             for number, kept in states.items():
                 states[number] = [x.index_select(0, at.to(x.device)) for x in kept]
         self._look_up(0, len(rows))
-
-    @contextmanager
-    def only(self, first: int, end: int) -> Iterator[None]:
-        """See `Slots.only`."""
-        before = self._fed
-        self._look_up(before.start + first, before.start + end)
-        try:
-            yield
-        finally:
-            self._look_up(before.start, before.stop)
 
     def _look_up(self, first: int, end: int) -> None:
         self._fed = slice(first, end)

@@ -1,0 +1,26 @@
+"""Which rows the next pass feeds, of all rows that keep something."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class FedRows(ABC):
+    """Base of what keeps something for each row: keys and values, or running states."""
+
+    _fed = slice(0, 0)
+
+    @contextmanager
+    def only(self, first: int, end: int) -> Iterator[None]:
+        """Inside this context, only rows first … end−1 are fed: of all rows, or in another such
+        context, of the rows that are fed there."""
+        before = self._fed
+        self._look_up(before.start + first, before.start + end)
+        try:
+            yield
+        finally:
+            self._look_up(before.start, before.stop)
+
+    @abstractmethod
+    def _look_up(self, first: int, end: int) -> None:
+        """Feed rows first … end−1 of all rows from now on."""
