@@ -40,7 +40,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.heads import plot_arms
+from benchmarks.heads import format_tokens_per_step, plot_arms
 from decode.drafters.directory import DRAFTER_FILE, open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate
@@ -214,8 +214,8 @@ def measure(
     drafter = open_drafter(contestant.spec, target)
     figures = evaluate(target, drafter, texts, protocol).to_dict()
     kept = (
-        "tokens_per_step", "acceptance_rate", "draft_efficiency", "c", "v", "speedup", "drafts",
-        "identical_to_plain", "identical_within_rounding",
+        "tokens_per_step", "tokens_per_step_interval", "acceptance_rate", "draft_efficiency", "c",
+        "v", "speedup", "drafts", "identical_to_plain", "identical_within_rounding",
     )  # fmt: skip
     return {name: figures[name] for name in kept} | {
         "training_seconds": contestant.seconds,
@@ -233,7 +233,7 @@ def drafters_table(figures: dict[str, dict[str, Any]], target: str, gamma: int) 
         {
             "drafter": name,
             "drafts": row["drafts"],
-            "tokens/step": cell(row["tokens_per_step"], ".2f"),
+            "tokens/step": format_tokens_per_step(row),
             "α": cell(row["acceptance_rate"], ".2f"),
             "c": cell(row["c"], ".3f"),
             "v": cell(row["v"], ".2f"),

@@ -11,8 +11,9 @@ same time. With --more, the run also uses your own prompts for training. Some ar
 losses or draft in one pass, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
-compared with a bigram table of the same text and with prompt lookup; tokens per step; and the
-speed-up over plain decoding in the same loop, greedy, in bfloat16. In float32 every arm's greedy
+compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
+bootstrap intervals over prompts; and the speed-up over plain decoding in the same loop, greedy, in
+bfloat16. In float32 every arm's greedy
 text must equal plain decoding's, token by token, and the benchmark checks that. Runs are kept and
 continue where they stopped.
 """
@@ -53,8 +54,10 @@ from train.run import Run
 TEXT = ["answers", "variants"]
 # Block drafters read the layers that are cached for EAGLE-3.
 TAPS = [1, 14, 26]
-BLOCK = {"layers": 2, "taps": TAPS}
-# The options of the heads, and the loss weights of their stage. All but DFlash learn the target's
+BLOCK: dict[str, Any] = {"layers": 2, "taps": TAPS}
+DFLASH = BLOCK | {"type": "dflash", "block": 8, "decay": 4.0}
+DSPARK = BLOCK | {"type": "dspark"}
+# The options of the heads, and the loss weights of their stage. Most learn the target's
 # distribution, since one pass of the target over the text is available anyway. EAGLE-1 adds it to
 # its regression, with the weight from its paper.
 HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
@@ -77,8 +80,11 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
     "kangaroo": ({"type": "kangaroo", "exit_layer": 2, "depth": 4}, {"forward_kl": 1.0}),
     # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
-    "dflash": (BLOCK | {"type": "dflash", "block": 8, "decay": 4.0}, {"cross_entropy": 1.0}),
-    "dspark": (BLOCK | {"type": "dspark"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
+    "dflash": (DFLASH, {"cross_entropy": 1.0}),
+    "dspark": (DSPARK, {"cross_entropy": 0.1, "total_variation": 1.8}),
+    # Block drafters by the loss of the other heads. The confidence head learns from TV only.
+    "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
+    "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
 }
 # Arms with D-PACE's weights (2605.18810).
 SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5, "dflash_dpace": 0.5}
@@ -87,7 +93,7 @@ HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
 SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
-ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark")
+ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash_kl", "dspark_kl")
 EXTRA = (*ONE_PASS, "kangaroo", "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
@@ -249,6 +255,7 @@ def figures_by_arm(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 key: evaluation[key]
                 for key in ("tokens_per_step", "acceptance_rate", "c", "v", "speedup", "drafts")
             },
+            "tokens_per_step_interval": evaluation.get("tokens_per_step_interval"),
             # A small LM has no heads; its figure is that of the first token too.
             "top1": last.get("head1/top1", last.get("top1")),
             "top5": last.get("head1/top5"),
@@ -321,7 +328,7 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
             "first token: top-1": cell(row["top1"], ".1%"),
             "top-5": cell(row["top5"], ".1%"),
             "drafts": row["drafts"],
-            "tokens/step": cell(row["tokens_per_step"], ".2f"),
+            "tokens/step": format_tokens_per_step(row),
             "c": cell(row["c"], ".3f"),
             "v": cell(row["v"], ".2f"),
             "speed-up": "–" if speedup is None else format_interval(speedup, 2),
@@ -329,6 +336,16 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
         }
         rows.append(cells)
     return rows_table(title, rows, left=len(rows[0]) if rows else 1)
+
+
+def format_tokens_per_step(row: dict[str, Any]) -> str:
+    """Tokens per step with the interval over prompts, without it for a run from before there was
+    one."""
+    interval = row.get("tokens_per_step_interval")
+    if interval is not None:
+        return format_interval(interval, 2)
+    value = row["tokens_per_step"]
+    return "–" if value is None else format(value, ".2f")
 
 
 def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
@@ -341,11 +358,14 @@ def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
     left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
     left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
     for y, name in enumerate(names):
-        speedup = figures[name]["speedup"]
-        if speedup is not None:
-            value = speedup["value"]
-            errors = [[value - speedup["low"]], [speedup["high"] - value]]
-            right.errorbar(value, y, xerr=errors, fmt="o", color="#0067a5", capsize=2)
+        sides = ((left, "tokens_per_step_interval", ""), (right, "speedup", "o"))
+        for side, key, marker in sides:
+            ratio = figures[name].get(key)
+            if ratio is not None:
+                value = ratio["value"]
+                errors = [[value - ratio["low"]], [ratio["high"] - value]]
+                colour = "#0067a5" if marker else "#1f2933"
+                side.errorbar(value, y, xerr=errors, fmt=marker, color=colour, capsize=2)
     right.axvline(1.0, color="#5a6674", linestyle=":")
     right.set_xlabel("speed-up over plain decoding, 95% interval", fontsize=9)
     for side in (left, right):

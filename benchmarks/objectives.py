@@ -14,7 +14,8 @@ divergences on target text). `λ = 0.5` and `λ = 1` are on-policy: the drafter 
 all of the text at temperature 1 during training (GKD, DistillSpec). Writing takes additional time,
 which the table shows. `cache, k` is sampled text with the teacher's top k from an offline cache
 instead of its full distribution. `pard` is sampled text for a drafter that drafts in one pass
-(PARD); its rates count all places of a draft. For k = 8 … 128, a table shows how much of the full
+(PARD), and `pard-dpace` the same with D-PACE's weights of places; their rates count all places of a
+draft. For k = 8 … 128, a table shows how much of the full
 divergence and of its gradient remains with k outcomes and a tail. Runs are kept and continue where
 they stopped.
 """
@@ -76,6 +77,7 @@ ARMS = [
     ("forward_kl", "cache, k = 32"),
     ("forward_kl", "cache, k = 128"),
     ("forward_kl", "pard"),
+    ("forward_kl", "pard-dpace"),
 ]
 CACHED = (8, 32, 128)
 BASE = ("forward_kl", "sampled")
@@ -179,8 +181,10 @@ def objectives_config(
         }
         if text.startswith("cache"):
             stage["teacher"] = f"cache-{text.rpartition(' ')[2]}"
-        if text == "pard":
+        if text.startswith("pard"):
             stage["parallel"] = {"tokens": GAMMA, "mask_token": "<reponame>"}
+        if text == "pard-dpace":
+            stage["parallel"]["place_smoothing"] = 0.5
         if text.startswith("λ"):
             stage["on_policy"] = {
                 "fraction": float(text.removeprefix("λ = ")),

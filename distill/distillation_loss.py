@@ -130,20 +130,25 @@ class Distillation(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n]."""
         weight, bias, _ = self._output()
-        labels = torch.where(labels < self.tokens, labels, -100)
-        rows = self.label_rows
-        if isinstance(rows, Tensor):
-            labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
         return chunked_loss(
             hidden,
             weight,
             bias,
             teacher,
-            labels,
+            self.output_rows(labels),
             self.weighted_loss,
             chunk=self.chunk,
             weights=weights,
         )
+
+    def output_rows(self, labels: Tensor) -> Tensor:
+        """int64 [n]: the rows of the output layer for tokens, int64 [n]; −100 for a token without
+        a row."""
+        labels = torch.where(labels < self.tokens, labels, -100)
+        rows = self.label_rows
+        if isinstance(rows, Tensor):
+            labels = torch.where(labels < 0, labels, rows[labels.clamp(min=0)])
+        return labels
 
     def agreement(self, hidden: Tensor, target: Callable[[slice], TeacherLogits]) -> Tensor:
         """`agreement_sums` of hidden states [n, H]."""

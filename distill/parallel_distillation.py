@@ -26,6 +26,7 @@ from decode.target.kinds.layer_kinds import layer_windows, recurrent_layers
 from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
+from distill.place_weights import label_shares, place_weights
 from distill.teacher.teacher_signal import Signal, Teacher, TeacherLogits
 
 S = TypeVar("S", bound=Signal)
@@ -48,6 +49,9 @@ class ParallelConfig(BaseModel):
     """The mask token: an id that no text contains, or the text of an unused special token. None:
     that of the stage that this stage continues, or the first row of the embeddings that is no
     token."""
+    place_smoothing: float | None = Field(None, ge=0, le=1)
+    """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
+    the drafter now gets all places before it right. null: the same weight for all places."""
 
 
 def kept_share(copy: int, keep: float, keep_min: float) -> float:
@@ -127,8 +131,9 @@ def draws(training: bool) -> torch.Generator:
 class ParallelDistillation(Distillation):
     """Computes the distillation loss of a student that drafts in parallel.
 
-    The loss is the mean over the predictions of all copies, each with the same weight (section
-    3.2), times the number of predictions of copy 0. So it has the scale of `Distillation`.
+    The loss is the mean over the predictions of all copies, times the number of predictions of copy
+    0. So it has the scale of `Distillation`. Each prediction has the same weight (section 3.2), or
+    with `place_smoothing` that of D-PACE (2605.18810) for its place.
 
     mask_token: the id of the mask token. Raises UserError for a student with a sliding window, or
     with attention that takes no mask.
@@ -184,15 +189,37 @@ class ParallelDistillation(Distillation):
         row, column, place = row[order], column[order], place[order]
         number = predicted.flatten().cumsum(0)[place] - 1
         hidden = hidden[row, column]
+        copies = torch.nn.functional.pad(masks.copies, (length, 0))[row, column]
         if agreement_with is not None:
-            copies = torch.nn.functional.pad(masks.copies, (length, 0))[row, column]
             return hidden.new_zeros(()), self._agreements(hidden, copies, number, agreement_with)
         labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1)).flatten()[place]
         shared = None if teacher is None else shared_signal(teacher, number)
         of_copies = None if weights is None else weights[number]
+        if self.parallel.place_smoothing is not None and self.training:
+            of_places = self._place_weights(
+                hidden, labels, (copies, row, place - row * length - copies), loss_mask.shape
+            )
+            of_copies = of_places if of_copies is None else of_copies * of_places
         loss, sums = self.loss(hidden, labels, shared, of_copies)
         share = predicted.sum() / max(len(number), 1)
         return loss * share, sums * share
+
+    def _place_weights(
+        self,
+        hidden: Tensor,
+        labels: Tensor,
+        places: tuple[Tensor, Tensor, Tensor],
+        shape: torch.Size,
+    ) -> Tensor:
+        """float32 [n]: D-PACE's weights of the predictions. places: the copy, row and anchor of
+        each, int64 [n]. shape: B, T."""
+        weight, bias, _ = self._output()
+        shares = label_shares(hidden, weight, bias, self.output_rows(labels), chunk=self.chunk)
+        placed = shares.new_full((self.parallel.tokens, *shape), float("nan"))
+        placed[places] = shares
+        assert self.parallel.place_smoothing is not None
+        weights = place_weights(dict(enumerate(placed)), self.parallel.place_smoothing)
+        return torch.stack([weights[copy] for copy in range(len(placed))])[places]
 
     def _agreements(
         self,

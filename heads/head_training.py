@@ -19,6 +19,7 @@ from decode.target.hidden_states import FINAL, Recorder
 from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
+from distill.place_weights import label_shares, place_weights
 from distill.teacher.teacher_signal import Teacher, TeacherLogits, output_rows
 from heads.heads_module import (
     HeadBatch,
@@ -27,7 +28,6 @@ from heads.heads_module import (
     output_layer,
     shift_left,
 )
-from heads.place_weights import place_weights
 
 TOP = 5
 
@@ -40,7 +40,7 @@ class HeadTraining(nn.Module):
     at t + d.
 
     smoothing: a of D-PACE (2605.18810), whose weights then replace those of `forward` in training
-    (`heads.place_weights`). None: the weights of `forward`.
+    (`distill.place_weights`). None: the weights of `forward`.
 
     Raises UserError as `require_losses` does.
     """
@@ -186,22 +186,16 @@ class HeadTraining(nn.Module):
         rows = self.label_rows
         return rows[labels] if isinstance(rows, Tensor) else labels
 
-    @torch.no_grad()
     def _shares(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
         """float32 [B, T]: the head's probability of the token that it predicts; NaN where it is
         not trained."""
-        labels = self._labels(prediction, input_ids)
-        weight, bias = self.heads.output.of(prediction.depth)
-        shares = torch.zeros(labels.shape, device=labels.device)
-        for begin in range(0, len(labels), self.chunk):
-            part = slice(begin, begin + self.chunk)
-            logits = linear(prediction.states[part], weight, bias)
-            if prediction.added is not None:
-                rows, added_weight = prediction.added
-                logits = logits + linear(rows[part], added_weight)
-            log_q = logits.float().log_softmax(-1)
-            shares[part] = log_q.gather(1, labels[part].clamp(min=0)[:, None])[:, 0].exp()
-        shares[labels < 0] = 0.0
+        shares = label_shares(
+            prediction.states,
+            *self.heads.output.of(prediction.depth),
+            self._labels(prediction, input_ids),
+            chunk=self.chunk,
+            added=prediction.added,
+        )
         placed = shares.new_full(prediction.positions.shape, float("nan"))
         placed[prediction.positions] = shares
         return placed

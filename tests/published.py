@@ -108,8 +108,8 @@ def eagle3_weights(
     return random_tensors(shapes | (extra or {}), dtype)
 
 
-def maps(ids: Tensor = KEPT) -> dict[str, Tensor]:
-    has_row = torch.zeros(VOCAB, dtype=torch.bool)
+def maps(ids: Tensor = KEPT, vocab: int = VOCAB) -> dict[str, Tensor]:
+    has_row = torch.zeros(vocab, dtype=torch.bool)
     has_row[ids] = True
     return {"d2t": ids - torch.arange(len(ids)), "t2d": has_row}
 
@@ -195,38 +195,43 @@ def eagle31(target: Target) -> Published:
     return Published(config | {"norm_output": True}, tensors)
 
 
-def p_eagle_weights(dtype: torch.dtype, rows: int) -> dict[str, Tensor]:
+def p_eagle_weights(dtype: torch.dtype, rows: int, vocab: int) -> dict[str, Tensor]:
     """Two layers, of which only the first reads 2H, and trained embeddings."""
     extra = layer_shapes("layers.1", HIDDEN) | {
         "layers.1.input_layernorm.weight": (HIDDEN,),
         "mask_hidden": (1, 1, 3 * HIDDEN),
-        "embed_tokens.weight": (VOCAB, HIDDEN),
+        "embed_tokens.weight": (vocab, HIDDEN),
     }
     return eagle3_weights("layers.0", dtype, rows=rows, extra=extra)
 
 
 def p_eagle(target: Target) -> Published:
-    """P-EAGLE as vLLM reads it: some tokens, and the token of the stand-in by its usual name."""
+    """P-EAGLE as vLLM reads it: some tokens, and the token of the stand-in by its usual name. The
+    target needs a row of the embeddings that is no token."""
     config = llama_config(
         architectures=["PEagleDraftModel"],
         num_hidden_layers=2,
         draft_vocab_size=len(KEPT),
-        pard_token=VOCAB - 1,
+        pard_token=VOCAB + 1,
         torch_dtype="bfloat16",
+        vocab_size=target.vocab_size,
     )
-    return Published(config, p_eagle_weights(torch.bfloat16, len(KEPT)) | maps())
+    weights = p_eagle_weights(torch.bfloat16, len(KEPT), target.vocab_size)
+    return Published(config, weights | maps(vocab=target.vocab_size))
 
 
 def speculators_p_eagle(target: Target) -> Published:
     """Nested settings, another name of the stand-in's token, all tokens, and a normed residual."""
-    stated = speculators_eagle3(target).config
+    stated, vocab = speculators_eagle3(target).config, target.vocab_size
+    layers = llama_config(head_dim=32, num_hidden_layers=2, vocab_size=vocab)
     config = stated | {
         "architectures": ["PEagleSpeculator"],
         "speculators_model_type": "peagle",
-        "transformer_layer_config": llama_config(head_dim=32, num_hidden_layers=2),
-        "mask_token_id": VOCAB - 1,
+        "transformer_layer_config": layers,
+        "draft_vocab_size": vocab,
+        "mask_token_id": VOCAB + 1,
     }
-    return Published(config, p_eagle_weights(torch.float32, VOCAB))
+    return Published(config, p_eagle_weights(torch.float32, vocab, vocab))
 
 
 def eagle1(target: Target) -> Published:

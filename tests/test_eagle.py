@@ -27,13 +27,13 @@ from decode.target.loading import Target
 from decode.trees import SHAPES
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
+from distill.place_weights import place_weights
 from distill.teacher.feature_sources import LiveFeatures
 from heads.eagle_heads import auxiliary_layers
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.layers.llama_layer import Rotary, layer_config
-from heads.place_weights import place_weights
 from tests.stages import (
     LOOP,
     drafter_weights,

@@ -34,8 +34,14 @@ from train.export.verify_export import count_drafts, verify_export
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
 KINDS = {"dflash": DFLASH, "dspark": DSPARK}
-FORMATS_TRIED = [("dflash", "vllm"), ("dflash", "speculators"), ("dspark", "vllm")]
-FORMATS_TRIED += [("dspark", "speculators")]
+FORMATS_TRIED = [
+    pytest.param("dflash", "vllm", None, id="dflash"),
+    pytest.param("dspark", "vllm", None, id="dspark"),
+    pytest.param("dflash", "speculators", None, id="speculators-dflash"),
+    pytest.param("dspark", "speculators", None, id="speculators-dspark"),
+    pytest.param("dflash", "speculators", KEPT, id="reduced-dflash"),
+    pytest.param("dspark", "speculators", KEPT, id="reduced-dspark"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +51,26 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(place, layers=3, vocab=304)
 
 
-@pytest.mark.parametrize(("kind", "form"), FORMATS_TRIED)
-def test_the_export_drafts_the_same(kind: str, form: str, tmp_path: Path, target: Target) -> None:
-    make_heads(tmp_path / "drafter", target, KINDS[kind], moved=0.1)
+@pytest.mark.parametrize(("kind", "form", "kept"), FORMATS_TRIED)
+def test_the_export_drafts_the_same(
+    kind: str, form: str, kept: torch.Tensor | None, tmp_path: Path, target: Target
+) -> None:
+    make_heads(tmp_path / "drafter", target, KINDS[kind], kept, moved=0.1)
     out = tmp_path / "out"
     export_drafter(tmp_path / "drafter", form, out)
     few = task(target, out, prompts=PROMPTS[:8])
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [count_drafts(few, x, Counting()) for x in (before, reloaded(out, target))]
     assert counted[0] == counted[1]
-    assert check_export(out)["facts"]["max_depth"] == 3
-    names = load_file(out / "model.safetensors").keys()
+    facts = check_export(out)["facts"]
+    assert (facts["max_depth"], facts["filled_from"]) == (3, None)
+    assert facts["kept"] == (None if kept is None else len(KEPT))
+    stored = load_file(out / "model.safetensors")
+    names = stored.keys()
+    assert ("d2t" in names) == ("t2d" in names) == (kept is not None)
+    if kept is not None:
+        table = target.model.get_output_embeddings().weight
+        assert torch.equal(stored["lm_head.weight"], table[kept])
     assert "layers.1.self_attn.k_norm.weight" in names
     assert ("embed_tokens.weight" in names) == (form == "speculators")
     config = json.loads((out / "config.json").read_text())
@@ -73,14 +88,14 @@ def test_what_block_drafters_cannot_be_exported(tmp_path: Path, target: Target) 
     make_heads(tmp_path / "reduced", target, DFLASH, KEPT)
     make_heads(tmp_path / "dspark", target, DSPARK)
     for name, form, message in (
-        ("reduced", "vllm", "reduced draft vocabulary, which format dflash cannot hold"),
+        ("reduced", "vllm", "reduced draft vocabulary, .*; export them as speculators-dflash"),
         ("dspark", "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
         ("dspark", "gguf", "use --format dspark or speculators-dspark"),
     ):
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / name, form, tmp_path / "out")
     export_drafter(tmp_path / "dspark", "vllm", tmp_path / "out")
-    with pytest.raises(UserError, match="this export is dspark"):
+    with pytest.raises(UserError, match=r"this export is dspark: .*newer runner, which needs"):
         verify_export("vllm", task(target, tmp_path / "out"))
 
 
@@ -132,12 +147,16 @@ def test_the_schema_finds(what: str, tmp_path: Path, target: Target) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("form", ["vllm", "speculators"])
-def test_vllm_accepts_what_we_accept(form: str, tmp_path: Path, target: Target) -> None:
+@pytest.mark.parametrize(
+    ("form", "reduced"), [("vllm", False), ("speculators", False), ("speculators", True)]
+)
+def test_vllm_accepts_what_we_accept(
+    form: str, reduced: bool, tmp_path: Path, target: Target
+) -> None:
     """To the token, after a round trip through an import. γ is that of the block: vLLM feeds so
     many mask tokens."""
     needs("vllm")
-    make_taught(tmp_path / "drafter", target, DFLASH)
+    make_taught(tmp_path / "drafter", target, DFLASH, reduced=reduced)
     export_drafter(tmp_path / "drafter", form, tmp_path / "out")
     # On a CPU vLLM norms the keys of the text in all layers with the weights of the first one.
     again = train_import(tmp_path, target, form, same="k_norm.weight")

@@ -11,6 +11,7 @@ from decode.errors import UserError
 from decode.target.loading import Target
 from heads.heads_directory import stored_options
 from tests.export import PROMPTS, edit_json, make_heads, reloaded, save_target, task
+from train.export import ImportOptions
 from train.export.engines import Counting
 from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
@@ -53,10 +54,16 @@ def test_a_window_comes_back(kind: str, form: str, tmp_path: Path, target: Targe
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [count_drafts(few, x, Counting()) for x in (before, again)]
     assert counted[0] == counted[1]
-    if kind == "eagle3":
-        import_drafter(str(out), target, tmp_path / "imported")
-        options: Any = stored_options(tmp_path / "imported")
-        assert options.window == WINDOW
+    depth = ImportOptions(depth=None if kind == "dflash" else 3)
+    import_drafter(str(out), target, tmp_path / "imported", depth)
+    options: Any = stored_options(tmp_path / "imported")
+    assert options.window == WINDOW
+    if kind == "dflash":
+        # The tokens of a block would see only those before them.
+        edit_json("config.json", sliding_window_non_causal=False)(out)
+        with pytest.raises(UserError, match="sliding_window_non_causal is False, expected True"):
+            import_drafter(str(out), target, tmp_path / "causal")
+        edit_json("config.json", sliding_window_non_causal=True)(out)
     changed = {"sliding_window": 0}
     if "transformer_layer_config" in config:
         changed = {"transformer_layer_config": layers | changed}

@@ -46,16 +46,26 @@ def seven(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(tmp_path_factory.mktemp("seven") / "target", layers=7)
 
 
-def target_of(layout: str, target: Target, seven: Target) -> Target:
-    return target if layout == "nemo_eagle3" else seven
+@pytest.fixture(scope="module")
+def spare(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """As `seven`, with ids that are no tokens, for the stand-in of P-EAGLE."""
+    return save_target(tmp_path_factory.mktemp("spare") / "target", layers=7, vocab=VOCAB + 4)
+
+
+@pytest.fixture
+def target_of(target: Target, seven: Target, spare: Target) -> Callable[[str], Target]:
+    """The target of a layout."""
+    return lambda layout: (
+        target if layout == "nemo_eagle3" else spare if "p_eagle" in layout else seven
+    )
 
 
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if "medusa" not in name])
 def test_an_imported_layer_computes_what_the_published_one_does(
-    layout: str, tmp_path: Path, target: Target, seven: Target
+    layout: str, tmp_path: Path, target_of: Callable[[str], Target]
 ) -> None:
     """Against a forward from the published tensors and settings alone."""
-    chosen = target_of(layout, target, seven)
+    chosen = target_of(layout)
     published = LAYOUTS[layout](chosen)
     import_drafter(str(published.save(tmp_path / "published")), chosen, tmp_path / "out")
     heads: Any = read_heads(tmp_path / "out", chosen).float().eval()
@@ -83,10 +93,10 @@ def test_an_imported_layer_computes_what_the_published_one_does(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_export_gives_the_published_tensors_back(
-    layout: str, tmp_path: Path, target: Target, seven: Target
+    layout: str, tmp_path: Path, target_of: Callable[[str], Target]
 ) -> None:
     """Bit by bit, in their dtype, and importing the export once more changes nothing."""
-    chosen = target_of(layout, target, seven)
+    chosen = target_of(layout)
     published = LAYOUTS[layout](chosen)
     source = str(published.save(tmp_path / "published"))
     imported = import_drafter(source, chosen, tmp_path / "out")
@@ -208,6 +218,21 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
         lambda made: made.config.update(num_key_value_heads=3),
         "4 query heads cannot share 3 key heads",
     ),
+    "heads that do not divide": (
+        "safeailab_eagle3",
+        lambda made: made.config.update(num_attention_heads=3, num_key_value_heads=None),
+        "hidden_size 64 is not a multiple of num_attention_heads 3",
+    ),
+    "two names of one tensor": (
+        "safeailab_eagle3",
+        tensors(model__fc__weight=torch.zeros(64, 192)),
+        "both stand for fc.weight",
+    ),
+    "two names of one layer": (
+        "safeailab_eagle3",
+        tensors(layers__0__mlp__up_proj__weight=torch.zeros(128, 64)),
+        "both stand for midlayer.mlp.up_proj.weight",
+    ),
     "ids for offsets": (
         "safeailab_eagle3",
         tensors(d2t=KEPT),
@@ -263,8 +288,13 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     ),
     "a stand-in past the vocabulary": (
         "speculators_p_eagle",
-        config(mask_token_id=VOCAB),
-        "pard_token is 300, expected the id of the embedding",
+        config(mask_token_id=VOCAB + 4),
+        "pard_token is 304, expected the id of the embedding",
+    ),
+    "a stand-in that texts contain": (
+        "speculators_p_eagle",
+        config(mask_token_id=9),
+        "pard_token is 9, which",
     ),
     "a norm of EAGLE-3.1": (
         "p_eagle",
@@ -284,7 +314,7 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
     "short embeddings": (
         "p_eagle",
         tensors(embed_tokens__weight=torch.zeros(299, 64, dtype=torch.bfloat16)),
-        "tensor embed_tokens.weight has shape [299, 64], expected [300, 64]",
+        "tensor embed_tokens.weight has shape [299, 64], expected [304, 64]",
     ),
     "no stand-in": (
         "speculators_p_eagle",
@@ -320,6 +350,11 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
         lambda made: made.tensors.update({"1.2.weight": torch.zeros(299, 64).half()}),
         "tensor 1.2.weight has shape [299, 64], expected [300, 64]",
     ),
+    "two of medusa's names": (
+        "medusa_vllm",
+        tensors(lm_heads__0__weight=torch.zeros(VOCAB, 64)),
+        "both stand for 0.1.weight",
+    ),
     "quantised": ("eagle1", config(quantization_config={"bits": 4}), "has quantised weights"),
     "float8": (
         "eagle1",
@@ -336,10 +371,10 @@ FAULTS: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused_by_name(
-    fault: str, tmp_path: Path, target: Target, seven: Target
+    fault: str, tmp_path: Path, target_of: Callable[[str], Target]
 ) -> None:
     layout, change, message = FAULTS[fault]
-    chosen = target_of(layout, target, seven)
+    chosen = target_of(layout)
     published = LAYOUTS[layout](chosen)
     change(published)
     with pytest.raises(UserError) as refused:
@@ -356,6 +391,10 @@ def test_another_tokenizer_is_refused(tmp_path: Path, seven: Target) -> None:
     made.texts["tokenizer.json"] = text.replace('"<|im_end|>"', '"</s>"')
     with pytest.raises(UserError, match=r"another tokenizer .*id 2 is '</s>' there and '<\|im_end"):
         import_drafter(str(made.save(tmp_path / "other")), seven, tmp_path / "other-out")
+    made.texts = {"tokenizer.model": "not read"}
+    imported = import_drafter(str(made.save(tmp_path / "model")), seven, tmp_path / "model-out")
+    (note,) = imported.notes
+    assert note.startswith("its tokenizer (tokenizer.model) was not compared with the target's")
 
 
 def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
@@ -369,6 +408,7 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
+    assert imported.notes == ["its config names code (auto_map), which was neither read nor run"]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
     assert before.keys() == after.keys()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from decode.drafters.directory import open_drafter
 from decode.drafters.pard import ParallelLMDrafter
@@ -17,7 +17,7 @@ from decode.target.loading import Target
 from heads.dflash_heads import DFlashDrafter
 from heads.heads_directory import read_heads
 from tests.export import KEPT, PROMPTS, edit_json, edit_weights, make_heads, save_target, task
-from tests.published import HIDDEN, Published, layer_shapes, llama_config, maps, random_tensors
+from tests.published import HIDDEN, Published, layer_shapes, llama_config, random_tensors
 from tests.tiny import save_tiny
 from train.export import ImportOptions
 from train.export.checkpoint import Checkpoint
@@ -40,8 +40,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return save_target(tmp_path_factory.mktemp("target") / "target", layers=4, vocab=ROWS)
 
 
-def z_lab() -> Published:
-    """Layers with other heads than the target's, in bfloat16, with what transformers writes."""
+def z_lab(layers: int = 4) -> Published:
+    """Layers with other heads than the target's, in bfloat16, with what transformers writes.
+    layers: of the target."""
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (HIDDEN, 2 * HIDDEN)}
     norms = {"norm": HIDDEN, "hidden_norm": HIDDEN}
     for layer in ("layers.0", "layers.1"):
@@ -65,7 +66,7 @@ def z_lab() -> Published:
         rope_theta=1e6,
         attention_bias=False,
         block_size=4,
-        num_target_layers=4,
+        num_target_layers=layers,
         dflash_config={"mask_token_id": 301, "target_layer_ids": [1, 2]},
         vocab_size=ROWS,
     )
@@ -76,6 +77,7 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     published = z_lab()
     imported = import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
     assert (imported.layout, imported.depth, imported.dtype) == ("dflash", 3, "bfloat16")
+    assert "its config names code (auto_map), which was neither read nor run" in imported.notes
     assert imported.settings is not None
     assert (imported.settings["taps"], imported.settings["mask_token"]) == ([1, 2], 301)
     assert imported.settings["layer"]["num_attention_heads"] == 4
@@ -98,12 +100,16 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     assert counted[0] == counted[1]
 
 
-@pytest.mark.parametrize("form", ["vllm", "speculators"])
+@pytest.mark.parametrize(
+    ("form", "kept"),
+    [("vllm", None), ("speculators", None), ("speculators", KEPT)],
+    ids=["vllm", "speculators", "reduced"],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_imported_as_it_was(
-    kind: str, form: str, tmp_path: Path, target: Target
+    kind: str, form: str, kept: torch.Tensor | None, tmp_path: Path, target: Target
 ) -> None:
-    make_heads(tmp_path / "drafter", target, KINDS[kind], moved=0.1)
+    make_heads(tmp_path / "drafter", target, KINDS[kind], kept, moved=0.1)
     export_drafter(tmp_path / "drafter", form, tmp_path / "export")
     checkpoint = Checkpoint.open(str(tmp_path / "export"))
     (layout,) = [name for name in FORMATS if FORMATS[name].recognises(checkpoint)]
@@ -114,32 +120,14 @@ def test_an_export_is_imported_as_it_was(
     assert before.state_dict().keys() == after.state_dict().keys()
     for name, tensor in before.state_dict().items():
         assert torch.equal(tensor, after.state_dict()[name]), name
-
-
-def reduced(directory: Path) -> None:
-    """Give an export in the layout of speculators a draft vocabulary, as the library does."""
-    file = directory / "model.safetensors"
-    tensors = load_file(file)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"][KEPT]
-    tensors["markov_head.markov_w2.weight"] = tensors["markov_head.markov_w2.weight"][KEPT]
-    has_row = torch.zeros(ROWS, dtype=torch.bool)
-    has_row[KEPT] = True
-    save_file(tensors | {"d2t": maps()["d2t"], "t2d": has_row}, file)
-    edit_json("config.json", draft_vocab_size=len(KEPT))(directory)
-
-
-def test_a_reduced_draft_vocabulary_is_read(tmp_path: Path, target: Target) -> None:
-    make_heads(tmp_path / "drafter", target, KINDS["dspark"], moved=0.1)
-    export_drafter(tmp_path / "drafter", "speculators", tmp_path / "export")
-    reduced(tmp_path / "export")
-    import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
-    heads = read_heads(tmp_path / "out", target)
-    assert heads.vocabulary is not None
-    assert torch.equal(heads.vocabulary, KEPT)
-    drafter = open_drafter(str(tmp_path / "out"), target)
-    few = task(target, tmp_path / "export", prompts=PROMPTS[:2])
-    drafted, _ = count_drafts(few, drafter, Counting())
-    assert drafted
+    if kept is not None:
+        assert after.vocabulary is not None
+        assert torch.equal(after.vocabulary, kept)
+    if (kind, form) == ("dspark", "speculators"):
+        # The library and vLLM read a missing one differently.
+        edit_json("config.json", sample_from_anchor=None)(tmp_path / "export")
+        with pytest.raises(UserError, match="has no sample_from_anchor"):
+            import_drafter(str(tmp_path / "export"), target, tmp_path / "x")
 
 
 FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
@@ -177,6 +165,21 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "speculators",
         edit_weights(lambda tensors: tensors["lm_head.weight"][5:7].add_(1.0)),
         "lm_head.weight differs from the target's output layer in 2 of 304 rows",
+    ),
+    "no map of the draft vocabulary": (
+        "speculators",
+        edit_json("config.json", draft_vocab_size=150),
+        "tensor d2t is missing",
+    ),
+    "two names of one tensor": (
+        "vllm",
+        edit_weights(lambda tensors: tensors.update({"model.fc.weight": torch.zeros(64, 128)})),
+        "both stand for fc.weight",
+    ),
+    "an embedding of the mask token": (
+        "vllm",
+        lambda directory: torch.save(torch.zeros(64), directory / "mask_embedding.pt"),
+        "has mask_embedding.pt, a trained embedding of its mask token",
     ),
     "the other shift": (
         "speculators",
@@ -224,6 +227,9 @@ def test_a_parallel_small_model_keeps_its_weights(tmp_path: Path, target: Target
     assert all(torch.equal(before[n], after[n]) for n in before)
     edit_json("config.json", pard_token=ROWS)(source)
     with pytest.raises(UserError, match="from 0 to 303"):
+        import_drafter(str(source), target, tmp_path / "x")
+    edit_json("config.json", pard_token=9)(source)
+    with pytest.raises(UserError, match=r"pard_token is 9, which .* uses in texts"):
         import_drafter(str(source), target, tmp_path / "x")
     edit_json("config.json", pard_token=None)(source)
     checkpoint = Checkpoint.open(str(source))

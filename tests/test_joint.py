@@ -293,6 +293,8 @@ def test_drift_by_hand() -> None:
     [
         ("medusa", {"lora": LORA, "losses": {"forward_kl": 1.0}, "ramp": 0.5}),
         ("blockwise", {"lora": None}),
+        # Multi-token prediction: heads on one trunk, all of it trained.
+        ("medusa", {"lora": None}),
     ],
 )
 def test_a_stage_makes_a_new_target_and_leaves_the_old_one(

@@ -588,6 +588,10 @@ def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
     steps = found.steps_to_dict()
     no_nan(steps)
     assert sum(sum(step["emitted"]) for step in steps["acceptance"]) == shown["emitted"]
+    interval = shown["tokens_per_step_interval"]
+    assert interval["value"] == pytest.approx(shown["tokens_per_step"])
+    assert interval["low"] <= interval["value"] <= interval["high"]
+    assert interval["low"] < interval["high"] or interval["value"] == 1
     assert {row for step in steps["acceptance"] for row in step["rows"]} == {*range(len(PROMPTS))}
     assert [{row for step in run for row in step["rows"]} for run in steps["timed"]] == [{0}, {4}]
 

@@ -1,5 +1,6 @@
 """PARD: a small language model that drafts in one pass, and its training."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from decode.sampling import CounterRNG, Sampling
 from decode.trees import SHAPES
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.parallel_distillation import MaskedCopies, ParallelConfig, ParallelDistillation
+from distill.parallel_distillation import (
+    MaskedCopies,
+    ParallelConfig,
+    ParallelDistillation,
+    draws,
+)
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from distill.teacher.top_k_cache import top_k
 from tests.stages import (
@@ -248,6 +254,43 @@ def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None
     assert ALL_TERMS.weigh(parts).item() == pytest.approx(loss.item(), rel=1e-6)
     loss.backward()
     assert student.get_input_embeddings().weight.grad[MASK].abs().max() > 0
+
+
+def test_places_are_weighed_by_how_likely_a_draft_gets_there() -> None:
+    """D-PACE's weights by hand: each kept draft is a chain of its own."""
+    student, a = masked(tiny_llama(seed=1, layers=1)), 0.3
+    lengths = [(4, 6), (3, 8)]
+    batch = batch_of(lengths)
+    parallel = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2, place_smoothing=a)
+    text = WeightedLoss({"cross_entropy": 1.0})
+    module = ParallelDistillation(student, text, parallel, MASK, chunk=5, tokens=VOCAB).train()
+    torch.manual_seed(3)
+    loss, parts = module(**batch)
+    torch.manual_seed(3)
+    scores = torch.rand(batch["loss_mask"].shape, generator=draws(training=True))
+    masks = MaskedCopies.drawn(batch["loss_mask"], parallel, scores)
+    expected, plain, count = 0.0, 0.0, 0
+    for row, (prompt, response) in enumerate(lengths):
+        ids = batch["input_ids"][row, : prompt + response]
+        anchors = masks.anchors[row][masks.exists[row]]
+        for anchor in range(prompt - 1, prompt + response - 1):
+            reached, q = 1.0, []
+            for depth in range(1 + int((anchors == anchor).sum())):
+                read = torch.cat([ids[: anchor + 1], torch.full((depth,), MASK)])
+                logits = student(read[None]).logits[0, -1, :VOCAB].double()
+                q.append(float(logits.softmax(-1)[ids[anchor + depth + 1]].detach()))
+            chances = [reached := reached * ((1 - a) * x + a) for x in q]
+            for depth, x in enumerate(q):
+                expected -= sum(chances[depth:]) * math.log(x)
+                plain -= math.log(x)
+            count += len(q)
+    assert count > 20
+    assert loss.item() == pytest.approx(expected * 14 / count, rel=1e-4)
+    assert parts.item() == pytest.approx(plain * 14 / count, rel=1e-4)  # the logged loss is plain
+    evaluated = module.eval()(**batch)[0].item()
+    same = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2)
+    module = ParallelDistillation(student, text, same, MASK, tokens=VOCAB).eval()
+    assert evaluated == pytest.approx(module(**batch)[0].item(), rel=1e-6)
 
 
 def test_copy_0_alone_has_the_ordinary_loss() -> None:

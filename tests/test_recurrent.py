@@ -5,6 +5,7 @@ import copy
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from transformers import GenerationConfig
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
@@ -31,8 +33,11 @@ from decode.target.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.target.memory import slot_bytes
 from decode.trees.static import Static
 from tests.lossless import LONGER, Case, decode_runs
+from tests.stages import examples, make_stage, run_stage, stage_context
 from tests.test_heads_lossless import drafter as heads_drafter
-from tests.tiny import PAD_ID, tiny_model
+from tests.tiny import PAD_ID, tiny_model, tiny_target
+from train.data.chat import prompt_tokens
+from train.data.corpus import read_answers
 
 LAYERS: dict[str, Any] = {
     "layers": 3,
@@ -354,3 +359,27 @@ def test_only_layers_with_attention_have_slots() -> None:
     with torch.inference_mode():
         lm.forward(torch.tensor([[4, 5]]), np.zeros(1, dtype=np.int64))
     assert lm.slots.token_bytes == slot_bytes(lm.model)
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_stages_write_answers_and_train_heads_on_them(tmp_path: Path) -> None:
+    target = tiny_target("qwen3_next", **FAMILIES["qwen3_next"])
+    context = stage_context(tmp_path, target)
+    answers = make_stage("generate", "answers", max_new_tokens=12)
+    run_stage(context, answers)
+    prompts = {x.id: prompt_tokens(x, target.tokenizer) for x in examples("train", 10)}
+    plain = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    written = list(read_answers(tmp_path / "answers"))
+    assert len(written) == len(prompts)
+    texts = plain.decode([prompts[answer["id"]] for answer in written], 12).outputs
+    assert [answer["tokens"] for answer in written] == texts
+    options = {"heads": {"type": "medusa", "heads": 2}, "text": "answers"}
+    loop = {"epochs": 6, "tokens_per_batch": 300, "log_every": 1}
+    heads = make_stage("heads", "heads", answers, **options, loop=loop, optimizer={"lr": 1e-2})
+    outcome = run_stage(context, heads)
+    history = outcome.summary["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    drafter = open_drafter(str(outcome.drafter), target)
+    run = Decoder(target.model, drafter, eos_token_ids=target.eos_token_ids)
+    few = [*prompts.values()][:4]
+    assert run.decode(few, 12).outputs == plain.decode(few, 12).outputs

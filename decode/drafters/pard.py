@@ -71,14 +71,22 @@ def unused_token(wanted: int | str | None, target: Target, rows: int) -> int:
             f"mask_token is {token}, but the drafter has {rows} embeddings; expected an id from 0 "
             f"to {rows - 1}; {advice}"
         )
-    if token < count and token not in dict(free):
+    text = text_of_used(token, target)
+    if text is not None:
         raise UserError(
-            f"mask_token {token} is in use: it is the token "
-            f"{tokenizer.convert_ids_to_tokens(token)!r}; expected an id that no text contains; "
+            f"mask_token {token} is in use: it is the token {text!r}; expected an id that no text "
+            "contains; "
             + (f"ids from {count} to {rows - 1} are free; " if count < rows else "")
             + advice
         )
     return token
+
+
+def text_of_used(token: int, target: Target) -> str | None:
+    """The text of a token that texts may contain; None for an id that no text contains."""
+    if token >= target.token_count or token in unused_special_tokens(target):
+        return None
+    return str(target.tokenizer.convert_ids_to_tokens(token))
 
 
 def free_token(target: Target) -> int:

@@ -36,7 +36,7 @@ import numpy as np
 from decode.loop import Decoded
 from decode.measure.costs import Costs, busy
 from decode.settings import EvaluationProtocol
-from decode.stats import Counts, Timing, finite, summary
+from decode.stats import Counts, Tally, Timing, finite, summary
 from decode.verification import Verification
 
 REPEATED = 8  # tokens
@@ -90,6 +90,7 @@ class Evaluation:
         result: dict[str, Any] = {
             **self.counts.to_dict(),
             **self.protocol.to_dict(),
+            "tokens_per_step_interval": self._tokens_per_step(),
             "parts": self.parts and {name: part.to_dict() for name, part in self.parts.items()},
             "drafts": self.drafts,
             "lossless": self.lossless,
@@ -178,6 +179,13 @@ class Evaluation:
         else:
             alpha = break_even(policy.max_depth, costs["c"], costs["v"])
         return {"break_even_acceptance": alpha, "break_even_note": note}
+
+    def _tokens_per_step(self) -> dict[str, float] | None:
+        """Tokens per step of the acceptance run, with its interval over prompts."""
+        tally = Tally(len(self.outputs))
+        for step in self.steps:
+            tally.add(step)
+        return ratio_of_totals(tally.emitted, tally.steps)
 
     def _fluent_counts(self) -> Counts:
         rows = [

@@ -66,7 +66,8 @@ class LayerSettings(BaseModel):
 
 def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) -> LlamaConfig:
     """Config of a one-layer llama with the target's sizes, except those in `settings`. Missing
-    settings get llama's values. Raises UserError for key heads that do not divide the query heads.
+    settings get llama's values. Raises UserError for key heads that do not divide the query heads,
+    and for query heads that do not divide the hidden size.
     """
     config: Any = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -88,6 +89,11 @@ def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) 
         raise UserError(
             f"the drafter's layer has {counts[0]} query heads and {counts[1]} key heads; expected "
             "a number of key heads that divides the number of query heads"
+        )
+    if config.hidden_size % counts[0]:
+        raise UserError(
+            f"the drafter's layer has {counts[0]} query heads; expected a number that divides the "
+            f"target's hidden size, {config.hidden_size}, as transformers' llama needs it"
         )
     return LlamaConfig(
         vocab_size=config.vocab_size,

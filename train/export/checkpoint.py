@@ -6,7 +6,7 @@ unless the user asks for them, and are then read with `weights_only=True`.
 
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
@@ -25,6 +25,10 @@ from decode.target.loading import DTYPES, Target
 from train.export.file_schema import DTYPE_NAMES, StoredTensor
 
 CONFIG, TOKENIZER, CARD = "config.json", "tokenizer.json", "README.md"
+# Files of tokenizers that are not compared with the target's.
+OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+# vLLM reads the mask token's embedding of a DFlash drafter from this file.
+MASK_EMBEDDING = "mask_embedding.pt"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head*.pt")
 # What is downloaded of a hub repository, besides weights.
 TEXTS = ("*.json", "*.model", CARD)
@@ -48,7 +52,8 @@ class Checkpoint:
         """Open a directory, or download a hub repository (`org/name`).
 
         Raises UserError if there is no such directory or repository, no config.json, no weights, or
-        only pickled weights without `pickled`, and for a quantised checkpoint.
+        only pickled weights without `pickled`, and for a checkpoint that is quantised or has a
+        separate embedding of its mask token.
         """
         directory = Path(source).expanduser()
         if directory.is_dir():
@@ -73,6 +78,7 @@ class Checkpoint:
                 f"{source} has quantised weights (quantization_config); expected the original "
                 "weights in float32, bfloat16 or float16"
             )
+        _require_no_mask_embedding(source, (file.name for file in directory.iterdir()))
         checkpoint = cls(source, directory, config)
         if checkpoint.is_pickled and not pickled:
             raise UserError(_pickled(source, [file.name for file in checkpoint.weight_files]))
@@ -137,6 +143,25 @@ class Checkpoint:
             return next(name for name, stored in DTYPE_NAMES.items() if stored in names)
         return "float32"
 
+    @property
+    def code_notes(self) -> list[str]:
+        """A sentence for the user if the config names code, which is ignored."""
+        if not self.config.get("auto_map"):
+            return []
+        return ["its config names code (auto_map), which was neither read nor run"]
+
+    @property
+    def tokenizer_notes(self) -> list[str]:
+        """A sentence for the user if there is a tokenizer that `require_tokenizer_of` cannot
+        compare."""
+        others = [name for name in OTHER_TOKENIZERS if (self.directory / name).exists()]
+        if not others or (self.directory / TOKENIZER).exists():
+            return []
+        return [
+            f"its tokenizer ({', '.join(others)}) was not compared with the target's: only a "
+            f"{TOKENIZER} is"
+        ]
+
     def require_tokenizer_of(self, target: Target) -> None:
         """Raise UserError if the directory has a tokenizer whose ids mean other tokens."""
         file = self.directory / TOKENIZER
@@ -157,6 +182,31 @@ class Checkpoint:
                 f"{len(different)} ids mean other tokens (id {first} is {tokens[first]!r} there "
                 f"and {expected[first]!r} in the target); use the target it was trained for"
             )
+
+
+def _require_no_mask_embedding(source: str, names: Iterable[str]) -> None:
+    if MASK_EMBEDDING in names:
+        raise UserError(
+            f"{source} has {MASK_EMBEDDING}, a trained embedding of its mask token, which engines "
+            "read in place of the target's; expected a drafter whose mask token has the target's "
+            "embedding. Serve this one in vLLM"
+        )
+
+
+def renamed(
+    tensors: Mapping[str, Tensor], name_of: Callable[[str], str | None]
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return published tensors by new names, and a problem for each tensor whose new name another
+    one has too. name_of: returns the new name, None for a tensor to leave out."""
+    sources: dict[str, str] = {}
+    problems = []
+    for name in tensors:
+        new = name_of(name)
+        if new is not None and sources.setdefault(new, name) != name:
+            problems.append(
+                f"tensors {sources[new]} and {name} both stand for {new}; expected one of them"
+            )
+    return {new: tensors[name] for new, name in sources.items()}, problems
 
 
 def stored_tensors(tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
@@ -192,6 +242,7 @@ def _download(source: str, revision: str | None, pickled: bool) -> Path:
     patterns = ["*.safetensors", *TEXTS, *(PICKLES if pickled else ())]
     try:
         names = huggingface_hub.list_repo_files(source, revision=revision)
+        _require_no_mask_embedding(source, names)
         pickles = [name for name in names for form in PICKLES if fnmatch(name, form)]
         if pickles and not pickled and not any(name.endswith(".safetensors") for name in names):
             raise UserError(_pickled(source, pickles))

@@ -62,13 +62,16 @@ def import_drafter(
     checkpoint.require_tokenizer_of(target)
     job = ImportJob(checkpoint, target, options.depth, options.layer_ids)
     restored = layout.restored(job)
+    notes = restored.notes + checkpoint.code_notes
+    if restored.options is not None:  # A model is loaded with its tokenizer, which is compared.
+        notes += checkpoint.tokenizer_notes
     imported = Imported(
         layout.name,
         restored.kind,
         restored.depth,
         checkpoint.dtype,
         restored.options,
-        restored.notes,
+        notes,
         claimed_tokens(checkpoint.directory),
     )
     provenance = {
@@ -78,7 +81,7 @@ def import_drafter(
             "layout": layout.name,
             "dtype": checkpoint.dtype,
             "sha256": {file.name: _sha256(file) for file in checkpoint.weight_files},
-            "notes": restored.notes,
+            "notes": notes,
         }
     }
     save_drafter(out, restored.kind, restored.write, target=target, provenance=provenance)

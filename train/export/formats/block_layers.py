@@ -5,10 +5,11 @@ H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hid
 `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, R], and maybe
 `confidence_head.proj.*`. Embeddings and output layer are the target's. The config names the layers
 whose output is read, counted from 0. `speculators_block` has the layout of the library
-speculators.
+speculators, which can have a window of the text and a reduced draft vocabulary.
 """
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +25,7 @@ from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.layers.llama_layer import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
-from train.export.checkpoint import Checkpoint, stored_tensors
+from train.export.checkpoint import Checkpoint, renamed, stored_tensors
 from train.export.file_schema import (
     TensorSpec,
     is_count,
@@ -40,6 +41,7 @@ from train.export.formats import (
 )
 from train.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
 from train.export.formats.layer_format import (
+    SLIDING,
     WEIGHTS,
     LayerFormat,
     expected_window,
@@ -55,11 +57,14 @@ from train.export.formats.published_layer import (
     embedding_problems,
     head_problems,
     map_problems,
+    map_specs,
     map_value_problems,
-    plain_names,
+    plain_name,
+    published_window,
     row_problems,
     sound_settings,
     token_ids,
+    vocabulary_maps,
 )
 from train.export.trained_drafter import (
     heads_drafter,
@@ -70,6 +75,8 @@ from train.export.trained_drafter import (
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
 FIRST_LAYER, FULL = "layers.0", "full_attention"
+# Tensors that are not part of the heads' state: the target's, and the maps of a draft vocabulary.
+SHARED = (EMBEDDINGS, OUTPUT, "d2t", "t2d")
 
 
 class DFlashLayers(LayerFormat):
@@ -94,10 +101,11 @@ class DFlashLayers(LayerFormat):
         return depth
 
     def refuse(self, job: ExportJob) -> None:
-        if is_reduced(job.drafter):
+        if is_reduced(job.drafter) and not self.carries_vocabulary:
             raise UserError(
-                f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which "
-                f"format {self.name} cannot hold; train them without draft_vocabulary"
+                f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which not "
+                f"all readers of format {self.name} support; export them as "
+                f"speculators-{self.kind}"
             )
 
     def kind_settings(self, heads: Any) -> dict[str, Any]:
@@ -156,13 +164,13 @@ class DFlashLayers(LayerFormat):
         if self.has_target_layers:
             tensors[EMBEDDINGS] = target.model.get_input_embeddings().weight
             tensors[OUTPUT] = heads.output.of(1)[0]
-        return tensors
+        return tensors | vocabulary_maps(heads.vocabulary, target.vocab_size)
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         taps = self.options_of(config).taps or []
         if taps != sorted(set(taps)) or taps[-1] >= config["num_target_layers"]:
             return [f"config.json: the target's layers are {taps}, which is not valid"]
-        return []
+        return map_value_problems(weights, config["vocab_size"])
 
     def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
         """Return the tensors that a sound config requires."""
@@ -176,17 +184,23 @@ class DFlashLayers(LayerFormat):
             norms |= {f"layers.{layer}.self_attn.{x}_norm": size for x in ("q", "k")}
         specs |= {f"{name}.weight": weight_spec(config, width) for name, width in norms.items()}
         if self.has_target_layers:
-            for name in (EMBEDDINGS, OUTPUT):
-                specs[name] = weight_spec(config, config["vocab_size"], hidden)
-        return specs
+            rows = {EMBEDDINGS: config["vocab_size"], OUTPUT: self.rows_of(config)}
+            specs |= {name: weight_spec(config, count, hidden) for name, count in rows.items()}
+        return specs | map_specs(self.rows_of(config), config["vocab_size"])
+
+    def rows_of(self, config: dict[str, Any]) -> int:
+        """Return the number of tokens that the heads draft, V'."""
+        rows: int = config.get(ROWS) or config["vocab_size"]
+        return rows
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = self.stored_settings(json.loads((directory / "config.json").read_text()))
         require_fitting_target(config, directory, target)
         weights = load_file(directory / WEIGHTS)
-        state = {name: x for name, x in weights.items() if name not in (EMBEDDINGS, OUTPUT)}
+        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
+        state = {name: x for name, x in weights.items() if name not in SHARED}
         options = _with_layer(self.options_of(config), unusual_layer(config, target))
-        return heads_drafter(self.drafter, options, None, state, target)
+        return heads_drafter(self.drafter, options, ids, state, target)
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
@@ -196,50 +210,53 @@ class DFlashLayers(LayerFormat):
         return []
 
     def restored(self, job: ImportJob) -> Restored:
-        """Also heads with a reduced draft vocabulary, which this format cannot write."""
         target, checkpoint = job.target, job.checkpoint
         contents = self.stored_settings(checkpoint.config)
-        names = plain_names(checkpoint.tensors, FIRST_LAYER)
-        tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
         layer, problems = sound_settings(contents, target, contents.get("num_hidden_layers"))
         layer_count = target.model.config.get_text_config().num_hidden_layers
+        window, window_problems = published_window(contents)
+        # In other layouts, vLLM takes the tokens of a block in such a layer for causal.
+        known = {FULL, SLIDING} if self.holds_windows else {FULL}
         usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
         expected: dict[str, Any] = {
             "num_hidden_layers": is_count,
             "block_size": lambda x: is_count(x) and x > 1,
-            "layer_types": lambda x: set(x or [FULL]) == {FULL},
-            "use_sliding_window": lambda x: not x,
+            "layer_types": lambda x: set(x or [FULL]) <= known,
+            "use_sliding_window": lambda x: not x or SLIDING in (contents.get("layer_types") or ()),
             "num_target_layers": layer_count,
             **self.kind_expected(),
         }
         problems += key_problems(expected, usual | contents, "config.json")
+        problems += window_problems if self.holds_windows else []
         problems += self.published_problems(checkpoint.config)
-        problems += embedding_problems(tensors, target)
-        rows = checkpoint.config.get(ROWS) or contents.get("vocab_size")
-        problems += map_problems(tensors, rows, contents.get("vocab_size"))
-        job.require(problems or map_value_problems(tensors, target.vocab_size), self.name)
-        tensors.pop(EMBEDDINGS, None)
-        tensors.pop("t2d", None)
-        ids = token_ids(tensors.pop("d2t")) if "d2t" in tensors else None
+        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=FIRST_LAYER))
+        problems += name_problems + embedding_problems(tensors, target)
+        rows, vocab_size = contents.get(ROWS) or target.vocab_size, target.vocab_size
+        problems += map_problems(tensors, rows, vocab_size)
+        if rows != vocab_size and "d2t" not in tensors:
+            problems.append(f"tensor d2t is missing; it tells which tokens the {rows} rows draft")
+        job.require(problems or map_value_problems(tensors, vocab_size), self.name)
+        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
         table = output_layer(target.model).weight.detach()
         table = table if ids is None else table[ids.to(table.device)]
-        problems = row_problems(OUTPUT, tensors.pop(OUTPUT, None), table, "output layer")
+        problems = row_problems(OUTPUT, tensors.get(OUTPUT), table, "output layer")
+        state = {name: x for name, x in tensors.items() if name not in SHARED}
         config = llama_settings(
             layer_config(target.model, layer), self.architecture, checkpoint.dtype
         )
         config |= {key: contents[key] for key in ("num_hidden_layers", "block_size")}
         config |= {key: contents[key] for key in self.kind_expected()} | {ROWS: len(table)}
+        config |= window_settings(window, config["num_hidden_layers"])
         specs = self.expected_tensors(config)
-        for name in (EMBEDDINGS, OUTPUT):
-            specs.pop(name, None)
-        problems += head_problems(config, tensors, FIRST_LAYER)
-        job.require(problems + tensor_problems(specs, stored_tensors(tensors)), self.name)
+        specs = {name: spec for name, spec in specs.items() if name not in SHARED}
+        problems += head_problems(config, state, FIRST_LAYER)
+        job.require(problems + tensor_problems(specs, stored_tensors(state)), self.name)
         options = _with_layer(self.options_of(config), layer)
         if job.layer_ids not in (None, self.layer_ids):
             shift = 1 if job.layer_ids == "outputs" else -1
             taps = [number + shift for number in options.taps or []]
             options = options.model_copy(update={"taps": taps})
-        heads = rebuild_heads(options, ids, tensors, target)
+        heads = rebuild_heads(options, ids, state, target)
         if job.depth not in (None, heads.depth):
             raise UserError(
                 f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "

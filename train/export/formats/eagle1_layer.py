@@ -15,7 +15,7 @@ from train.export.file_schema import TensorSpec
 from train.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from train.export.formats.eagle_layer import EagleLayer
 from train.export.formats.layer_format import layer_tensors, weight_spec
-from train.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_names
+from train.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
 
 FC_BIAS = "fc.bias"
 
@@ -47,7 +47,7 @@ class Eagle1(EagleLayer):
             )
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        names = plain_names(checkpoint.names, self.layer)
+        names = {plain_name(name, self.layer) for name in checkpoint.names}
         is_layer = "fc.weight" in names and "hidden_norm.weight" not in names
         is_other = is_eagle3(checkpoint.names) or "speculators_model_type" in checkpoint.config
         return is_layer and not is_other

@@ -14,7 +14,6 @@ names (`heads.eagle_heads.auxiliary_layers`), because engines count them differe
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from decode.errors import UserError
@@ -35,9 +34,11 @@ from train.export.formats.published_layer import (
     captured_layers,
     is_eagle3,
     map_problems,
+    map_specs,
     map_value_problems,
     named_layers,
     token_ids,
+    vocabulary_maps,
 )
 
 LAYER = "midlayer"
@@ -199,10 +200,7 @@ def shared_tensors(config: dict[str, Any], layer: str, count: int = 3) -> dict[s
     }
     norms = [f"{layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
     specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
-    if rows != config["vocab_size"]:
-        specs["d2t"] = TensorSpec((rows,), ("I64",))
-        specs["t2d"] = TensorSpec((config["vocab_size"],), ("BOOL",))
-    return specs
+    return specs | map_specs(rows, config["vocab_size"])
 
 
 def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
@@ -210,12 +208,7 @@ def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
     reduced draft vocabulary. Heads without an output layer get the target's."""
     tensors = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
     tensors[OUTPUT] = heads.output.of(1)[0]
-    ids = heads.vocabulary
-    if ids is not None:
-        has_row = torch.zeros(vocab_size, dtype=torch.bool)
-        has_row[ids.cpu()] = True
-        tensors |= {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
-    return tensors
+    return tensors | vocabulary_maps(heads.vocabulary, vocab_size)
 
 
 def are_inputs(value: Any) -> bool:

@@ -6,6 +6,7 @@ vocabulary, V' draft vocabulary.
 
 import json
 from abc import abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,7 +18,7 @@ from decode.target.loading import Target
 from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
 from heads.layers.llama_layer import LayerSettings, layer_config
-from train.export.checkpoint import Checkpoint, stored_tensors
+from train.export.checkpoint import Checkpoint, renamed, stored_tensors
 from train.export.file_schema import tensor_problems
 from train.export.formats import EXPORT_FILE, ImportJob, Restored
 from train.export.formats.layer_format import (
@@ -33,7 +34,7 @@ from train.export.formats.published_layer import (
     differences,
     embedding_problems,
     head_problems,
-    plain_names,
+    plain_name,
     published_window,
     sound_settings,
 )
@@ -119,10 +120,9 @@ class EagleLayer(LayerFormat):
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint
         contents = self.stored_settings(checkpoint.config)
-        names = plain_names(checkpoint.tensors, self.layer)
-        tensors = {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
+        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=self.layer))
         layer, problems = sound_settings(contents, target, self.layer_count(contents))
-        problems += self.embedding_problems(tensors, target)
+        problems += name_problems + self.target_problems(contents, tensors, target)
         window, window_problems = published_window(contents)
         problems += window_problems
         extra, extra_problems = self.published_config(contents, tensors)
@@ -148,9 +148,11 @@ class EagleLayer(LayerFormat):
         """Return the number of decoder layers to expect of a published config."""
         return 1
 
-    def embedding_problems(self, tensors: dict[str, Tensor], target: Target) -> list[str]:
-        """Take the embeddings out of a published drafter's tensors, because heads borrow the
-        target's; return the problems with them."""
+    def target_problems(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
+    ) -> list[str]:
+        """Return the problems with what a published drafter shares with its target. Takes the
+        embeddings out of its tensors, because heads borrow the target's."""
         problems = embedding_problems(tensors, target)
         tensors.pop(EMBEDDINGS, None)
         return problems

@@ -26,6 +26,7 @@ from train.export.formats import (
     sglang_serving,
     vllm_serving,
 )
+from train.export.formats.published_layer import mask_problems
 from train.export.model_directory import for_older_readers, model_problems
 from train.export.trained_drafter import load_small_lm, read_small_lm
 
@@ -106,7 +107,7 @@ class HuggingFace(Format):
         what = f"drafter {checkpoint.source}"
         require_same_vocabulary(loaded.fingerprint, target.fingerprint, what, padding=True)
 
-        self.require_drafting(loaded.model.config)
+        self.require_drafting(loaded.model.config, job)
 
         def write(directory: Path) -> None:
             loaded.model.save_pretrained(directory)
@@ -114,7 +115,7 @@ class HuggingFace(Format):
 
         return Restored(self.kinds[0], write)
 
-    def require_drafting(self, config: Any) -> None:
+    def require_drafting(self, config: Any, job: ImportJob) -> None:
         """Raise UserError if a published model's config lacks what this kind of drafter reads."""
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
@@ -170,13 +171,14 @@ class ParallelHuggingFace(HuggingFace):
         """A causal language model whose config has a mask token."""
         return is_model(checkpoint) and "pard_token" in checkpoint.config
 
-    def require_drafting(self, config: Any) -> None:
+    def require_drafting(self, config: Any, job: ImportJob) -> None:
         token = stored_mask_token(config)
         if token is None:
             raise UserError(
                 "the model's config has no pard_token, the id of the mask token of a drafter that "
                 "drafts in one pass; import it with --format hf"
             )
+        job.require(mask_problems("pard_token", token, job.target), self.name)
         mark_parallel(config, token)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ it, but 0.32 refuses every checkpoint with one ("not initialized"), and TGI does
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from decode.target.loading import DTYPES, Target
 from heads.heads_directory import stored_options
 from heads.heads_module import Heads, output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions
-from train.export.checkpoint import Checkpoint, stored_tensors
+from train.export.checkpoint import Checkpoint, renamed, stored_tensors
 from train.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -154,7 +155,7 @@ class Medusa(Format):
         """Heads of other numbers than the config says are read: the paper's own configs are wrong
         about it. Without biases, the blocks get zeros."""
         config, target = job.checkpoint.config, job.target
-        tensors = {_our_name(name): x for name, x in job.checkpoint.tensors.items()}
+        tensors, problems = renamed(job.checkpoint.tensors, _our_name)
         ids = tensors.pop(IDS, None)
         blocks = {key: BLOCK.fullmatch(key) for key in tensors}
         places = [(int(m[1]), int(m[2])) for m in blocks.values() if m]
@@ -169,9 +170,7 @@ class Medusa(Format):
                 "drafts as many tokens; leave it out"
             )
         shared = bool(config.get("original_lm_head"))
-        if shared and SHARED_OUTPUT in tensors:
-            tensors[f"0.{layers}.weight"] = tensors.pop(SHARED_OUTPUT)
-        tensors = {_with_layers(name, layers): x for name, x in tensors.items()}
+        tensors, others = renamed(tensors, partial(_with_layers, layers=layers, shared=shared))
         if shared and f"0.{layers}.weight" in tensors:
             for head in range(1, count):
                 tensors.setdefault(f"{head}.{layers}.weight", tensors[f"0.{layers}.weight"])
@@ -187,7 +186,8 @@ class Medusa(Format):
             "medusa_num_layers": layers,
             "torch_dtype": job.checkpoint.dtype,
         }
-        problems = [
+        problems += others
+        problems += [
             f"config.json: {key} is {config[key]}, but the target {target.name} has {sizes[key]}"
             for key in ("hidden_size", "vocab_size")
             if config.get(key, sizes[key]) != sizes[key]
@@ -260,7 +260,11 @@ def _our_name(name: str) -> str:
     return f"{block[1]}.{block[2]}.linear.{block[3]}" if block else name
 
 
-def _with_layers(name: str, layers: int) -> str:
+def _with_layers(name: str, layers: int, shared: bool) -> str:
+    """Return the name of an output layer in this layout. layers: the number of blocks of a head.
+    shared: all heads have one output layer."""
+    if shared and name == SHARED_OUTPUT:
+        return f"0.{layers}.weight"
     output = VLLM_OUTPUT.fullmatch(name)
     return f"{output[1]}.{layers}.weight" if output else name
 

@@ -37,7 +37,7 @@ from train.export.formats.eagle3_layer import (
     stated_tokens,
 )
 from train.export.formats.layer_format import layer_tensors, weight_spec
-from train.export.formats.published_layer import EMBEDDINGS, captured_count
+from train.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
 
 MASK_EMBEDDING, TABLE = "mask_embedding", "embeddings.weight"
 MASK_TOKEN, RESIDUAL = "pard_token", "norm_before_residual"
@@ -121,9 +121,12 @@ class PEagle(Eagle3):
         config |= {"num_hidden_layers": self.layer_count(contents), MASK_TOKEN: token}
         return config, problems
 
-    def embedding_problems(self, tensors: dict[str, Tensor], target: Target) -> list[str]:
-        """They may be trained, so they stay."""
-        return []
+    def target_problems(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
+    ) -> list[str]:
+        """The embeddings may be trained, so they stay."""
+        token: Any = contents.get(MASK_TOKEN)
+        return mask_problems(MASK_TOKEN, token, target) if is_count(token) else []
 
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
         tensors = eagle3_tensors(heads, target.vocab_size)

@@ -20,12 +20,13 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from decode.drafters.pard import text_of_used
 from decode.errors import UserError
 from decode.target.loading import Target
 from heads.eagle_heads import auxiliary_layers
 from heads.layers.llama_layer import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
-from train.export.file_schema import is_count, is_positive
+from train.export.file_schema import TensorSpec, is_count, is_positive
 
 Convention = Literal["inputs", "outputs"]
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
@@ -50,24 +51,20 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
 
-def plain_names(names: Iterable[str], layer: str) -> dict[str, str]:
-    """Return the names of published tensors by the names of our exports. layer: the name of the
-    decoder layer there.
+def plain_name(name: str, layer: str) -> str | None:
+    """Return the name of a published tensor in our exports. layer: the name of the decoder layer
+    there.
 
-    Removes NeMo's prefix `model.`, and leaves out rotary frequencies, which follow from the config.
+    Removes NeMo's prefix `model.`. None for rotary frequencies, which follow from the config.
 
-    >>> plain_names(["model.fc.weight", "midlayer.mlp.up_proj.weight"], "layers.0")
-    {'fc.weight': 'model.fc.weight', 'layers.0.mlp.up_proj.weight': 'midlayer.mlp.up_proj.weight'}
+    >>> plain_name("model.fc.weight", "layers.0"), plain_name("midlayer.mlp.up_proj", "layers.0")
+    ('fc.weight', 'layers.0.mlp.up_proj')
     """
-    names_by_ours = {}
-    for name in names:
-        plain = name.removeprefix("model.")
-        for other in LAYER_NAMES:
-            if plain.startswith(f"{other}."):
-                plain = f"{layer}.{plain.removeprefix(f'{other}.')}"
-        if not plain.endswith("rotary_emb.inv_freq"):
-            names_by_ours[plain] = name
-    return names_by_ours
+    plain = name.removeprefix("model.")
+    for other in LAYER_NAMES:
+        if plain.startswith(f"{other}."):
+            plain = f"{layer}.{plain.removeprefix(f'{other}.')}"
+    return None if plain.endswith("rotary_emb.inv_freq") else plain
 
 
 def is_eagle3(names: Iterable[str]) -> bool:
@@ -87,6 +84,18 @@ def embedding_problems(tensors: Mapping[str, Tensor], target: Target) -> list[st
     target's embeddings, so others would be lost."""
     table = target.model.get_input_embeddings().weight.detach()
     return row_problems(EMBEDDINGS, tensors.get(EMBEDDINGS), table, "embeddings")
+
+
+def mask_problems(name: str, token: int, target: Target) -> list[str]:
+    """Return a problem if texts may contain a published drafter's mask token. name: its key in the
+    config."""
+    text = text_of_used(token, target)
+    if text is None:
+        return []
+    return [
+        f"config.json: {name} is {token}, which {target.name} uses in texts, for {text!r}; "
+        "expected an id that no text contains. Look for the target that the drafter was trained for"
+    ]
 
 
 def row_problems(name: str, stored: Tensor | None, table: Tensor, what: str) -> list[str]:
@@ -149,6 +158,11 @@ def sound_settings(
     keys = contents.get("num_key_value_heads") or heads
     if heads % keys:
         return None, [f"config.json: {heads} query heads cannot share {keys} key heads"]
+    if hidden % heads:
+        return None, [
+            f"config.json: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, "
+            "and transformers has no such layers"
+        ]
     usual = layer_config(target.model)
     rope = {key: contents[key] for key in ("rope_parameters",) if contents.get(key)} or {
         key: contents[key] for key in ("rope_theta", "rope_scaling") if contents.get(key)
@@ -317,6 +331,23 @@ def map_problems(tensors: dict[str, Tensor], rows: Any, vocab_size: Any) -> list
             tensors.pop("d2t", None)
             tensors.pop("t2d", None)
     return problems
+
+
+def vocabulary_maps(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
+    """Return the maps of a reduced draft vocabulary: `d2t`, int64 [V'], a token's id minus its row,
+    and `t2d`, bool [V], which tokens have a row. None, a complete one, has no maps."""
+    if ids is None:
+        return {}
+    has_row = torch.zeros(vocab_size, dtype=torch.bool)
+    has_row[ids.cpu()] = True
+    return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
+
+
+def map_specs(rows: int, vocab_size: int) -> dict[str, TensorSpec]:
+    """Return the specs of `vocabulary_maps` with this number of rows."""
+    if rows == vocab_size:
+        return {}
+    return {"d2t": TensorSpec((rows,), ("I64",)), "t2d": TensorSpec((vocab_size,), ("BOOL",))}
 
 
 def token_ids(offsets: Tensor) -> Tensor:

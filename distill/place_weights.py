@@ -4,13 +4,14 @@ A place counts only if all places before it are right. Fixed weights such as 0.8
 that is. These weights compute it from the drafter's own probabilities: a place gets weight as soon
 as the places before it are learnt.
 
-Shapes: B rows, T tokens.
+Shapes: B rows, T tokens, n predictions, H hidden size, R rank, V' draft vocabulary.
 """
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 
 def place_weights(shares: Mapping[int, Tensor], smoothing: float) -> dict[int, Tensor]:
@@ -31,3 +32,32 @@ def place_weights(shares: Mapping[int, Tensor], smoothing: float) -> dict[int, T
         later = later.to(products[depth]) + products[depth]
         weights[depth] = later
     return weights
+
+
+@torch.no_grad()
+def label_shares(
+    states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    chunk: int,
+    added: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """float32 [n]: the drafter's probability of each label, 0 for a label of −100.
+
+    states: [n, H]. weight, bias: of the output layer, [V', H] and [V']. labels: int64 [n], its
+    rows. chunk: the number of predictions whose logits exist at once. added: rows [n, R] and weight
+    [V', R], whose product is added to the logits.
+    """
+    shares = torch.zeros(labels.shape, device=labels.device)
+    for begin in range(0, len(labels), chunk):
+        part = slice(begin, begin + chunk)
+        logits = linear(states[part], weight, bias)
+        if added is not None:
+            rows, added_weight = added
+            logits = logits + linear(rows[part], added_weight)
+        log_q = logits.float().log_softmax(-1)
+        shares[part] = log_q.gather(1, labels[part].clamp(min=0)[:, None])[:, 0].exp()
+    shares[labels < 0] = 0.0
+    return shares
