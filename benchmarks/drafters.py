@@ -2,20 +2,25 @@
 
     python -m benchmarks.drafters [--quick] [--run DIR …] [--drafter NAME …] [--json FILE]
         [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--runs DIR]
+        [--random-layers N] [--random-width N]
 
-Without options: the drafters that need no training, and a datastore of the target's answers to the
-shipped training prompts. --run adds every drafter that a run has trained (`runs/quickstart`, or a
-run of `benchmarks.heads`), with the seconds of its training. --drafter adds any other, by the names
-of `draftsmith evaluate`: `vertical:…`, `skip:file=…`, a directory. Each is decoded greedily in its
-own shape, and timed in turns with plain decoding. The rows are sorted by the speed-up.
+Without options: the drafters and combinations that need no training, those that come along, and a
+datastore of the target's answers to the shipped training prompts. --run adds every drafter that a
+run has trained (`runs/quickstart`, or a run of `benchmarks.heads`), also in combinations, with the
+seconds of its training. --drafter adds any other, by the names of `draftsmith evaluate`. Each is
+decoded greedily in its own shape, and timed in turns with plain decoding. The rows are sorted by
+the speed-up. A second table says what was not measured, and why; a drafter that fails is there too,
+and the others go on. `memory` is that of all tensors that a drafter has after the last timed
+prompt, weights and slots of its own, without those of the target.
 
 With --random-layers N the target is a llama with N layers of random weights, for the cost of drafts
-from a target that is deep enough for them. It says nothing about acceptance: its tokens follow no
-pattern, so only speeds of a draft step and of a pass (c and v) mean something there.
+from a target that is deep enough for them: without some of its layers, over a part of its keys and
+values, and with the small models of --run. It says nothing about acceptance: its tokens follow no
+pattern. The table has the costs of a draft token and of a pass (c and v), and the acceptance rate
+above which drafts of that length pay.
 """
 
-import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +46,19 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.heads import format_tokens_per_step, plot_arms
-from decode.drafters.directory import DRAFTER_FILE, open_drafter
+from benchmarks.parts.drafter_contestants import (
+    Contestant,
+    named,
+    of_depth,
+    omitted,
+    seconds_of,
+    size_of,
+    small_models,
+    trained_drafters,
+    untrained,
+)
+from benchmarks.parts.held_memory import held_bytes
+from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate
 from decode.settings import EvaluationProtocol
@@ -50,28 +67,8 @@ from train.cli.command import tokenized_prompts
 from train.console import Reporter
 from train.data.read import read_examples, spread
 
-# Untrained drafters, with options for a CPU where the paper's are for a GPU.
-UNTRAINED = (
-    "ngram",
-    "store",
-    "max_gram",
-    "suffix",
-    "lookahead:window=5,ngram=3,guesses=3",
-    "skip:mlp=20",
-    "swift",
-)
 DATASTORE_NODES = 8
-
-
-@dataclass(frozen=True)
-class Contestant:
-    """name: for the table. spec: as `open_drafter` takes it. seconds: of its training. size: of
-    its files in bytes."""
-
-    name: str
-    spec: str
-    seconds: float | None = None
-    size: int | None = None
+HEAD_SIZE = 64  # of a target of random weights
 
 
 def main(
@@ -84,22 +81,24 @@ def main(
     dtype: Annotated[str, typer.Option(help="of the target and the drafters")] = "bfloat16",
     gamma: Annotated[int, typer.Option(min=1, help="tokens per draft; trees ignore it")] = 4,
     random_layers: Annotated[
-        int | None, typer.Option(min=1, help="a target of random weights with so many layers")
+        int | None, typer.Option(min=4, help="a target of random weights with so many layers")
     ] = None,
+    random_width: Annotated[
+        int, typer.Option(min=256, help="its hidden size, a multiple of 256")
+    ] = 1024,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
 ) -> None:
     """Measure every drafter, print the table, sorted by speed-up."""
     reporter = start_benchmark()
     loaded = load_target(target, dtype=dtype)
-    contestants = [Contestant(name.partition(":")[0], name) for name in UNTRAINED]
+    trained = [row for path in run or () for row in trained_drafters(path)]
     if random_layers is None:
-        contestants.append(datastore(target, runs, quick, reporter))
+        contestants = [*untrained(), datastore(target, runs, quick, reporter), *trained]
     else:
-        loaded = with_random_layers(loaded, random_layers)
-    for path in run or ():
-        contestants += trained_drafters(path)
-    contestants += [Contestant(name, name) for name in drafter or ()]
+        loaded = with_random_layers(loaded, random_layers, random_width)
+        contestants = [*of_depth(random_layers), *small_models(trained)]
+    contestants += map(named, drafter or ())
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=48 if quick else 64,
@@ -109,15 +108,16 @@ def main(
     )
     examples, _ = read_examples(str(prompts))
     texts = tokenized_prompts(spread(examples, 12 if quick else 42), loaded, None)
-    figures: dict[str, dict[str, Any]] = {}
-    for contestant in contestants:
-        reporter.say(f"measuring {contestant.name}")
-        try:
-            figures[contestant.name] = measure(contestant, loaded, texts, protocol)
-        except UserError as error:
-            reporter.say(f"  not measured: {error}")
+    figures, failed = compare(contestants, loaded, texts, protocol, reporter)
     ordered = dict(sorted(figures.items(), key=lambda row: -row[1]["speedup"]["value"]))
-    reporter.table(drafters_table(ordered, describe_target(loaded, random_layers), gamma))
+    left_out = omitted(contestants)
+    what = describe_target(loaded, random_layers)
+    title = f"{what}; greedy, γ = {gamma}, batch 1"
+    rows = [table_row(*row, random_layers is not None) for row in ordered.items()]
+    reporter.table(rows_table(title, rows, left=2))
+    reasons = {name: f"failed: {why}" for name, why in failed.items()} | left_out
+    lines = [{"drafter": name, "why": why} for name, why in reasons.items()]
+    reporter.table(rows_table("Not measured", lines, left=2))
     if plots:
         plot_arms(ordered, plots / "drafters.png")
     if json_file:
@@ -128,10 +128,34 @@ def main(
                     f"speedup_{name}": row["speedup"]["value"] for name, row in ordered.items()
                 },
                 "drafters": ordered,
-                "target": describe_target(loaded, random_layers),
+                "failed": failed,
+                "omitted": left_out,
+                "target": what,
                 "machine": describe_machine(),
             },
         )
+
+
+def compare(
+    contestants: list[Contestant],
+    target: Target,
+    texts: list[list[int]],
+    protocol: EvaluationProtocol,
+    reporter: Reporter,
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """The figures of each drafter, by name, and why others have none."""
+    figures, failed = {}, {}
+    for contestant in contestants:
+        reporter.say(f"measuring {contestant.name}")
+        try:
+            figures[contestant.name] = measure(contestant, target, texts, protocol)
+        except UserError as error:
+            failed[contestant.name] = str(error)
+        except Exception as error:  # the rows of the others took minutes
+            failed[contestant.name] = f"{type(error).__name__}: {error}"
+        if contestant.name in failed:
+            reporter.say(f"  failed: {failed[contestant.name]}")
+    return figures, failed
 
 
 def describe_target(target: Target, random_layers: int | None) -> str:
@@ -140,15 +164,18 @@ def describe_target(target: Target, random_layers: int | None) -> str:
     return f"{target.name}{kind}, {weights / 1e6:.0f}M"
 
 
-def with_random_layers(target: Target, layers: int) -> Target:
-    """The same tokenizer with a llama of random weights, 1,024 wide."""
+def with_random_layers(target: Target, layers: int, width: int) -> Target:
+    """The same tokenizer with a llama of random weights. Raises UserError for a width that is no
+    multiple of four heads."""
+    if width % (4 * HEAD_SIZE):
+        raise UserError(f"--random-width is {width}; expected a multiple of {4 * HEAD_SIZE}")
     config = LlamaConfig(
         vocab_size=target.vocab_size,
-        hidden_size=1024,
-        intermediate_size=2816,
+        hidden_size=width,
+        intermediate_size=width * 11 // 4,
         num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        num_attention_heads=width // HEAD_SIZE,
+        num_key_value_heads=width // HEAD_SIZE // 4,
         tie_word_embeddings=True,
         max_position_embeddings=4096,
     )
@@ -169,42 +196,9 @@ def datastore(target: str, runs: Path, quick: bool, reporter: Reporter) -> Conte
     ]
     config = run_config("drafters-quick" if quick else "drafters", runs, stages, target=target)
     made, _ = execute_run(config, reporter)
-    directory = made.stage_directory("datastore")
-    return Contestant("rest", str(directory / "drafter"), seconds_of(directory), size_of(directory))
-
-
-def trained_drafters(run: Path) -> list[Contestant]:
-    """The drafters of a run's stages, each alone and after prompt lookup, `pass` also in the passes
-    that verify. Raises UserError if there is none."""
-    files = sorted(run.glob(f"stages/*/drafter/{DRAFTER_FILE}"))
-    if not files:
-        raise UserError(
-            f"--run {run} has no stages with a drafter; expected the directory of a run"
-        )
-    contestants = []
-    for file in files:
-        directory = file.parent
-        stage = directory.parent
-        kind = json.loads(file.read_text())["kind"]
-        name = f"{kind} ({run.name}/{stage.name})"
-        row = Contestant(name, str(directory), seconds_of(stage), size_of(stage))
-        contestants += [row, replace(row, name=f"ngram+{name}", spec=f"ngram+{directory}")]
-        if kind == "pass":
-            spec = f"in_tree:drafter={directory}"
-            contestants.append(replace(row, name=f"in_tree {name}", spec=spec))
-    return contestants
-
-
-def seconds_of(stage: Path) -> float | None:
-    """The seconds of training of a finished stage, else of the complete stage."""
-    summary = json.loads((stage / "done.json").read_text())["summary"]
-    training = summary.get("training") or {}
-    seconds: float | None = training.get("training_seconds", summary.get("seconds"))
-    return seconds
-
-
-def size_of(stage: Path) -> int:
-    return sum(file.stat().st_size for file in (stage / "drafter").rglob("*") if file.is_file())
+    stage = made.stage_directory("datastore")
+    drafter = stage / "drafter"
+    return Contestant("rest", str(drafter), "rest", seconds_of(stage), size_of(drafter))
 
 
 def measure(
@@ -215,36 +209,42 @@ def measure(
     figures = evaluate(target, drafter, texts, protocol).to_dict()
     kept = (
         "tokens_per_step", "tokens_per_step_interval", "acceptance_rate", "draft_efficiency", "c",
-        "v", "speedup", "drafts", "identical_to_plain", "identical_within_rounding",
+        "v", "break_even_acceptance", "speedup", "drafts", "identical_to_plain",
+        "identical_within_rounding",
     )  # fmt: skip
     return {name: figures[name] for name in kept} | {
         "training_seconds": contestant.seconds,
-        "bytes": contestant.size,
+        "file_bytes": contestant.size,
+        "memory_bytes": held_bytes(drafter, target.model),
     }
 
 
-def drafters_table(figures: dict[str, dict[str, Any]], target: str, gamma: int) -> Any:
-    """The table for the terminal."""
+def table_row(name: str, row: dict[str, Any], costs_only: bool) -> dict[str, str]:
+    """The cells of a drafter."""
 
-    def cell(value: float | None, form: str, scale: float = 1) -> str:
-        return "–" if value is None else format(value / scale, form)
+    def cell(figure: str, form: str, unit: float = 1) -> str:
+        value = row[figure]
+        return "–" if value is None else format(value / unit, form)
 
-    rows = [
-        {
-            "drafter": name,
-            "drafts": row["drafts"],
-            "tokens/step": format_tokens_per_step(row),
-            "α": cell(row["acceptance_rate"], ".2f"),
-            "c": cell(row["c"], ".3f"),
-            "v": cell(row["v"], ".2f"),
-            "speed-up": format_interval(row["speedup"], 2),
-            "training s": cell(row["training_seconds"], ".0f"),
-            "MiB": cell(row["bytes"], ".1f", MIB),
-            "same text": cell(row["identical_within_rounding"], ".0%"),
-        }
-        for name, row in figures.items()
-    ]
-    return rows_table(f"{target}; greedy, γ = {gamma}, batch 1", rows, left=2)
+    costs = {
+        "c": cell("c", ".3f"),
+        "v": cell("v", ".2f"),
+        "pays above α": cell("break_even_acceptance", ".2f"),
+        "memory MiB": cell("memory_bytes", ".1f", MIB),
+    }
+    cells = {"drafter": name, "drafts": row["drafts"]}
+    if costs_only:
+        return cells | costs
+    return {
+        **cells,
+        "tokens/step": format_tokens_per_step(row),
+        "α": cell("acceptance_rate", ".2f"),
+        "speed-up": format_interval(row["speedup"], 2),
+        **costs,
+        "files MiB": cell("file_bytes", ".1f", MIB),
+        "training s": cell("training_seconds", ".0f"),
+        "same text": cell("identical_within_rounding", ".0%"),
+    }
 
 
 if __name__ == "__main__":

@@ -16,16 +16,29 @@ import numpy as np
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
-from tests.lossless import LONGER, PENALISED, SHALLOW, SHORT, Case, decode, merged, model, small_lm
+from tests.lossless import (
+    LONGER,
+    PENALISED,
+    SHALLOW,
+    SHORT,
+    Case,
+    decode,
+    lookup_and_cascade,
+    merged,
+    model,
+    small_lm,
+)
 from tests.mutants import (
     BonusOffByOne,
     ClampedRatio,
     ColdDrafter,
     FirstReject,
+    ForgottenRows,
     JudgedAsDistinct,
     LenientCascade,
     NeverCopied,
@@ -225,6 +238,14 @@ CONTROLS = [
         lambda: LenientCascade(*_small_and_smaller(), rule="lenience:lenience=0.3"),
         lambda: VerticalCascade(*_small_and_smaller()),
         "a cascade's inner rule lossy",
+        LONGER,
+        1_500,
+    ),
+    _of_drafter(
+        Control,
+        lambda: ForgottenRows(lookup_and_cascade()),
+        lambda: CompositeDrafter(lookup_and_cascade()),
+        "the row of q of the place, not of the drafter",
         LONGER,
         1_500,
     ),

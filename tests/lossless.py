@@ -19,8 +19,10 @@ from torch import Tensor
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.lookup.datastore import Datastore, write_datastore
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.rest import RestDrafter, RestOptions
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
+from decode.drafters.several.cascade import HorizontalCascade
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
@@ -68,10 +70,10 @@ def model(apart: float) -> Any:
 
 
 @functools.cache
-def longer_model(apart: float) -> Any:
+def longer_model(apart: float, layers: int = 2) -> Any:
     """One of five tokens, which stay likely, and two layers: a wrong key or value in the cache
     shows in what follows. `apart` moves its weights randomly."""
-    shape: dict[str, Any] = {"layers": 2, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
+    shape: dict[str, Any] = {"layers": layers, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
     lm = tiny_model("llama", vocab=5, seed=4, **shape)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -107,6 +109,8 @@ SHORT = Case(model, VOCAB, (PROMPT,), NEW, 3, SAMPLING, summed=1)
 LONGER = Case(
     longer_model, 5, ((0, 2, 1), (1,), (3, 0, 2, 2, 1, 0)), 6, 4, Sampling(1.0, top_p=0.98), (4,)
 )
+# A layer between the first and the last, which a draft may skip.
+DEEPER = replace(LONGER, model=functools.partial(longer_model, layers=3))
 # Drafts so shallow that another one follows a whole acceptance.
 SHALLOW = replace(LONGER, gamma=2)
 # Prompts of few tokens: which others stand on a path makes a difference.
@@ -371,6 +375,13 @@ def parallel_lm(siblings: Siblings | None = None, case: Case = SHORT) -> Paralle
 def merged(*others: Drafter, case: Case = SHORT) -> SeveralDrafters:
     """One tree of that drafter's chains and those of others."""
     return SeveralDrafters([*others, small_lm(case=case)])
+
+
+def lookup_and_cascade(case: Case = LONGER) -> list[Drafter]:
+    """Two drafters of chains to ask in turn. Where the first part of the cascade is shorter than in
+    other rows, tokens of its second part have other rows of q than their own."""
+    cascade = HorizontalCascade(NgramDrafter(1, 1), small_lm(case=case), depth=3)
+    return [NgramDrafter(2, 3), cascade]
 
 
 def looked_up(case: Case = SHORT) -> RestDrafter:

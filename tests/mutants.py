@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters.several.cascade import VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
@@ -165,6 +166,18 @@ class LenientCascade(VerticalCascade):
 
     def siblings(self, sampling: Sampling) -> Siblings:
         return "independent"
+
+
+class ForgottenRows(CompositeDrafter):
+    """Takes row i of q for node i of every chain."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        if draft.is_chain:
+            draft.q_rows = None
+        return draft
 
 
 class ColdDrafter(SmallLMDrafter):

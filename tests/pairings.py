@@ -1,7 +1,7 @@
 """The pairings of drafter, draft and rule whose texts the joint tests sample, for the reference.
 
-They are read from the tests' own parameters, and compared with the registries: a drafter or a
-lossless rule without a pairing is named, or has its reason in `UNPAIRED`.
+They are read from the tests' own parameters, and compared with the registries: a drafter, a
+combination or a lossless rule without a pairing is named, or has its reason in `UNPAIRED`.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,16 +10,71 @@ from typing import Any
 
 import heads  # noqa: F401  (registers its drafters)
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combinations import COMBINATIONS
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.rules import RULES
 from tests import test_heads_lossless, test_lossless
-from tests.lossless import LONGER
+from tests.lossless import LONGER, FixedDraft
 
+# Drafters that are named otherwise than by a registered drafter.
+NAMES: dict[type[Drafter], str] = {
+    CompositeDrafter: "A+B",
+    SeveralDrafters: "A++B",
+    VerticalCascade: "vertical",
+    HorizontalCascade: "horizontal",
+    MeasuredComposite: "measured",
+    RoutedDrafter: "routed",
+    RetokenisedDrafter: "vocabulary=text",
+    FixedDraft: "FixedDraft",
+}
 # Registered drafters that no joint test samples, and why.
-UNPAIRED = {
-    "max_gram": "looks its tokens up, as `ngram` does: chosen tokens without q",
-    "none": "drafts nothing",
-    "store": "looks its tokens up, as `ngram` does: chosen tokens without q",
-    "swift": "is `skip` with other layers from draft to draft",
+UNPAIRED = {"none": "drafts nothing"}
+# Joint tests of what is not a pairing: the file and function, and which texts are sampled.
+ELSEWHERE = {
+    "test_coupled.py::test_texts_have_the_targets_distribution": "`coupled`, with its rejections",
+    "test_drafters.py::test_texts_have_the_targets_distribution": (
+        "a drafter with another sampling than the target, and `A+B` of one block"
+    ),
+    "test_drafters.py::test_texts_have_the_distribution_of_a_target_with_other_padding": (
+        "tokens that the drafter never drafts"
+    ),
+    "test_encoder_decoder.py::test_sampled_texts_have_the_targets_distribution": (
+        "targets with an encoder"
+    ),
+    "test_encoder_decoder_students.py::test_sampled_texts_have_the_targets_distribution": (
+        "drafters with an encoder"
+    ),
+    "test_heads_lossless.py::test_drafters_that_see_a_window_keep_the_distribution": (
+        "heads that see a window of the text"
+    ),
+    "test_heads_lossless.py::test_a_stop_by_the_confidence_head_keeps_the_distribution": (
+        "drafts that a confidence head ends"
+    ),
+    "test_joining.py::test_joining_rows_have_the_targets_distribution": "rows that join and leave",
+    "test_online.py::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
+        "a small model that learns after every pass"
+    ),
+    "test_online_heads.py"
+    "::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
+        "heads that learn after every pass"
+    ),
+    "test_other_tokenizers.py::test_sampled_text_has_the_targets_distribution": (
+        "drafters with another tokenizer, in one block"
+    ),
+    "test_policies.py::test_lengths_do_not_change_what_is_sampled": "drafts that a policy ends",
+    "test_recurrent.py::test_sampled_texts_have_the_targets_distribution": (
+        "targets with linear attention"
+    ),
+    "test_routed.py::test_routed_texts_have_the_targets_distribution": (
+        "`routed` by label and by acceptance"
+    ),
+    "test_row_settings.py::test_mixed_rows_have_the_targets_distributions": (
+        "rows of different sampling in one batch"
+    ),
 }
 
 
@@ -42,7 +97,7 @@ def _parameters(test: Callable[..., Any]) -> list[dict[str, Any]]:
 
 def _name(drafter: Drafter) -> str:
     registered = [name for name in DRAFTERS if DRAFTERS[name] is type(drafter)]
-    return f"`{registered[0] if registered else type(drafter).__name__}`"
+    return f"`{registered[0] if registered else NAMES[type(drafter)]}`"
 
 
 def pairings() -> Iterator[Pairing]:
@@ -70,12 +125,13 @@ def pairings() -> Iterator[Pairing]:
 
 
 def unpaired() -> tuple[list[str], list[str]]:
-    """The registered drafters, and the lossless rules, that no joint test samples."""
+    """The registered drafters and combinations, and the lossless rules, that no joint test
+    samples."""
     found = list(pairings())
     drafters = {pairing.drafter for pairing in found}
     rules = {pairing.rule for pairing in found}
     return (
-        [name for name in DRAFTERS if f"`{name}`" not in drafters],
+        [name for name in (*DRAFTERS, *COMBINATIONS) if f"`{name}`" not in drafters],
         [name for name in RULES if RULES[name].lossless and name not in rules],
     )
 
@@ -113,4 +169,6 @@ def pairings_reference() -> str:
         lines.append(f"| {drafter} | {draft} | {cells} |")
     lines += ["", "Registered drafters that are not sampled:", ""]
     lines += [f"- `{name}` {reason}." for name, reason in UNPAIRED.items()]
+    lines += ["", "Joint tests elsewhere in `tests/`:", ""]
+    lines += [f"- {words} (`{test}`)" for test, words in ELSEWHERE.items()]
     return "\n".join(lines) + "\n"

@@ -18,22 +18,74 @@ from benchmarks.decode import (
     profile_table,
     ratios,
 )
+from benchmarks.drafters import compare, table_row, with_random_layers
 from benchmarks.parts import device_parts, online_runs
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
 from benchmarks.parts.decode_contestants import Models
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.parts.drafter_contestants import (
+    Contestant,
+    named,
+    of_depth,
+    omitted,
+    trained_drafters,
+    untrained,
+)
 from benchmarks.parts.pipeline_checks import weight_difference
 from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS
+from decode.drafters.directory import save_drafter
+from decode.drafters.several.combinations import COMBINATIONS
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.settings import DecodeSettings
+from decode.settings import DecodeSettings, EvaluationProtocol
+from decode.target.loading import load_target
+from heads import HEADS
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.config import load_config, validate_config
 from train.console import Reporter
 from train.data.read import Example, spread
+
+
+def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
+    """One that fails, or whose stage was killed, costs no other row."""
+    target, small = tiny_target(layers=4), str(save_tiny(tmp_path / "small", layers=1))
+    stage = tmp_path / "run" / "stages" / "00-x"
+    save_drafter(
+        stage / "drafter",
+        "small_lm",
+        lambda path: save_tiny(path, layers=1),
+        target=target,
+        provenance={},
+    )
+    trained = trained_drafters(stage.parents[1])
+    assert trained[0].seconds is None  # no done.json
+    assert trained[0].size > 0
+    assert {row.kind for row in trained} >= {"vertical", "horizontal", "measured", "A++B"}
+    rows = [*untrained(), *trained]
+    reasons = omitted(rows)
+    assert {row.kind for row in rows} | set(reasons) >= {*DRAFTERS, *COMBINATIONS, *HEADS}
+    assert "rest" in reasons
+    assert "vertical" not in reasons
+
+    random = with_random_layers(target, 4, 256)
+    protocol = EvaluationProtocol(
+        gamma=2, max_new_tokens=6, timed_tokens=6, timed_prompts=1, generate=False
+    )
+    broken = [Contestant("gone", str(tmp_path), "x"), Contestant("bug", None, "x")]
+    names = ["ngram", small, f"vertical:model={small},inner=ngram"]
+    asked = [*broken, *map(named, names), *of_depth(4)]
+    figures, failed = compare(asked, random, TEXTS[:2], protocol, Reporter(silent=True))
+    assert list(figures) == list(dict.fromkeys([*names, *(row.name for row in of_depth(4))]))
+    assert figures["ngram"]["memory_bytes"] < 2**16
+    weights = sum(p.nbytes for p in load_target(small).model.parameters())
+    assert weights < figures[small]["memory_bytes"] < 4 * weights
+    assert failed["gone"].startswith(f"{tmp_path} is neither")
+    assert failed["bug"].startswith("TypeError: ")
+    for name, row in figures.items():
+        assert set(table_row(name, row, True)) < set(table_row(name, row, False))
 
 
 def double(number: int) -> int:

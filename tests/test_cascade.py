@@ -11,12 +11,12 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
+from decode.drafters.directory import open_drafter, partition_drafters
 from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
 from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.several.combined import CompositeDrafter
+from decode.drafters.several.combined import CompositeDrafter, Group
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import TokenProfiles
@@ -385,6 +385,11 @@ def test_worth_is_expected_tokens_per_cost() -> None:
         both.worth(np.array([2, 0])), [[1.75, 1.75 / 1.5], [1.0, 1.0]], rtol=1e-12
     )
     assert both.asked(np.array([2, 2])).tolist() == [[True, True]] * 2
+    fixed = MeasuredComposite([NgramDrafter(), middle()], [0.25, (0.5, 0.25)], prior=0.5)
+    fixed.start(Contexts.of(PROMPTS[:2], 20))
+    np.testing.assert_allclose(
+        fixed.worth(np.array([2, 0])), [[1.75 / 1.5, 1.75 / 2], [1.0, 1.0]], rtol=1e-12
+    )
     both._counts[1, 0, 0, 0] = 19  # judged, and none accepted: 0.5/20, also at depth 2
     worth = both.worth(np.array([2, 2]))
     assert worth[1, 0] == pytest.approx(1 + 0.025 + 0.025**2)
@@ -424,6 +429,41 @@ def test_a_row_is_drafted_by_the_drafter_of_its_domain() -> None:
 # --- by name --------------------------------------------------------------------------------------
 
 
+def test_a_plus_joins_paths_and_names(tmp_path: Path) -> None:
+    """Also where a path has a + in it."""
+    target = tiny_target()
+    small, plus = (str(save_tiny(tmp_path / x, layers=1, seed=7)) for x in ("small", "small+2"))
+    for spec, kinds in (
+        (plus, "SmallLMDrafter"),
+        (f"{small}+ngram", "CompositeDrafter(SmallLMDrafter, NgramDrafter)"),
+        (f"ngram+{plus}", "CompositeDrafter(NgramDrafter, SmallLMDrafter)"),
+        (f"{small}++{plus}", "SeveralDrafters(SmallLMDrafter, SmallLMDrafter)"),
+        (
+            f"{plus}:window=64,sinks=2++{small}+ngram:max_n=2",
+            "SeveralDrafters(SmallLMDrafter, CompositeDrafter(SmallLMDrafter, NgramDrafter))",
+        ),
+        (
+            f"{plus}+vertical:model={small},inner=ngram+store",
+            "CompositeDrafter(SmallLMDrafter, VerticalCascade(SmallLMDrafter, "
+            "CompositeDrafter(NgramDrafter, StoreDrafter)))",
+        ),
+    ):
+        assert _kinds(open_drafter(spec, target)) == kinds
+    for spec, parts in (
+        ("embedded:eagle1-smollm2-135m+ngram", ("embedded:eagle1-smollm2-135m", "+", "ngram")),
+        ("org/small:vocabulary=text++org/b", ("org/small:vocabulary=text", "++", "org/b")),
+        ("no/such/path+ngram", ("no/such/path+ngram", "", "")),
+    ):
+        assert partition_drafters(spec) == parts
+
+
+def _kinds(drafter: Drafter) -> str:
+    kind = type(drafter).__name__
+    if not isinstance(drafter, Group):
+        return kind
+    return f"{kind}({', '.join(map(_kinds, drafter.drafters))})"
+
+
 def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     target = tiny_target()
     small = str(save_tiny(tmp_path / "small", layers=1, seed=7))
@@ -439,8 +479,12 @@ def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     assert isinstance(later.later, MaxGramDrafter)
     assert later.later.top_k == 2
     named = f'drafters=["ngram","{small}"]'
-    measured = open_drafter(f"measured:{named},costs=[0,0.2]", target)
+    measured = open_drafter(f"measured:{named},costs=[0,[0.3,0.2]]", target)
     assert isinstance(measured, MeasuredComposite)
+    assert measured.costs == [(0.0, 0.0), (0.3, 0.2)]
+    timed = open_drafter(f"measured:{named}", target)
+    assert isinstance(timed, MeasuredComposite)
+    assert sum(timed.costs[1]) > 0
     for domain, text in (("one", "The quick brown fox"), ("two", "What is the sum of 12 and 30?")):
         (tmp_path / domain).write_text(text)
     files = f'["{tmp_path}/one","{tmp_path}/two"]'

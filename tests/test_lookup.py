@@ -15,11 +15,16 @@ import torch
 from decode.artifact import CorruptArtifact
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
-from decode.drafters.directory import open_drafter
-from decode.drafters.lookup.datastore import Datastore, sorted_suffixes, write_datastore
+from decode.drafters.directory import open_drafter, save_drafter
+from decode.drafters.lookup.datastore import (
+    SORT_BYTES,
+    Datastore,
+    sorted_suffixes,
+    write_datastore,
+)
 from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.lookup.rest import RestDrafter, RestOptions
+from decode.drafters.lookup.rest import RestDrafter, RestOptions, write_rest
 from decode.drafters.lookup.suffix import Node, Place, SuffixDrafter, SuffixTrie
 from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
@@ -247,6 +252,63 @@ def test_settings_of_suffix_decoding_are_checked(options: str, said: str) -> Non
         open_drafter(f"suffix:{options}", tiny_target())
 
 
+# --- other methods by settings --------------------------------------------------------------------
+
+PAPERS = (Path(__file__).parents[1] / "docs" / "papers.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("settings", "n", "text", "depth", "expected"),
+    [
+        # LLMA: n tokens match, and k are copied.
+        ("ngram:min_n=n,max_n=n", 3, [7, 1, 2, 3, 4, 5, 9, 1, 2, 3], 2, {(4,), (4, 5)}),
+        ("ngram:min_n=n,max_n=n", 3, [7, 1, 2, 3, 4, 5, 9, 2, 3], 2, set()),
+        # LLMA from documents that are not in the prompt: the most frequent copy.
+        ("min_n: n`, `max_n: n`, `tree_nodes: null", 3, [1, 2, 3], 2, {(6,), (6, 7)}),
+        ("min_n: n`, `max_n: n`, `tree_nodes: null", 3, [0, 2, 3], 2, set()),
+        # Lookahead by tries: all branches behind the match, at most n nodes.
+        (
+            "suffix:tree_nodes=n,max_spec_factor=0,max_spec_offset=n,min_token_prob=0",
+            4,
+            [1, 2, 3, 1, 2, 4, 1, 2],
+            2,
+            {(3,), (4,), (3, 1), (4, 1)},
+        ),
+        (
+            "suffix:tree_nodes=n,max_spec_factor=0,max_spec_offset=n,min_token_prob=0",
+            2,
+            [1, 2, 3, 1, 2, 4, 1, 2],
+            2,
+            {(3,), (4,)},
+        ),
+    ],
+)
+def test_settings_that_reproduce_other_methods(
+    settings: str,
+    n: int,
+    text: list[int],
+    depth: int,
+    expected: set[tuple[int, ...]],
+    tmp_path: Path,
+    target: Target,
+) -> None:
+    """As docs/papers.md names them."""
+    assert f"`{settings}`" in PAPERS
+    spec = settings.replace("=n", f"={n}")
+    if settings.startswith("min_n"):
+        documents = [[1, 2, 3, 6, 7], [1, 2, 3, 8, 9], [5, 1, 2, 3, 6, 7]]
+        options = RestOptions(n, n, tree_nodes=None)
+        spec = str(tmp_path / "store")
+        save_drafter(
+            Path(spec),
+            "rest",
+            lambda path: write_rest(path, documents, options),
+            target=target,
+            provenance={},
+        )
+    assert set(paths(drafted(open_drafter(spec, target), text, depth))) == expected
+
+
 # --- a datastore ----------------------------------------------------------------------------------
 
 
@@ -337,7 +399,15 @@ def test_a_stage_writes_a_datastore_of_the_train_split(made: Any, target: Target
     stored = drafter.store.tokens.astype(int)
     documents = [part.tolist() for part in np.split(stored - 1, np.flatnonzero(stored == 0) + 1)]
     assert [document[:-1] for document in documents if document] == [s.tokens for s in samples]
-    assert outcome.summary["tokens"] == sum(len(s.tokens) for s in samples)
+    tokens = outcome.summary["tokens"]
+    assert tokens == sum(len(s.tokens) for s in samples)
+    # The plan counts what is stored, prompts included.
+    plan = plan_stage(context, stage)
+    assert plan.tokens == sum(sum(s.mask) for s in samples) < tokens
+    assert (plan.disk_bytes, plan.memory_bytes) == (
+        8 * tokens,
+        target.weight_bytes + SORT_BYTES * tokens,
+    )
     # The texts stay those of plain decoding, and its own texts are foreseen.
     prompts = [samples[0].tokens[:9], samples[1].tokens[:5], [7]]
     eager = RestDrafter(drafter.store, RestOptions(min_n=1, tree_nodes=8))
@@ -375,7 +445,10 @@ def test_a_datastore_that_does_not_fit_is_refused(
         make_stage("datastore", "store", answers, text="answers")
     with pytest.raises(UserError, match="expected 1 ≤ min_n ≤ max_n ≤ 16"):
         make_stage("datastore", "store", max_n=17)
-    monkeypatch.setattr("decode.drafters.lookup.datastore.free_bytes", lambda device: 100)
+    stored = outcome.summary["tokens"]
+    monkeypatch.setattr(
+        "decode.drafters.lookup.datastore.free_bytes", lambda device: SORT_BYTES * stored - 1
+    )
     elsewhere, stage = replace(context, directory=tmp_path), make_stage("datastore", "other")
     for begin in (plan_stage, run_stage):
         with pytest.raises(UserError, match=r"sorting the suffixes of .* take less text"):

@@ -14,20 +14,24 @@ import torch
 from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
-from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.lookup.max_gram import MaxGramDrafter
+from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
+from decode.drafters.swift import SwiftDrafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
 from decode.verification import Scores
 from tests.controls import CONTROLS, SEEDS, Control
 from tests.lossless import (
+    DEEPER,
     LONGER,
     PENALISED,
     PROCESSED,
@@ -40,6 +44,7 @@ from tests.lossless import (
     decode,
     decode_runs,
     looked_up,
+    lookup_and_cascade,
     merged,
     parallel_lm,
     small_lm,
@@ -138,9 +143,16 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "horizontal models": lambda case: HorizontalCascade(
         small_lm(case=case), SmallLMDrafter(case.model(0.6)), depth=1
     ),
+    "lookup or horizontal": lambda case: CompositeDrafter(lookup_and_cascade(case)),
     "measured": lambda case: MeasuredComposite(
         [NgramDrafter(1, 2), small_lm(case=case)], [0.0, 0.1], memory=0.5
     ),
+    "routed": lambda case: RoutedDrafter(
+        [small_lm(case=case), NgramDrafter(1, 2)], lambda text: int(text[0]) % 2
+    ),
+    "changing layers": lambda case: SwiftDrafter(window=4, every=2),
+    "longest match": lambda case: MaxGramDrafter(),
+    "texts of all rows": lambda case: StoreDrafter(1, 2),
     "suffix": lambda case: SuffixDrafter(min_token_prob=0.0, max_spec_factor=4.0),
     "suffix tree": lambda case: SuffixDrafter(tree_nodes=6, min_token_prob=0.0, max_spec_offset=5),
     "datastore": lambda case: looked_up(case),
@@ -148,7 +160,7 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
 }
-CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
+CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED, "deeper": DEEPER}
 
 
 @pytest.mark.slow
@@ -170,7 +182,12 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED}
         ("block", "vertical", "penalised", 20_000),
         ("speculative", "horizontal", "plain", 20_000),
         ("block", "horizontal models", "penalised", 12_000),
+        ("speculative", "lookup or horizontal", "plain", 12_000),
         ("speculative", "measured", "plain", 12_000),
+        ("speculative", "routed", "plain", 12_000),
+        ("speculative", "changing layers", "deeper", 12_000),
+        ("speculative", "longest match", "plain", 6_000),
+        ("speculative", "texts of all rows", "plain", 6_000),
         ("speculative", "shared tokens", "plain", 20_000),
         ("block", "shared tokens", "penalised", 12_000),
         ("speculative", "text", "penalised", 12_000),

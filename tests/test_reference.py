@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.pairings import UNPAIRED, unpaired
+from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
 from tests.reference import ROOT, make_files, make_schema
 
 # What describes a value, and what `train.config_file` checks.
@@ -35,6 +35,9 @@ def test_every_drafter_and_every_lossless_rule_is_in_a_joint_test_or_has_a_reaso
     drafters, rules = unpaired()
     assert set(drafters) == set(UNPAIRED)
     assert not rules
+    for test in ELSEWHERE:
+        file, _, name = test.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
 
 
 def test_every_keyword_of_the_schema_is_checked() -> None:

@@ -138,6 +138,8 @@ def test_a_drafter_is_loaded_only_from_below_its_directory(endless: Any, tmp_pat
             ("link", "not below the directory"),
             ("ngram+../outside", "not below the directory"),
             ("ngram++../outside", "not below the directory"),
+            ("small++../outside", "not below the directory"),
+            (f"{tmp_path / 'outside'}+ngram", "not below the directory"),
             ("nothing", "no drafter directory 'nothing'"),
             ("small_lm", "trained drafter"),
             ("ngram+skip:file=layers.json", "a request cannot name one"),
@@ -146,6 +148,8 @@ def test_a_drafter_is_loaded_only_from_below_its_directory(endless: Any, tmp_pat
             answer = set_to(client, drafter=name, gamma=9)
             assert answer.status_code == 400, name
             assert problem in answer.json()["error"]["message"]
+        assert set_to(client, drafter="small+ngram").json()["drafter"] == "small+ngram"
+        assert set_to(client, drafter=before["drafter"]).json()["drafter"] == before["drafter"]
         (inside / "small" / "model.safetensors").write_bytes(b"")
         assert set_to(client, drafter="small", gamma=9).status_code == 400
         assert client.get("/admin/settings").json() == before

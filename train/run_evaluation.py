@@ -10,7 +10,12 @@ from pathlib import Path
 from accelerate import Accelerator
 
 from decode.artifact import CorruptArtifact, verify_directory, write_directory
-from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter
+from decode.drafters.directory import (
+    DRAFTER_FILE,
+    describe_drafter,
+    open_drafter,
+    partition_drafters,
+)
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate, fastest_gamma, help_evaluate
 from decode.measure.figures import Evaluation
@@ -194,9 +199,9 @@ def drift_of(spec: str) -> dict[str, float] | None:
     measure the drift.
     """
     path = Path(spec).expanduser()
-    _, plus, others = spec.partition("+")
-    if plus and not path.exists():
-        return drift_of(others.removeprefix("+"))
+    first, plus, others = partition_drafters(spec)
+    if plus:
+        return drift_of(first) or drift_of(others)
     if not (path / DRAFTER_FILE).exists():
         return None
     drift: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")

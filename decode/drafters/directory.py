@@ -5,6 +5,7 @@ with hashes, and `drafter.json`: its kind, the target it was made for and how it
 """
 
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,13 @@ from decode.errors import UserError, nearest
 from decode.parts import require_no_encoder
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.identity import describe_target, require_same_target, require_same_vocabulary
-from decode.target.loading import DTYPES, Target, load_model_and_tokenizer
+from decode.target.loading import (
+    DTYPES,
+    EMBEDDED_PREFIX,
+    HUB_ID,
+    Target,
+    load_model_and_tokenizer,
+)
 
 DRAFTER_FILE = "drafter.json"
 FORMAT = 1
@@ -36,6 +43,7 @@ OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
 }
 _VOCABULARY = ":vocabulary="
 _WINDOW = ":window="
+_OPTIONS = re.compile(f"(({_VOCABULARY}|{_WINDOW})[^:+]*)+$")  # at the end of a path or hub id
 
 
 def save_drafter(
@@ -98,7 +106,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
       name (`decode.drafters.tokenizers`);
     - one of the last three with a window of the text that its layers see, such as
       `runs/x/drafter:window=512,sinks=4` (`decode.target.cache.sliding_window`);
-    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order;
+    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order
+      (`partition_drafters`);
     - several joined by `++`: their drafts become one tree;
     - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
       (`decode.drafters.several.combinations`). All that follows its name is its options.
@@ -106,16 +115,14 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
     drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.
     """
+    first, plus, others = partition_drafters(spec)
+    if plus:
+        parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
+        return SeveralDrafters(parts) if plus == "++" else CompositeDrafter(parts)
     path = shipped_drafter(spec) or Path(spec).expanduser()
     if _kind(spec) in COMBINATIONS and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
-    first, plus, others = spec.partition("+")
-    if plus and _kind(first) in DRAFTERS and not path.exists():
-        merge = others.startswith("+")
-        named = (first, others.removeprefix("+"))
-        parts = [open_drafter(part, target, dtype=dtype) for part in named]
-        return SeveralDrafters(parts) if merge else CompositeDrafter(parts)
     dtype = dtype or target.dtype
     name = next((name for name, value in DTYPES.items() if value == dtype), None)
     if name is None:
@@ -171,6 +178,40 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if target.has_encoder:
         require_no_encoder(small, f"a small language model ({spec})")
     return small
+
+
+def _path_exists(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def partition_drafters(
+    spec: str, exists: Callable[[str], bool] = _path_exists
+) -> tuple[str, str, str]:
+    """The first drafter of `A+B` or `A++B`, what joins it (`+` or `++`), and the others. For the
+    name of one drafter: that name, and two empty strings.
+
+    A path may have a + in it. So a + joins two drafters only after a registered name, after a path
+    that exists (the longest one), or else after `embedded:NAME` or a hub id, with their options.
+    After the name of a combination all is options. exists: whether a name is that of a path.
+
+    >>> partition_drafters("ngram:max_n=4++store+none")
+    ('ngram:max_n=4', '++', 'store+none')
+    >>> partition_drafters("vertical:model=small,inner=ngram+store")[1:]
+    ('', '')
+    """
+    if "+" not in spec or exists(_OPTIONS.sub("", spec)) or _kind(spec) in COMBINATIONS:
+        return spec, "", ""
+    end = spec.index("+")
+    if _kind(spec[:end]) not in DRAFTERS:
+        ends = [place for place, sign in enumerate(spec) if sign == "+"]
+        paths = [place for place in ends if exists(_OPTIONS.sub("", spec[:place]))]
+        name = _OPTIONS.sub("", spec[:end])
+        if paths:
+            end = paths[-1]
+        elif not name.startswith(EMBEDDED_PREFIX) and HUB_ID.fullmatch(name) is None:
+            return spec, "", ""
+    plus = "++" if spec.startswith("++", end) else "+"
+    return spec[:end], plus, spec[end + len(plus) :]
 
 
 def split_window(spec: str) -> tuple[str, SlidingWindow | None]:

@@ -40,7 +40,7 @@ EMBEDDED_PREFIX = "embedded:"
 # The value of max_positions for models without a limit in their config.
 UNLIMITED_POSITIONS = 2**31 - 1
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 @dataclass
@@ -398,7 +398,7 @@ def require_hub_id(spec: str, path: Path) -> None:
     """Raise UserError unless a spec that is no directory can be the id of a model on the hub."""
     if path.is_file():
         raise UserError(f"{spec} is a file, expected a model directory, a .gguf file or a hub id.")
-    if path.suffix.lower() == ".gguf" or _HUB_ID.fullmatch(spec) is None:
+    if path.suffix.lower() == ".gguf" or HUB_ID.fullmatch(spec) is None:
         raise UserError(
             f"{spec} does not exist. Name a model directory, a .gguf file, a hub id (org/name) or "
             f"one of {', '.join(EMBEDDED_PREFIX + name for name in EMBEDDED)}."

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from decode.device import compute_apart
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
+from decode.drafters.directory import open_drafter, partition_drafters
 from decode.errors import UserError
 from decode.loop import Decoding
 from decode.measure.costs import Costs
@@ -196,17 +196,23 @@ class Settings:
 
 def _located(name: str, directory: Path | None) -> str:
     """A drafter's name with complete paths. Raises UserError for a path outside `directory`."""
-    first, plus, others = name.partition("+")
-    if first.partition(":")[0] in DRAFTERS:
-        if "file" in Choice.of(first).options:
+
+    def is_inside(part: str) -> bool:
+        if directory is None:
+            return False
+        path = (directory / part).resolve()
+        return path.is_relative_to(directory.resolve()) and path.is_dir()
+
+    first, plus, others = partition_drafters(name, is_inside)
+    if plus:
+        return f"{_located(first, directory)}{plus}{_located(others, directory)}"
+    if name.partition(":")[0] in DRAFTERS:
+        if "file" in Choice.of(name).options:
             raise UserError(
-                f"the drafter {first!r} names a file, and a request cannot name one; name the "
+                f"the drafter {name!r} names a file, and a request cannot name one; name the "
                 "layers, or start the service with this drafter"
             )
-        if not plus:
-            return name
-        merged = "+" if others.startswith("+") else ""
-        return f"{first}+{merged}{_located(others.removeprefix('+'), directory)}"
+        return name
     if directory is None:
         raise UserError(
             f"the drafter {name!r} is no name such as ngram, and this service was started without "

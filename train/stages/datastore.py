@@ -1,7 +1,8 @@
 """`datastore`: a text as tokens with a suffix array, from which the drafter `rest` drafts."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -9,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from decode.drafters.directory import describe_drafter, save_drafter
-from decode.drafters.lookup.datastore import require_memory_to_sort
+from decode.drafters.lookup.datastore import SORT_BYTES, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from train.data.stored_samples import StoredSamples
 from train.schema import StageConfig
@@ -43,6 +44,16 @@ class DatastoreConfig(TextConfig):
         return RestOptions(self.min_n, self.max_n, self.max_hits, self.tree_nodes)
 
 
+@dataclass(frozen=True)
+class _Documents:
+    """The tokens of the samples, int32 [n] each, read from their files each time."""
+
+    samples: StoredSamples
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (np.array(sample.tokens, np.int32) for sample in self.samples)
+
+
 @STAGES.register("datastore")
 class DatastoreStage(TextStage[DatastoreConfig]):
     """Writes `drafter`, a directory of the drafter `rest`, complete or not at all."""
@@ -59,12 +70,14 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         return None
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
-        tokens = self.planned_tokens(plans)
-        require_memory_to_sort(tokens)
+        stored = self.planned_text_tokens(plans)
+        require_memory_to_sort(stored)
         return StagePlan(
-            f"a datastore of responses of {tokens:,} tokens and their prompts: "
-            f"{STORED_BYTES} bytes a token on disk",
-            tokens=tokens,
+            f"a datastore of {stored:,} tokens, prompts included: {STORED_BYTES} bytes a token on "
+            "disk",
+            tokens=self.planned_tokens(plans),
+            memory_bytes=self.target_bytes + SORT_BYTES * stored,
+            disk_bytes=STORED_BYTES * stored,
         )
 
     def run(self) -> Outcome:
@@ -84,16 +97,15 @@ class DatastoreStage(TextStage[DatastoreConfig]):
 
     def _write(self, directory: Path, samples: StoredSamples, counts: dict[str, int]) -> None:
         config = self.config
-        documents = [np.array(sample.tokens, np.int32) for sample in samples]
         tokens = int(samples.lengths.sum(dtype=np.int64))
         provenance = {
             "stage": config.name,
             "run": self.run_name,
             "settings": config.model_dump(mode="json"),
-            "datastore": {"samples": counts, "documents": len(documents), "tokens": tokens},
+            "datastore": {"samples": counts, "documents": len(samples), "tokens": tokens},
         }
 
         def write(path: Path) -> None:
-            write_rest(path, documents, config.options)
+            write_rest(path, _Documents(samples), config.options)
 
         save_drafter(directory, "rest", write, target=self.target, provenance=provenance)

@@ -140,9 +140,12 @@ def mask_token_of(stage: DistillLike, model: PreTrainedModel) -> int | None:
 
 
 def require_unused(stage: DistillLike, mask_token: int | None, samples: Sequence[Sample]) -> None:
-    """Raise UserError if a sample contains the mask token. None: there is none."""
+    """Raise UserError if a sample contains the mask token. None: there is none, and no sample is
+    read."""
+    if mask_token is None:
+        return
     for sample in samples:
-        if mask_token is not None and mask_token in sample.tokens:
+        if mask_token in sample.tokens:
             name = stage.target.tokenizer.convert_ids_to_tokens(mask_token)
             raise UserError(
                 f"stage {stage.config.name}: the mask token {mask_token} ({name!r}) is in use: "

@@ -6,7 +6,7 @@ begin there. So all places where a sequence occurs are next to each other, sorte
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -34,21 +34,25 @@ def require_memory_to_sort(tokens: int) -> None:
         )
 
 
-def write_datastore(directory: Path, documents: Sequence[Sequence[int] | np.ndarray]) -> None:
-    """Write both files. documents: token ids, at least one. Raises UserError if the documents are
-    empty, or too large to sort in memory."""
-    lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    ends = np.cumsum(lengths + 1)
-    total = int(ends[-1]) if len(ends) else 0
-    if not lengths.sum():
+def write_datastore(directory: Path, documents: Iterable[Sequence[int] | np.ndarray]) -> None:
+    """Write both files. documents: token ids. They are read twice, one at a time, so that they need
+    not be in memory. Raises UserError if the documents are empty, or too large to sort in
+    memory."""
+    count = total = highest = 0
+    for document in documents:
+        count, total = count + len(document), total + len(document) + 1
+        highest = max(highest, int(np.max(document, initial=0)))
+    if not count:
         raise UserError("the text of the datastore is empty; name a text with at least one token")
     require_memory_to_sort(total)
-    highest = max(int(np.max(document, initial=0)) for document in documents)
     dtype = np.uint16 if highest + 1 < 2**16 else np.uint32
     tokens = np.lib.format.open_memmap(directory / TOKENS, "w+", dtype, (total,))
-    for document, end in zip(documents, ends.tolist(), strict=True):
-        tokens[end - 1 - len(document) : end - 1] = np.asarray(document, dtype=np.int64) + 1
-        tokens[end - 1] = END
+    begin = 0
+    for document in documents:
+        end = begin + len(document)
+        tokens[begin:end] = np.asarray(document, dtype=np.int64) + 1
+        tokens[end] = END
+        begin = end + 1
     tokens.flush()
     suffixes = sorted_suffixes(np.asarray(tokens), SORTED_TOKENS)
     suffixes = suffixes[tokens[suffixes] != END]

@@ -1,7 +1,7 @@
 """REST: drafts what followed the end of the text in a datastore of documents."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -141,9 +141,9 @@ class RestDrafter(Drafter):
 
 
 def write_rest(
-    directory: Path, documents: Sequence[Sequence[int] | np.ndarray], options: RestOptions
+    directory: Path, documents: Iterable[Sequence[int] | np.ndarray], options: RestOptions
 ) -> None:
-    """Write the files that `RestDrafter.load` reads. documents: token ids. Raises UserError as
-    `write_datastore` does."""
+    """Write the files that `RestDrafter.load` reads. documents, and errors: those of
+    `write_datastore`."""
     write_datastore(directory, documents)
     (directory / OPTIONS_FILE).write_text(json.dumps(asdict(options)))

@@ -11,14 +11,19 @@ from typing import Literal
 
 from decode.drafters import Drafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.measured import Cost, MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByAcceptance, ByLabel, ByText, Routing, TokenProfiles
 from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError
+from decode.loop import Decoder
+from decode.measure.time_costs import measure_costs
 from decode.registry import Registry
 from decode.target.loading import Target
 
+# What costs are measured on: drafts after this text, of up to so many tokens.
+SAMPLE = "one, two, three, four, five, six; one, two, three, four, five, six; one, two, "
+MEASURED_DEPTH = 8
 # Opens a drafter by its name.
 Opening = Callable[[str], Drafter]
 
@@ -73,16 +78,20 @@ class Horizontal(Combination):
 @COMBINATIONS.register("measured")
 @dataclass(frozen=True, kw_only=True)
 class Measured(Combination):
-    """See `decode.drafters.several.measured.MeasuredComposite`."""
+    """See `decode.drafters.several.measured.MeasuredComposite`. costs: None: those of each drafter
+    are measured here, once (`decode.measure.time_costs.measure_costs`)."""
 
     drafters: list[str]
-    costs: list[float]
+    costs: list[Cost] | None = None
     prior: float = 0.7
     memory: float = 0.95
 
     def open(self, opened: Opening, target: Target) -> Drafter:
         drafters = [opened(name) for name in self.drafters]
-        return MeasuredComposite(drafters, self.costs, prior=self.prior, memory=self.memory)
+        costs = self.costs
+        if costs is None:
+            costs = [_measured(drafter, target) for drafter in drafters]
+        return MeasuredComposite(drafters, costs, prior=self.prior, memory=self.memory)
 
 
 @COMBINATIONS.register("routed")
@@ -120,6 +129,16 @@ class Routed(Combination):
             return ByAcceptance(len(self.drafters))
         texts = [_ids(name, target) for name in self.examples or ()]
         return ByText(TokenProfiles(texts, target.vocab_size))
+
+
+def _measured(drafter: Drafter, target: Target) -> Cost:
+    """The cost of the drafter's drafts on this machine, for one row."""
+    decoder = Decoder(target.model, drafter, gamma=MEASURED_DEPTH)
+    prompt: list[int] = target.tokenizer(SAMPLE, add_special_tokens=False)["input_ids"]
+    depth = decoder.policy.max_depth
+    costs = measure_costs(decoder, [prompt], max_depth=depth, max_width=2)
+    drafter.forget()  # the sample
+    return costs.fixed, costs.per_depth
 
 
 def _ids(name: str, target: Target) -> list[int]:

@@ -238,8 +238,8 @@ def _merged(drafts: list[Draft]) -> Draft:
         else:
             q[its_rows, : draft.q.shape[1]] = draft.q[its_rows]
             q_rows[its_rows, :count] = draft.rows_of_q()[its_rows]
-    if not trees:
-        q_rows = None  # row i for node i, as in any chain
+    if not trees and all(draft.q_rows is None for draft in drafts):
+        q_rows = None  # row i for node i, as in most chains
     kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
     assert kind is not None, "a drafter made other siblings than it declared"
     return Draft(tokens, sizes, q, parents, q_rows, "independent" if kind == "chosen" else kind)

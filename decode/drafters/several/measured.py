@@ -18,22 +18,24 @@ from decode.verification import Verification
 DEPTHS = 8
 # What is assumed before any verification counts like so many judged tokens.
 PRIOR_WEIGHT = 1.0
+# The cost of a draft: per token of depth, or its fixed part and that per token.
+Cost = float | tuple[float, float]
 
 
 class MeasuredComposite(CompositeDrafter):
     """As `CompositeDrafter`, but a row passes over a drafter if a later one is worth more to it.
 
     The worth of a drafter is the expected tokens of a step per cost of that step:
-    (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(1 + c·n), i = 1 … n, for drafts n deep. αⱼ is the share of its tokens at depth
-    j that this row's verifications accepted, among those whose predecessors were accepted. One more
-    token counts with the share of depth j − 1 (at depth 1: `prior`). c is its stated cost. All of
-    this is known before the draft, so decoding stays lossless. The choice depends on the row only,
-    and on no clock.
+    (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(1 + f + c·n), i = 1 … n, for drafts n deep. αⱼ is the share of its tokens at
+    depth j that this row's verifications accepted, among those whose predecessors were accepted.
+    One more token counts with the share of depth j − 1 (at depth 1: `prior`). f + c·n is the cost
+    of its draft. All of this is known before the draft, so decoding stays lossless. The choice
+    depends on the row and the costs, and reads no clock.
 
-    costs: of each drafter, the cost of one more token of depth, in passes of the target (0 for a
-    lookup; `draftsmith evaluate` measures it as c). prior: the acceptance before any
-    verification. memory: in each step, past counts are multiplied by it. So a drafter that is
-    passed over comes back to the prior, and is tried again.
+    costs: of each drafter, in passes of the target: c, the cost of one more token of depth (0 for a
+    lookup), or both parts, (f, c), as `decode.measure.costs.Costs` has them. prior: the acceptance
+    before any verification. memory: in each step, past counts are multiplied by it. So a drafter
+    that is passed over comes back to the prior, and is tried again.
 
     In a batch a drafter that some rows ask drafts for the others too, and costs leave this out.
     Raises UserError as `CompositeDrafter` does, for another number of costs than drafters, and for
@@ -43,7 +45,7 @@ class MeasuredComposite(CompositeDrafter):
     def __init__(
         self,
         drafters: Sequence[Drafter],
-        costs: Sequence[float],
+        costs: Sequence[Cost],
         *,
         prior: float = 0.7,
         memory: float = 0.95,
@@ -54,13 +56,14 @@ class MeasuredComposite(CompositeDrafter):
                 f"there are {len(costs)} costs for {len(self.drafters)} drafters; expected one for "
                 "each"
             )
-        if min(costs) < 0:
+        parts = [cost if isinstance(cost, tuple) else (0.0, cost) for cost in costs]
+        if min(map(min, parts)) < 0:
             raise UserError(f"costs are {list(costs)}; expected numbers ≥ 0")
         if not 0 < prior < 1 or not 0 < memory < 1:
             raise UserError(
                 f"prior is {prior} and memory {memory}; expected numbers above 0 and below 1"
             )
-        self.costs, self.prior, self.memory = list(costs), prior, memory
+        self.costs, self.prior, self.memory = parts, prior, memory
         self._counts = np.zeros((0, len(self.drafters), 2, DEPTHS))  # judged, accepted
 
     def with_drafters(self, drafters: Sequence[Drafter]) -> "MeasuredComposite":
@@ -80,7 +83,8 @@ class MeasuredComposite(CompositeDrafter):
         places = np.minimum(np.arange(deepest), DEPTHS - 1)
         inside = np.arange(deepest) < depths[:, None]  # [B, n]
         reached = rates[:, :, places].cumprod(2) * inside[:, None, :]
-        cost: np.ndarray = 1 + np.array(self.costs) * depths[:, None]
+        fixed, per_depth = np.array(self.costs).T
+        cost: np.ndarray = 1 + (fixed + per_depth * depths[:, None]) * (depths[:, None] > 0)
         worth: np.ndarray = (1 + reached.sum(2)) / cost
         return worth
 

@@ -1,0 +1,175 @@
+"""Which drafters `benchmarks.drafters` compares, and why others are left out."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import heads  # noqa: F401  (registers its drafters)
+from decode.drafters import DRAFTERS
+from decode.drafters.directory import DRAFTER_FILE
+from decode.drafters.several.combinations import COMBINATIONS
+from decode.drafters.shipped import SHIPPED, shipped_names
+from decode.errors import UserError
+from decode.target.loading import EMBEDDED_PREFIX
+
+# Texts here are short, so `sparse` keeps less of them than by its default.
+SPARSE = "sparse:sinks=4,recent=16,chunk=8,budget=32,every=16"
+# Drafters without training, by kind, with options for a CPU where the paper's are for a GPU.
+UNTRAINED = {
+    "ngram": "ngram",
+    "store": "store",
+    "max_gram": "max_gram",
+    "suffix": "suffix",
+    "lookahead": "lookahead:window=5,ngram=3,guesses=3",
+    "skip": "skip:mlp=20",
+    "swift": "swift",
+    "sparse": SPARSE,
+    "A++B": "ngram++suffix",
+    "vertical": f"vertical:model='{SPARSE}',inner=ngram",
+    "horizontal": "horizontal:first=ngram,later=max_gram,depth=2",
+    "measured": 'measured:drafters=["ngram","suffix"]',
+    "routed": 'routed:drafters=["ngram","suffix"],by=acceptance',
+}
+# Kinds of small language models, which can be the model of a cascade.
+SMALL_LM = ("small_lm", "pard")
+PLAIN = "none"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """name: for the table. spec: as `open_drafter` takes it. kind: a registered name, of a drafter
+    or combination. seconds: of its training. size: of its files in bytes."""
+
+    name: str
+    spec: str
+    kind: str
+    seconds: float | None = None
+    size: int | None = None
+
+
+def untrained() -> list[Contestant]:
+    """The drafters and combinations that need no training, and the drafters that come along."""
+    rows = [Contestant(kind, spec, kind) for kind, spec in UNTRAINED.items()]
+    for name in shipped_names():
+        directory, spec = SHIPPED / name, EMBEDDED_PREFIX + name
+        rows.append(Contestant(spec, spec, _kind_of(directory), size=size_of(directory)))
+    return rows
+
+
+def of_depth(layers: int) -> list[Contestant]:
+    """The drafters whose costs depend on the target's depth, for a target of so many layers."""
+    between = list(range(1, layers - 1, 2))
+    lists = json.dumps(between, separators=(",", ":"))
+    specs = {
+        f"skip, first {max(layers // 4, 1)} layers": f"skip:exit={max(layers // 4, 1)}",
+        f"skip, {len(between)} attentions": f"skip:attention={lists}",
+        f"skip, {len(between)} MLPs": f"skip:mlp={lists}",
+        f"skip, {len(between)} layers": f"skip:attention={lists},mlp={lists}",
+        "swift": "swift",
+        "sparse": SPARSE,
+        "vertical": UNTRAINED["vertical"],
+        "lookahead": UNTRAINED["lookahead"],
+        "ngram": "ngram",
+    }
+    return [
+        Contestant(name, spec, spec.partition(":")[0])
+        for name, spec in specs.items()
+        if between or "[]" not in spec
+    ]
+
+
+def named(spec: str) -> Contestant:
+    """A drafter that the command line names."""
+    kind = spec.partition(":")[0]
+    directory = Path(spec).expanduser()
+    if kind in DRAFTERS or kind in COMBINATIONS:
+        return Contestant(spec, spec, kind)
+    if (directory / DRAFTER_FILE).exists():
+        return Contestant(spec, spec, _kind_of(directory), None, size_of(directory))
+    return Contestant(spec, spec, SMALL_LM[0])
+
+
+def trained_drafters(run: Path) -> list[Contestant]:
+    """The drafters of a run's stages, each alone and after prompt lookup; small models also in
+    cascades, `pass` also in the passes that verify, and the last one also in the other
+    combinations with prompt lookup. Raises UserError if there is none."""
+    files = sorted(run.glob(f"stages/*/drafter/{DRAFTER_FILE}"))
+    if not files:
+        raise UserError(
+            f"--run {run} has no stages with a drafter; expected the directory of a run"
+        )
+    contestants = []
+    for file in files:
+        directory = file.parent
+        stage = directory.parent
+        kind, path = _kind_of(directory), repr(str(directory))
+        row = Contestant(
+            f"{kind} ({run.name}/{stage.name})",
+            str(directory),
+            kind,
+            seconds_of(stage),
+            size_of(directory),
+        )
+        others = [("A+B", f"ngram+{row.name}", f"ngram+{directory}")]
+        if kind == "pass":
+            others.append(("in_tree", f"in_tree {row.name}", f"in_tree:drafter={path}"))
+        if kind in SMALL_LM:
+            others += [
+                ("vertical", f"vertical {row.name}", f"vertical:model={path},inner=ngram"),
+                (
+                    "horizontal",
+                    f"horizontal {row.name}",
+                    f"horizontal:first={path},later=ngram,depth=2",
+                ),
+            ]
+        if file == files[-1]:
+            others += [
+                ("A++B", f"ngram++{row.name}", f"ngram++{directory}"),
+                ("measured", f"measured {row.name}", f'measured:drafters=["ngram",{path}]'),
+            ]
+        contestants.append(row)
+        contestants += [replace(row, kind=of, name=name, spec=spec) for of, name, spec in others]
+    return contestants
+
+
+def omitted(contestants: Iterable[Contestant]) -> dict[str, str]:
+    """The registered drafters and combinations that do not compete, with the reason for each."""
+    compete = {contestant.kind for contestant in contestants}
+    reasons = {}
+    for kind in sorted({*DRAFTERS, *COMBINATIONS} - compete):
+        if kind == PLAIN:
+            reasons[kind] = "is plain decoding, with which each drafter is compared"
+        elif kind in UNTRAINED:
+            reasons[kind] = "is compared without --random-layers"
+        else:
+            reasons[kind] = "needs training; name a run that trained it (--run), or its directory"
+    return reasons
+
+
+def small_models(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """Those that read no hidden states, and so can draft for a target of random weights."""
+    kinds = (*SMALL_LM, "vertical", "horizontal")
+    return [contestant for contestant in contestants if contestant.kind in kinds]
+
+
+def seconds_of(stage: Path) -> float | None:
+    """The seconds of training of a finished stage, else of the complete stage. None for a stage
+    that has not ended."""
+    try:
+        summary = json.loads((stage / "done.json").read_text())["summary"]
+    except (OSError, ValueError, KeyError):
+        return None
+    training = summary.get("training") or {}
+    seconds: float | None = training.get("training_seconds", summary.get("seconds"))
+    return seconds
+
+
+def size_of(directory: Path) -> int:
+    """The bytes of a directory's files."""
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def _kind_of(directory: Path) -> str:
+    kind: str = json.loads((directory / DRAFTER_FILE).read_text())["kind"]
+    return kind
