@@ -133,6 +133,17 @@ def broken_answer() -> Response:
     return StreamingResponse(pieces(), headers={"content-length": "5000"})
 
 
+def dripping_answer() -> Response:
+    """An answer that comes a byte at a time, and takes a second."""
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" "
+            await asyncio.sleep(0.05)
+
+    return StreamingResponse(pieces())
+
+
 def token_logprobs(target: Target, prompt: list[int], tokens: list[int], k: int) -> list[Any]:
     """`top_logprobs` as vLLM writes them: the drawn token first, then the likeliest k."""
     ids = torch.tensor([prompt + tokens[:-1]])

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from train.data.batches import Batches, bucket_batches, collate, padding_share
-from train.data.chat import Sample, prompt_tokens, to_sample
+from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.stored_samples import fit, require_kept
 
@@ -67,6 +67,15 @@ def test_every_kind_of_row(tmp_path: Path) -> None:
     assert [e.id for e in read_examples(source, limit=2)[0]] == ["rows.jsonl:1", "7"]
 
 
+USER = {"role": "user", "content": "a"}
+
+
+def called(arguments: str) -> dict[str, object]:
+    """A message with a tool call."""
+    function = {"name": "look", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
 BAD_ROWS = {
     "broken JSON": (b'{"prompt": "hi"', "broken JSON .*expected one JSON object"),
     "nested": (b"[" * 100_000, "broken JSON"),
@@ -98,6 +107,19 @@ BAD_ROWS = {
         {"messages": [{"role": "assistant", "content": "x"}, {"role": "user", "content": "y"}]},
         "roles are assistant, user; expected a user message",
     ),
+    **{
+        f"arguments {arguments[:12]!r}": ({"messages": [USER, called(arguments)]}, found)
+        for arguments, found in {
+            "[" * 100_000: r"arguments is no JSON \(.*recursion",
+            '{"a":' * 90 + "1" + "}" * 90: "arguments is nested more than 50 levels deep",
+            '"5"': r'messages\[1\]\.tool_calls\[0\]\.function\.arguments is "5"; expected an obj',
+            "[1,2]": r"arguments is \[1, 2\]; expected an object",
+            "7": "arguments is 7; expected an object",
+            '{"a": NaN}': "arguments cannot be written as JSON",
+            '{"a": "\\ud800"}': "arguments contains the lone surrogate",
+        }.items()
+    },
+    "tools of a wrong type": ({"prompt": "hi", "tools": "{}"}, r"tools is \{\}; expected a list"),
     "nobody asks": ({"messages": [{"role": "system", "content": "x"}]}, "roles are system; expec"),
 }
 
@@ -391,7 +413,7 @@ def test_the_mask_is_exactly_the_responses(template: str, end: str, takes_system
     for system in (None, "Be brief.") if takes_system else (None,):
         for n in (1, 2, 3):
             case = example(*turns[: 2 * n], system=system)
-            sample = to_sample(case, tokenizer)
+            [sample] = to_samples(case, tokenizer)
             # "plain lines" opens the reply with the blank that its prompt leaves out.
             lead = " " if end == "\n" else ""
             assert masked(sample, tokenizer) == [lead + answer + end for answer in answers[:n]]
@@ -428,46 +450,62 @@ def test_generated_ids_are_kept_as_they_are() -> None:
 def test_a_token_across_the_border_is_not_the_response() -> None:
     tokenizer = tokenizer_with(TEMPLATES["chatml"][0])
     # The prompt ends in a newline and the answer opens with one: they merge into one token.
-    sample = to_sample(example("a", "\nb", "c", "d"), tokenizer)
+    [sample] = to_samples(example("a", "\nb", "c", "d"), tokenizer)
     assert masked(sample, tokenizer) == ["b<|im_end|>", "d<|im_end|>"]
 
 
 def test_special_tokens_of_the_response_itself_do_not_close_it() -> None:
     tokenizer = tokenizer_with(TEMPLATES["phi3"][0])
-    sample = to_sample(example("a", "b<call>", "c", "d<call>\n<call>"), tokenizer)
+    [sample] = to_samples(example("a", "b<call>", "c", "d<call>\n<call>"), tokenizer)
     assert masked(sample, tokenizer) == ["b<call><|end|>", "d<call>\n<call><|end|>"]
 
 
-def test_templates_from_which_the_turns_cannot_be_told() -> None:
-    thinking = ("a", "<think>hm</think>b", "c", "<think>hm</think>d")
+def test_turns_that_the_template_changes_are_samples_of_their_own() -> None:
+    thinking = ("a", "<think>hm</think>b", "c", "<think>so</think>d")
     strips = tokenizer_with(STRIPS)
-    assert masked(to_sample(example(*thinking[:2]), strips), strips) == [
+    assert masked(to_samples(example(*thinking[:2]), strips)[0], strips) == [
         "<think>hm</think>b<|im_end|>"
     ]
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*messages\[1\].*later messages follow"):
-        to_sample(example(*thinking), strips)
+    samples = to_samples(example(*thinking), strips)
+    assert [sample.id for sample in samples] == ["x#turn-1", "x#turn-3"]
+    assert [masked(sample, strips) for sample in samples] == [
+        ["<think>hm</think>b<|im_end|>"],
+        ["<think>so</think>d<|im_end|>"],
+    ]
+    # As the target reads it when it answers: without the earlier reasoning.
+    prompt = prompt_tokens(example(*thinking), strips)
+    assert samples[1].tokens[: len(prompt)] == prompt
+    assert "hm" not in strips.decode(prompt)
+
+
+def test_templates_that_refuse() -> None:
+    thinking = ("a", "<think>hm</think>b", "c", "<think>hm</think>d")
+    strips = tokenizer_with(STRIPS)
     with pytest.raises(UserError, match=r"messages\[1\].*changes the prompt when a reply follows"):
-        to_sample(example("a", "b"), tokenizer_with(OPENS))
+        to_samples(example("a", "b"), tokenizer_with(OPENS))
     # What the message advises: the target's own tokens need no telling apart.
     assert to_sample(example(*thinking), strips, [1, 2]).tokens[-2:] == [1, 2]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .*template refuses the roles system, us"):
         prompt_tokens(example("a"), tokenizer_with(TEMPLATES["gemma"][0]), system="Be brief.")
+    adds_nothing = tokenizer_with(FOR + "{{ m['content'] + none }}" + END)
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: .*refuses the roles user \(TypeError"):
+        prompt_tokens(example("a"), adds_nothing)
 
 
 def test_without_a_chat_template() -> None:
     tokenizer = tokenizer_with(None)
     prompt = prompt_tokens(example("Once"), tokenizer)
     assert tokenizer.decode(prompt) == "<s>Once"
-    sample = to_sample(example("Once", " upon"), tokenizer)
+    [sample] = to_samples(example("Once", " upon"), tokenizer)
     assert sample.tokens[: len(prompt)] == prompt
     assert masked(sample, tokenizer) == [" upon</s>"]
     text = Example("x", None, None, "Once upon", None, "rows.jsonl:1")
-    assert masked(to_sample(text, tokenizer), tokenizer) == ["Once upon"]
-    assert to_sample(text, tokenizer).mask[:2] == [False, True]
+    assert masked(to_samples(text, tokenizer)[0], tokenizer) == ["Once upon"]
+    assert to_samples(text, tokenizer)[0].mask[:2] == [False, True]
     with pytest.raises(UserError, match="text, but no prompt to answer"):
         prompt_tokens(text, tokenizer)
     with pytest.raises(UserError, match="no chat template to format it"):
-        to_sample(example("a", "b", "c", "d"), tokenizer)
+        to_samples(example("a", "b", "c", "d"), tokenizer)
     with pytest.raises(UserError, match="a system message is set"):
         prompt_tokens(example("a"), tokenizer, system="Be brief.")
 

@@ -1,6 +1,7 @@
 """Data as people have it: formats by their columns, splits that are missing, duplicates."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from tests.test_data import tokenizer_with
-from train.data.chat import takes_tools, to_sample
-from train.data.read import Example, read_examples
-from train.data.splits import Duplicates, split_off, without_duplicates
+from train.data.chat import prompt_tokens, takes_tools, to_samples
+from train.data.read import Example, data_fingerprint, read_examples
+from train.data.splits import Duplicates, split_off, without_duplicates, without_refused
 
 CALL = {
     "role": "assistant",
@@ -57,6 +58,90 @@ def test_the_columns_say_what_a_row_is(tmp_path: Path, wrap: str) -> None:
     # As chat templates expect it.
     function = {"name": "look", "arguments": {"at": "x"}}
     assert examples[3].messages[1]["tool_calls"][0]["function"] == function
+
+
+def rows_of(path: Path, *rows: Any, **settings: Any) -> list[Example]:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return list(read_examples(str(path), **settings)[0])
+
+
+def test_older_names_and_fields_of_other_programs(tmp_path: Path) -> None:
+    """Turns of SlimOrca, of OpenAI's answers, of its functions before tools, and of ShareGPT."""
+    look = {"name": "look", "arguments": '{"at": "x"}'}
+    old = [
+        {"role": "user", "content": "see x"},
+        {"role": "assistant", "content": None, "function_call": look},
+        {"role": "function", "name": "look", "content": "blue"},
+        {"role": "assistant", "content": "it is blue", "annotations": [], "refusal": None},
+    ]
+    shared = [
+        {"from": "human", "value": "see x", "weight": 0},
+        {"from": "function_call", "value": json.dumps(look)},
+        {"from": "observation", "value": "blue"},
+        {"from": "gpt", "value": "it is blue", "weight": 1.0},
+    ]
+    openai, sharegpt = rows_of(
+        tmp_path / "rows.jsonl", {"messages": old, "functions": [look]}, {"conversations": shared}
+    )
+    call = {"function": {"name": "look", "arguments": {"at": "x"}}}
+    assert openai.messages == (
+        {"role": "user", "content": "see x"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "name": "look", "content": "blue"},
+        {"role": "assistant", "content": "it is blue"},
+    )
+    assert openai.tools == ({"type": "function", "function": look},)
+    assert sharegpt.messages is not None
+    assert [{k: v for k, v in m.items() if k != "name"} for m in openai.messages] == list(
+        sharegpt.messages
+    )
+
+
+def test_definitions_of_tools_are_rendered(tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"a": {"b": 1}}}}
+    sparse = {"type": "function", "function": tool["function"] | {"description": None}}
+    row = {"prompt": "see", "response": "b"}
+    plain, listed, text = rows_of(
+        tmp_path / "rows.jsonl", row, row | {"tools": [sparse]}, row | {"tools": json.dumps([tool])}
+    )
+    assert (plain.tools, listed.tools, text.tools) == ((), (tool,), (tool,))
+    writes = tokenizer_with(
+        "{% if tools %}{{ tools[0] | tojson }}{% endif %}"
+        "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    written = json.dumps(tool)
+    for example in (listed, text):
+        [sample] = to_samples(example, writes)
+        assert writes.decode(sample.tokens).startswith(written)
+        assert writes.decode(prompt_tokens(example, writes)).startswith(written)
+    assert "look" not in writes.decode(to_samples(plain, writes)[0].tokens)
+    # The hash of data without tools stays what it was.
+    assert data_fingerprint([plain]) != data_fingerprint([replace(plain, tools=(tool,))])
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_kept_or_dropped(tmp_path: Path, name: str) -> None:
+    asked = {"role": "user", "content": "a"}
+    fields = {"messages": [asked, {"role": "assistant", "content": "b", name: "hm"}]}
+    tags = {"messages": [asked, {"role": "assistant", "content": "<think>\nhm\n</think>\n\nb"}]}
+    path = tmp_path / "rows.jsonl"
+    for field in ("reasoning_content", "thinking"):  # of the template
+        written = with_template(
+            "<|im_start|>{{ m.role }}\n{% if m.FIELD %}<think>{{ m.FIELD }}</think>{% endif %}"
+            "{{ m.content }}<|im_end|>".replace("FIELD", field)
+        )
+        texts = [written.decode(to_samples(e, written)[0].tokens) for e in rows_of(path, fields)]
+        assert "<think>hm</think>b<|im_end|>" in texts[0]
+    dropped = rows_of(path, fields, tags, reasoning="drop")
+    assert [turns(e) for e in dropped] == [[("user", "a"), ("assistant", "b")]] * 2
+    assert all(name not in (e.messages or ())[-1] for e in dropped)
+    assert turns(rows_of(path, tags)[0])[1] == ("assistant", tags["messages"][1]["content"])
+    # Not without a word, if the template has no place for it.
+    with pytest.raises(UserError, match=r"rows.jsonl:1: .*data\.reasoning: drop"):
+        to_samples(rows_of(path, fields)[0], with_template("{{ m.content }}"))
+    only = {"messages": [asked, {"role": "assistant", "content": "<think>hm</think>"}]}
+    with pytest.raises(UserError, match="is reasoning without an answer"):
+        rows_of(path, only, reasoning="drop")
 
 
 def test_tables_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +193,14 @@ def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path)
     for template, taken in ((ignores, False), (writes, True), (refuses, False)):
         taking = [takes_tools(e, with_template(template)) for e in examples]
         assert taking == [True, True, True, taken, True]
+    # How many may be left out is bounded.
+    ignoring = with_template(ignores)
+    assert len(without_refused(examples, lambda: ignoring, "train", 0.2)) == 4
+    with pytest.raises(UserError, match=r"1 of 5 rows of train have tool .* at most 10\.00%"):
+        without_refused(examples, lambda: ignoring, "train", 0.1)
     # The call is what the assistant wrote, so it is learnt.
     written = with_template(writes)
-    sample = to_sample(examples[3], written)
+    [sample] = to_samples(examples[3], written)
     learnt = [t for t, scored in zip(sample.tokens, sample.mask, strict=True) if scored]
     assert '"arguments"' in written.decode(learnt)
     assert "see x" not in written.decode(learnt)

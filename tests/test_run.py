@@ -380,9 +380,13 @@ def test_splits_that_are_left_out_come_from_train(base):
     answered = list(read_answers(base / "runs" / "tiny" / "stages" / "00-answers"))
     assert len(answered) in (len(rows) - 4, len(rows) - 5)
     write_rows(base / "test.jsonl", [{"prompt": "the fox sells fox"}])
-    config = load_config(base / "config.yaml")
+    rows.append({"prompt": "why?", "response": "<think>hm</think>so"})
+    write_rows(base / "train.jsonl", rows)
+    config = load_config(base / "config.yaml", ["data.reasoning=drop"])
     run = Run(config, Accelerator(cpu=True), Reporter(silent=True))
-    assert len(run.read_data()["train"]) == len(rows) - 3
+    train = run.read_data()["train"]
+    assert len(train) == len(rows) - 3
+    assert train[-1].messages[-1]["content"] == "so"
     assert run.data_notes[0].startswith("left out of train, as they repeat prompts of dev or test")
 
 

@@ -20,6 +20,7 @@ from tests.answer_server import (
     answer_with,
     answers_of,
     broken_answer,
+    dripping_answer,
     without_reason,
 )
 from tests.stages import make_stage, plan_stage, run_stage, stage_context
@@ -28,7 +29,7 @@ from tests.training import Killed
 from tests.upstream import served
 from train.answers import ask_servers
 from train.answers.journal import Journal
-from train.answers.protocols import PROTOCOLS, AnswerReader, AskSettings, Reply, Row
+from train.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
 from train.answers.server_config import ServerConfig
 from train.stage import StageInputs
 
@@ -101,8 +102,8 @@ def test_faults_that_pass_are_waited_for(context: StageInputs, ours: Any) -> Non
     with served(engine.app()) as url:
         answer_with(context, url, "one", concurrency=1)
         assert engine.seconds[1] - engine.seconds[0] >= 0.3
-        engine.faults = [Response(status_code=503), broken_answer(), 0.4]
-        answer_with(context, url, "two", concurrency=1, timeout_seconds=0.2, retries=3)
+        engine.faults = [Response(status_code=503), broken_answer(), 0.4, dripping_answer()]
+        answer_with(context, url, "two", concurrency=1, timeout_seconds=0.3, retries=4)
     assert not engine.faults
     assert without_reason(answers_of(context, "one")) == ours
     assert without_reason(answers_of(context, "two")) == ours
@@ -120,6 +121,43 @@ def test_a_server_that_is_down_or_refuses_is_named(context: StageInputs) -> None
         pytest.raises(UserError, match=r"status 401: who are you.*key_env"),
     ):
         answer_with(context, url)
+    for asked in ("86400", "inf"):
+        engine.faults = [Response(status_code=429, headers={"retry-after": asked})]
+        with (
+            served(engine.app()) as url,
+            pytest.raises(UserError, match=rf"in 1 attempts .status 429.*asks to wait {asked} s"),
+        ):
+            answer_with(context, url)
+
+
+def test_the_others_take_the_rows_of_a_server_that_is_lost(context: StageInputs, ours: Any) -> None:
+    engines = AnswerEngine(), AnswerEngine()
+    with served(engines[0].app()) as one, served(engines[1].app()) as two:
+        engines[0].faults = [Response(status_code=500) for _ in range(99)]
+        answer_with(context, [one, two], probe_prompts=0)
+        assert sorted(engines[1].asked().values()) == [1] * 10
+        assert not engines[0].bodies
+        assert without_reason(answers_of(context)) == ours
+        assert str(context.reporter).count(f"{one} did not answer in 3 attempts") == 1
+        engines[1].faults = engines[0].faults[:]
+        with pytest.raises(UserError, match="did not answer in 3 attempts"):
+            answer_with(context, [one, two], "none", probe_prompts=0)
+
+
+def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    journal = Journal(tmp_path / "part-0")
+    answers = [Answer([number] * 50, "stop") for number in range(3)]
+    journal.add(0, answers[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 20, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"cannot write .*open-part-0\.jsonl"):
+            journal.add(1, answers[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.add(2, answers[2])  # of a request that was under way
+    assert journal.read(range(3)) == {0: answers[0], 2: answers[2]}
 
 
 def test_a_kill_loses_no_answer(
@@ -220,6 +258,23 @@ def test_unusable_answers_are_left_out_and_counted(context: StageInputs, ours: A
     answers = without_reason(answers_of(context))
     assert len(answers) == 7
     assert all(answer in ours for answer in answers)
+
+
+def test_answers_without_ids_are_retokenised_by_a_stage(context: StageInputs) -> None:
+    text = "the dog sells a sea shell"
+
+    def texts(reply: dict[str, Any], number: int) -> None:
+        choice = reply["choices"][0]
+        del choice["token_ids"], choice["stop_reason"], reply["usage"]["completion_tokens"]
+        choice["text"] = "half a character: \ufffd" if number == 2 else text
+        choice["finish_reason"] = "stop"
+
+    with served(AnswerEngine(change=texts).app()) as url:
+        outcome = answer_with(context, url, probe_prompts=0, max_unusable=0.5)
+    ids = [*context.target.tokenizer(text).input_ids, EOS_ID]
+    assert [answer["tokens"] for answer in answers_of(context)] == [ids] * 9
+    assert outcome.summary["retokenized"] == 9
+    assert outcome.summary["left_out"] == "1 not the same after retokenising"
 
 
 def reader(target: Target) -> AnswerReader:

@@ -102,8 +102,35 @@ def test_a_signal_from_log_probabilities() -> None:
     tail = 1 - sum(math.exp(p) for p in (-0.5, -1.5, -3.0))
     assert signal.log_tail[0].exp() == pytest.approx(tail, rel=1e-5)
     assert -20 < signal.log_tail[1] < -10
-    with pytest.raises(ValueError, match="2 log-probabilities for a token, expected 3"):
+    with pytest.raises(ValueError, match="fewer log-probabilities"):
         top_k_of([{1: -1.0, 2: -2.0}], 3, token_count=300)
+    for value in (math.nan, 0.5):
+        with pytest.raises(ValueError, match="NaN or above 0"):
+            top_k_of([{1: -1.0, 2: value, 3: -4.0}], 3, token_count=300)
+    assert unpacked(packed(top_k_of([{1: 0.0, 2: -math.inf}], 2, 300))).log_p[0, 1] > -math.inf
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (None, "fewer log-probabilities than server.logprobs"),
+        ({"token_id:5": 0.5}, "log-probabilities that are none: NaN or above 0"),
+    ],
+)
+def test_answers_without_all_log_probabilities_are_left_out(
+    context: StageInputs, row: Any, reason: str
+) -> None:
+    def change(reply: dict[str, Any], number: int) -> None:
+        if number == 6:  # the first four are probes
+            top = reply["choices"][0]["logprobs"]["top_logprobs"]
+            top[0] = row and top[0] | row
+
+    with served(AnswerEngine(change=change).app()) as url:
+        with pytest.raises(UserError, match=rf"1 of 4 answers .* cannot be used: .*{reason}"):
+            answer_with(context, url, logprobs=5, concurrency=1)
+        outcome = answer_with(context, url, logprobs=5, concurrency=1, max_unusable=0.5)
+    assert outcome.summary["left_out"] == f"1 {reason}"
+    assert len(answers_of(context)) == 9
 
 
 def test_answers_without_log_probabilities_are_named(tmp_path: Path) -> None:

@@ -255,6 +255,7 @@ class Run:
                 limit=data.limit if split == "train" else None,
                 on_bad=data.on_bad,
                 max_bad_rate=data.max_bad_rate,
+                reasoning=data.reasoning,
             )
             self.reporter.say(f"{split}: {report}")
             examples[split] = rows
@@ -296,7 +297,8 @@ class Run:
 
     def _without_refused(self, split: str, rows: Sequence[Example]) -> Sequence[Example]:
         """The rows without those whose tool messages the chat template does not write."""
-        kept = without_refused(rows, lambda: self.target.tokenizer, split)
+        most = self.config.data.max_bad_rate
+        kept = without_refused(rows, lambda: self.target.tokenizer, split, most)
         if len(kept) < len(rows):
             self.data_notes.append(
                 f"left out of {split}, as the chat template does not write their tool messages: "

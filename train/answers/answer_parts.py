@@ -132,14 +132,15 @@ def write_server_parts(
     directory: Path,
     ranks: Ranks,
     on_progress: Callable[[int, str], None],
+    say: Callable[[str], None],
 ) -> int:
     """Write the missing parts of this process from answers of servers. Returns the number of tokens
     that were generated now.
 
     examples: all that the stage asks, also those of finished parts. directory: of the stage. ranks:
     the processes that share each server's `concurrency`, and an engine that is started.
-    on_progress: called with the number of answered rows and a note. Raises UserError; then every
-    answer that has come is in a journal.
+    on_progress: called with the number of answered rows and a note. say: called with the name of a
+    server that is lost. Raises UserError; then every answer that has come is in a journal.
     """
     # All ranks ask the engine that the first one starts, which may have no missing part itself.
     if not any(ranks.gather(bool(parts)) if config.launch else [parts]):
@@ -161,5 +162,5 @@ def write_server_parts(
             check_model(urls, probes, target, config, settings)
         begin = time.perf_counter()
         concurrency = max(1, config.concurrency // ranks.world)
-        ask_servers(urls, writer.rows(), config, settings, reader, writer.add, concurrency)
+        ask_servers(urls, writer.rows(), config, settings, reader, writer.add, concurrency, say)
     return writer.tokens

@@ -16,6 +16,8 @@ from distill.teacher.teacher_signal import TopK
 from train.data.corpus import ANSWERS, answer_parts
 
 FILE = "top_k.safetensors"  # in a part, beside the answers
+ROUNDING = 1e-2  # of 16 bits, in log-probabilities near 0
+LEAST = -9999.0  # what vLLM writes for probability 0
 _NAMES = ("ids", "log_p", "log_tail")
 
 
@@ -23,20 +25,24 @@ def top_k_of(rows: Sequence[Mapping[int, float]], k: int, token_count: int) -> T
     """The signal from log-probabilities by token id, at least k for each of n tokens. Shapes are
     those of `TopK`; float32. token_count: ids from there on are padding of the output layer.
 
-    The tail is 1 − Σ, in float32. Raises ValueError for a row of less than k.
+    The tail is 1 − Σ, in float32. Raises ValueError for a row of less than k, and for a NaN or a
+    number above 0 (up to rounding).
     """
     ids = torch.zeros(len(rows), k, dtype=torch.int64)
     log_p = torch.zeros(len(rows), k)
     for n, row in enumerate(rows):
         if len(row) < k:
-            raise ValueError(f"{len(row)} log-probabilities for a token, expected {k}")
+            raise ValueError("fewer log-probabilities than server.logprobs")
+        if not all(value <= ROUNDING for value in row.values()):  # NaN is not
+            raise ValueError("log-probabilities that are none: NaN or above 0")
         best = sorted(row.items(), key=lambda item: -item[1])[:k]
         listed = {token for token, _ in best}
         # No drafter says padding. Ids that are not listed take its place: they are as unlikely.
         unlisted = (token for token in range(token_count) if token not in listed)
         tokens = [token if token < token_count else next(unlisted) for token, _ in best]
         ids[n] = torch.tensor(tokens)
-        log_p[n] = torch.tensor([value for _, value in best])
+        # Of probability 0, 0 · −∞ would be NaN in a loss.
+        log_p[n] = torch.tensor([max(value, LEAST) for _, value in best])
     # A sum of rounded numbers may reach 1.
     tail = (1 - log_p.double().exp().sum(-1)).clamp(min=torch.finfo(torch.float32).eps)
     return TopK(ids, log_p, tail.log().float())

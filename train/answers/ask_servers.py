@@ -1,8 +1,10 @@
 """Asks servers for answers: many requests at a time, with retries."""
 
 import asyncio
+import math
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -24,6 +26,10 @@ FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 
 
+class ServerLost(UserError):
+    """A server does not answer any more. Others can take its rows."""
+
+
 class AnswerServer:
     """One server. Enter it before the first request; it closes its connections at the end."""
 
@@ -35,7 +41,9 @@ class AnswerServer:
         key = config.key()
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=httpx2.Timeout(config.timeout_seconds, connect=CONNECT_SECONDS),
+            # The time of a complete answer is limited where it is sent for: httpx limits the time
+            # between two bytes.
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
             limits=httpx2.Limits(max_connections=None),
             trust_env=False,
         )
@@ -50,8 +58,8 @@ class AnswerServer:
         await self._client.aclose()
 
     async def answer(self, row: Row) -> Answer:
-        """The answer to a row's prompt. Raises UserError if the server does not answer, refuses
-        every request, or replies something else."""
+        """The answer to a row's prompt. Raises ServerLost if the server does not answer, and
+        UserError if it refuses every request, or replies something else."""
         body = self._protocol.body(row, self._settings)
         response = await self._send("POST", self._protocol.path, body)
         if response.status_code in REFUSED_ROW:
@@ -59,7 +67,7 @@ class AnswerServer:
         try:
             reply = self._protocol.read(self._accepted(response).json())
             return self._reader.answer(reply, row.prompt, self.url)
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{self.url}{self._protocol.path} replied what is no answer "
                 f"({type(error).__name__}: {error}): {_excerpt(response)}. "
@@ -84,15 +92,21 @@ class AnswerServer:
         return response
 
     async def _send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
-        """The first response that is no reason to try again. Raises UserError after the last
-        attempt."""
+        """The first response that is no reason to try again. Raises ServerLost after the last
+        attempt, and for a server that wants to be left alone for longer than an answer may take."""
+        limit, tries = self._config.timeout_seconds, 0
         problem, wait = "", 0.0
-        for attempt in range(self._config.retries + 1):
+        while tries <= self._config.retries and wait <= limit:
             await asyncio.sleep(wait)
             # Rows that fail together do not come back together.
-            wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT) * random.uniform(0.75, 1.25)
+            wait = min(FIRST_WAIT * 2**tries, LONGEST_WAIT, limit) * random.uniform(0.75, 1.0)
+            tries += 1
             try:
-                response = await self._client.request(method, self.url + path, json=body)
+                async with asyncio.timeout(limit):
+                    response = await self._client.request(method, self.url + path, json=body)
+            except TimeoutError:
+                problem = f"no complete answer in {limit:g} s (server.timeout_seconds)"
+                continue
             except httpx2.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
                 continue
@@ -100,10 +114,11 @@ class AnswerServer:
                 return response
             problem = f"status {response.status_code}: {_excerpt(response)}"
             wait = max(wait, _retry_after(response))
-        raise UserError(
-            f"{self.url} did not answer in {self._config.retries + 1} attempts ({problem}). "
-            "Finished answers are kept: when the server is up, the same command goes on with the "
-            "others"
+        if wait > limit:
+            problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
+        raise ServerLost(
+            f"{self.url} did not answer in {tries} attempts ({problem}). Finished answers are "
+            "kept: when the server is up, the same command goes on with the others"
         )
 
 
@@ -115,16 +130,20 @@ def ask_servers(
     reader: AnswerReader,
     on_answer: Callable[[Row, Answer], None],
     concurrency: int | None = None,
+    on_lost: Callable[[str], None] = lambda problem: None,
 ) -> None:
     """Ask for every row, and call `on_answer` with each answer as it comes. rows: taken one by one,
     as servers become free. concurrency: requests at a time for each server; None: the config's.
-    Raises UserError as `AnswerServer.answer` does, and cancels all other requests."""
+    If one of several servers does not answer any more, the others take its rows, and `on_lost` is
+    called with the problem. Raises UserError as `AnswerServer.answer` does, ServerLost for the last
+    server only, and cancels all other requests."""
     asyncio.run(
         _ask(
             [AnswerServer(url, config, settings, reader) for url in urls],
             iter(rows),
             concurrency or config.concurrency,
             on_answer,
+            on_lost,
         )
     )
 
@@ -134,19 +153,40 @@ async def _ask(
     rows: Iterator[Row],
     concurrency: int,
     on_answer: Callable[[Row, Answer], None],
+    on_lost: Callable[[str], None],
 ) -> None:
+    up = list(servers)
+    given_back: deque[Row] = deque()
+
     async def work(server: AnswerServer) -> None:
-        for row in rows:  # shared by all: each row has one taker
-            on_answer(row, await server.answer(row))
+        while server in up:
+            # Shared by all: each row has one taker.
+            row = given_back.popleft() if given_back else next(rows, None)
+            if row is None:
+                return
+            try:
+                answer = await server.answer(row)
+            except ServerLost as error:
+                given_back.append(row)
+                if server in up:
+                    if len(up) == 1:
+                        raise
+                    up.remove(server)
+                    on_lost(f"{error}. The other servers take its rows")
+                return
+            on_answer(row, answer)
 
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server)
-        tasks = [
-            asyncio.create_task(work(server)) for _ in range(concurrency) for server in servers
-        ]
+        tasks: list[asyncio.Task[None]] = []
         try:
-            await asyncio.gather(*tasks)
+            # Again for rows that came back when the others had nothing left to do.
+            while not tasks or given_back:
+                tasks = [
+                    asyncio.create_task(work(server)) for _ in range(concurrency) for server in up
+                ]
+                await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
@@ -161,10 +201,10 @@ def _retry_after(response: httpx2.Response) -> float:
     """The seconds to wait that a response asks for, as a number or a date; 0 if it does not."""
     value = response.headers.get("retry-after", "")
     try:
-        return max(float(value), 0.0)
+        seconds = float(value)
     except ValueError:
-        pass
-    try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
-    except (TypeError, ValueError):
-        return 0.0
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return 0.0 if math.isnan(seconds) else max(seconds, 0.0)

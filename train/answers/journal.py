@@ -1,6 +1,7 @@
 """The answers of a part that is not whole yet: a line per answer, written as it comes."""
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -42,12 +43,19 @@ class Journal:
         return answers
 
     def add(self, row: int, answer: Answer) -> None:
-        """Append an answer. Raises UserError if the file cannot be written."""
-        line = json.dumps({"row": row} | asdict(answer))
+        """Append an answer, completely or not at all. Raises UserError if the file cannot be
+        written."""
+        rest = json.dumps({"row": row} | asdict(answer)).encode() + b"\n"
         try:
             # Opened each time: many parts may be open, and a kill leaves nothing in a buffer.
-            with open(self.path, "a") as file:
-                file.write(line + "\n")
+            with open(self.path, "ab", buffering=0) as file:
+                size = file.seek(0, os.SEEK_END)
+                try:
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                except OSError:
+                    file.truncate(size)  # else the next answer would go on in a line cut short
+                    raise
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}") from error
 

@@ -70,7 +70,8 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, reply: dict[str, Any]) -> Reply:
-        """Raises KeyError, TypeError, IndexError or ValueError for what is no such reply."""
+        """Raises KeyError, TypeError, IndexError, ValueError or AttributeError for what is no such
+        reply."""
 
 
 PROTOCOLS = Registry[Protocol]("server protocol")
@@ -123,7 +124,7 @@ class Completions(Protocol):
             stop if isinstance(stop, int) else None,
             usage.get("completion_tokens"),
             usage.get("prompt_tokens"),
-            top and [{_named(name): value for name, value in row.items()} for row in top],
+            top and [{_named(name): value for name, value in (row or {}).items()} for row in top],
         )
 
 
@@ -247,7 +248,10 @@ class AnswerReader:
         logprobs = reply.logprobs or []
         if len(logprobs) < len(tokens):
             return Answer([], reason, "tokens without log-probabilities", retokenized)
-        top = top_k_of(logprobs[: len(tokens)], self.settings.logprobs, self.token_count)
+        try:
+            top = top_k_of(logprobs[: len(tokens)], self.settings.logprobs, self.token_count)
+        except ValueError as error:
+            return Answer([], reason, str(error), retokenized)
         return Answer(tokens, reason, "", retokenized, packed(top))
 
     def _require_prompt(self, reply: Reply, prompt: Sequence[int], url: str) -> None:

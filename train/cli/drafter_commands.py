@@ -265,7 +265,7 @@ def coverage(
     from decode.target.without_weights import load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.console import Reporter
-    from train.data.chat import to_sample
+    from train.data.chat import to_samples
     from train.data.corpus import read_answers
     from train.data.read import read_examples
 
@@ -276,7 +276,7 @@ def coverage(
         texts = [answer["tokens"] for answer in read_answers(text)]
     else:
         examples, _ = read_examples(str(text))
-        samples = [to_sample(example, loaded.tokenizer) for example in examples]
+        samples = [s for example in examples for s in to_samples(example, loaded.tokenizer)]
         texts = [
             [token for token, response in zip(s.tokens, s.mask, strict=True) if response]
             for s in samples

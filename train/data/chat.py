@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from train.data.read import Example
-from train.data.rows import Message
+from train.data.rows import REASONING, Message
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -84,54 +83,71 @@ def prompt_tokens(
 def to_sample(
     example: Example,
     tokenizer: PreTrainedTokenizerBase,
-    response_tokens: Sequence[int] | None = None,
+    response_tokens: Sequence[int],
     system: str | None = None,
 ) -> Sample:
-    """The sample to train on.
+    """The sample with a response that the target generated, to train on.
 
-    With `response_tokens` (the exact ids that the target generated), the tokens are prompt_tokens +
-    those ids, and the mask is True only on those ids. They are never decoded to text and encoded
-    again, because that can change the ids. `system` must be the same as for the prompt.
-
-    Without `response_tokens`, the tokens are the complete conversation, and the mask is True on
-    every assistant turn. Without a chat template, the tokens are the prompt, the answer and eos.
-    For a `text` example the mask is True on all tokens but the first.
-
-    Raises UserError as prompt_tokens does, and if the turns cannot be found in the template's
-    output.
+    The tokens are prompt_tokens + `response_tokens`, and the mask is True only on those ids. They
+    are never decoded to text and encoded again, because that can change the ids. `system` must be
+    the same as for the prompt. Raises UserError as prompt_tokens does.
     """
-    if response_tokens is not None:
-        prompt = prompt_tokens(example, tokenizer, system)
-        return _sample(example, prompt, list(response_tokens))
+    prompt = prompt_tokens(example, tokenizer, system)
+    return _sample(example, prompt, list(response_tokens))
+
+
+def to_samples(
+    example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+) -> list[Sample]:
+    """The samples with an example's own responses, to train on.
+
+    They are one sample: the complete conversation, with a mask that is True on every assistant
+    turn. If the template changes a turn when later messages follow (many leave out earlier
+    reasoning), each assistant turn is a sample of its own, after the messages before it, as the
+    target reads them when it answers. Without a chat template, the tokens are the prompt, the
+    answer and eos. For a `text` example the mask is True on all tokens but the first.
+
+    Raises UserError as prompt_tokens does, if the turns cannot be found in the template's output,
+    and if the template cannot write reasoning that the example has.
+    """
     if example.text is not None:
-        return _sample(example, [], _plain(example.text, tokenizer))
+        return [_sample(example, [], _plain(example.text, tokenizer))]
     assert example.messages is not None
+    thinks = any(REASONING[0] in message for message in example.messages)
+    if thinks and _reasoning_field(tokenizer) is None:
+        raise UserError(
+            f"{example.source}: the answer has reasoning in a field of its own, which the "
+            "tokenizer's chat template does not write. Set data.reasoning: drop to train without "
+            "it, or choose a target that reasons"
+        )
     if not has_template(tokenizer):
         prompt = _plain(_plain_prompt(example, system), tokenizer)
         answer = example.messages[1:]
         if not answer:
-            return _sample(example, prompt, [])
+            return [_sample(example, prompt, [])]
         ids = tokenizer(answer[0]["content"], add_special_tokens=False)["input_ids"]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        return _sample(example, prompt, [*ids, *end])
+        return [_sample(example, prompt, [*ids, *end])]
     messages = _with_system(example.messages, system)
     # Templates mark the turns only for fast tokenizers: the marks are character positions.
-    if tokenizer.is_fast and GENERATION_BLOCK.search(tokenizer.get_chat_template()):
+    template = tokenizer.get_chat_template(tools=list(example.tools) or None)
+    if tokenizer.is_fast and GENERATION_BLOCK.search(template):
         tokens, mask = _mask_by_blocks(messages, tokenizer, example)
-    else:
-        tokens, mask = _mask_by_prefixes(messages, tokenizer, example)
-    mask[0] = False
-    return Sample(example.id, tokens, mask)
+        mask[0] = False
+        return [Sample(example.id, tokens, mask)]
+    return _samples_by_prefixes(messages, tokenizer, example)
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> list[int]:
     """The token ids of the chat template up to the place of the first user message.
 
-    Raises UserError if the template changes the message, so that its place is not known.
+    Raises UserError if the template changes the message, so that its place is not known, or refuses
+    it.
     """
     mark = "draftsmith-message"
     messages = _with_system([{"role": "user", "content": mark}], system)
-    rendered = str(tokenizer.apply_chat_template(list(messages), tokenize=False))
+    example = Example("", tuple(messages), None, None, None, "self_prompts")
+    rendered = str(_apply(messages, tokenizer, example, tokenize=False))
     before, place, _ = rendered.partition(mark)
     if not place:
         raise UserError(
@@ -155,8 +171,8 @@ def takes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
     if not has_template(tokenizer):
         return False
     try:
-        text = str(tokenizer.apply_chat_template(list(example.messages or ()), tokenize=False))
-    except (TemplateError, TypeError):  # TypeError: a template adds a call's object to text
+        text = str(_apply(example.messages or (), tokenizer, example, tokenize=False))
+    except UserError:
         return False
     names = [call["function"]["name"] for m in uses for call in m.get("tool_calls", ())]
     answers = [m["content"].strip() for m in uses if m["role"] == "tool"]
@@ -201,15 +217,28 @@ def _with_system(messages: Messages, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *messages]
 
 
+def _reasoning_field(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The field from which the chat template reads an assistant's reasoning. None: from none."""
+    templates = tokenizer.chat_template or ""
+    text = "".join(templates.values()) if isinstance(templates, dict) else templates
+    return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", text)), None)
+
+
 def _apply(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
 ) -> Any:
+    """What the chat template makes of messages, with the example's tools. Raises UserError if it
+    fails: a template is a program of others, and raises what it likes."""
+    name = _reasoning_field(tokenizer)
+    if name and name != REASONING[0]:
+        messages = [{name if k == REASONING[0] else k: v for k, v in m.items()} for m in messages]
+    tools = list(example.tools) or None
     try:
-        return tokenizer.apply_chat_template(list(messages), return_dict=True, **options)
-    except TemplateError as error:
+        return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
+    except Exception as error:
         raise UserError(
             f"{example.source}: the tokenizer's chat template refuses the roles "
-            f"{', '.join(m['role'] for m in messages)}: {error}"
+            f"{', '.join(m['role'] for m in messages)} ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -219,8 +248,8 @@ def _render(
     example: Example,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    encoded = _apply(messages, tokenizer, example, add_generation_prompt=add_generation_prompt)
-    return list(encoded["input_ids"])
+    options = {"add_generation_prompt": add_generation_prompt, "return_dict": True}
+    return list(_apply(messages, tokenizer, example, **options)["input_ids"])
 
 
 def _mask_by_blocks(
@@ -235,6 +264,7 @@ def _mask_by_blocks(
         messages,
         tokenizer,
         example,
+        return_dict=True,
         return_assistant_tokens_mask=True,
         tokenizer_kwargs={"return_offsets_mapping": True},
     )
@@ -259,19 +289,20 @@ def _mask_by_blocks(
     return tokens, mask
 
 
-def _mask_by_prefixes(
+def _samples_by_prefixes(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
-) -> tuple[list[int], list[bool]]:
-    """The tokens and the mask for other templates. An assistant turn is everything that the
-    template adds to the prompt of that turn.
+) -> list[Sample]:
+    """The samples for other templates. An assistant turn is everything that the template adds to
+    the prompt of that turn.
 
     With prompt = template(messages[:i], add_generation_prompt=True) and
     answered = template(messages[:i + 1]), the turn is answered[len(prompt):], cut after its
-    end-of-turn token. The complete conversation must begin with the same ids. A template that
-    rewrites earlier turns would put the mask on the wrong tokens, so it is refused.
+    end-of-turn token. If the complete conversation begins with the same ids for each turn, it is
+    the only sample. Else a mask on it would be on the wrong tokens, so each turn is one.
     """
     tokens = _render(messages, tokenizer, example)
     mask = [False] * len(tokens)
+    turns: list[Sample] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -279,21 +310,21 @@ def _mask_by_prefixes(
         answered = _render(messages[: i + 1], tokenizer, example)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
-            raise _not_a_prefix(example, i, "the template changes the prompt when a reply follows")
+            raise UserError(
+                f"{example.source}: cannot find the assistant's tokens of messages[{i}]: the "
+                "template changes the prompt when a reply follows (templates that strip or add "
+                "reasoning do this). Expected a chat template that only appends. Give the "
+                "tokenizer one with {% generation %} blocks, or let the target generate the "
+                "responses"
+            )
         end = _response_end(answered, start, message["content"], tokenizer)
-        if tokens[:end] != answered[:end]:
-            raise _not_a_prefix(example, i, "the template changes it when later messages follow")
+        name = f"{example.id}#turn-{i}"
+        turns.append(Sample(name, answered[:end], [start <= t > 0 for t in range(end)]))
         mask[start:end] = [True] * (end - start)
-    return tokens, mask
-
-
-def _not_a_prefix(example: Example, i: int, problem: str) -> UserError:
-    return UserError(
-        f"{example.source}: cannot find the assistant's tokens of messages[{i}]: {problem} "
-        f"(templates that strip or add reasoning do this). Expected a chat template that only "
-        f"appends. Give the tokenizer one with {{% generation %}} blocks, let the target generate "
-        f"the responses, or keep one assistant turn per row."
-    )
+    if any(tokens[: len(turn.tokens)] != turn.tokens for turn in turns):
+        return turns
+    mask[0] = False
+    return [Sample(example.id, tokens, mask)]
 
 
 def _response_start(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.artifact import MANIFEST, verify_directory, write_directory
 from decode.errors import UserError
-from train.data.chat import Sample, prompt_tokens, to_sample
+from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
 
@@ -100,15 +100,13 @@ class Corpus:
     def samples_of(self, examples: Iterable[Example]) -> Iterator[Sample]:
         """The samples of examples with their own responses."""
         for example in examples:
-            sample = to_sample(example, self.tokenizer, system=self.system)
-            if self.start is not None:
-                if example.text is not None:
-                    raise UserError(
-                        f"{example.source}: the row has text without a prompt, but the target has "
-                        "an encoder, which reads prompts; give rows with prompt and response"
-                    )
-                sample = sample.under_encoder(self.start)
-            yield sample
+            if self.start is not None and example.text is not None:
+                raise UserError(
+                    f"{example.source}: the row has text without a prompt, but the target has "
+                    "an encoder, which reads prompts; give rows with prompt and response"
+                )
+            for sample in to_samples(example, self.tokenizer, self.system):
+                yield sample if self.start is None else sample.under_encoder(self.start)
 
     def _answered(self, stage: str, parts: Sequence[Path], examples: "_ById") -> Iterator[Sample]:
         for answer in chain.from_iterable(map(_answers_of, parts)):

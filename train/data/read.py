@@ -35,7 +35,8 @@ class Example:
 
     `messages` is set for prompts and conversations, `text` for plain text. `prompt` is the
     user's text alone, for a tokenizer without a chat template; it is set if the conversation is one
-    user message, answered or not. `source` is "file:line" (or "data set[split]:row").
+    user message, answered or not. `source` is "file:line" (or "data set[split]:row"). `tools` are
+    the definitions of the tools that the assistant could call.
     """
 
     id: str
@@ -44,6 +45,7 @@ class Example:
     text: str | None
     kind: str | None
     source: str
+    tools: tuple[dict[str, Any], ...] = ()
 
     def user_texts(self) -> list[str]:
         """What the user wrote: one text per message, or the whole text if there are none."""
@@ -75,9 +77,11 @@ class Examples(Sequence[Example]):
     Raises UserError if a file changed since it was read first.
     """
 
-    def __init__(self, sources: Sequence[Source], index: np.ndarray) -> None:
-        """index: [n] of INDEX."""
-        self._sources, self._index = sources, index
+    def __init__(
+        self, sources: Sequence[Source], index: np.ndarray, keep_reasoning: bool = True
+    ) -> None:
+        """index: [n] of INDEX. keep_reasoning: of the assistant's messages."""
+        self._sources, self._index, self._keep_reasoning = sources, index, keep_reasoning
 
     def __len__(self) -> int:
         return len(self._index)
@@ -91,7 +95,8 @@ class Examples(Sequence[Example]):
                 with source.opened() as read:
                     for _, number, start, size, _ in rows.tolist():
                         try:
-                            yield _understand(source, number, read(start, size))
+                            raw = read(start, size)
+                            yield _understand(source, number, raw, self._keep_reasoning)
                         except BadRow as bad:  # it was a good row
                             raise changed(source.name) from bad
 
@@ -103,12 +108,13 @@ class Examples(Sequence[Example]):
 
     def __getitem__(self, row: int | slice) -> "Example | Examples":
         if isinstance(row, slice):
-            return Examples(self._sources, self._index[row])
+            return Examples(self._sources, self._index[row], self._keep_reasoning)
         return next(iter(self.select([range(len(self))[row]])))
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
         """The rows with these numbers, in this order."""
-        return Examples(self._sources, self._index[np.asarray(rows, np.int64)])
+        index = self._index[np.asarray(rows, np.int64)]
+        return Examples(self._sources, index, self._keep_reasoning)
 
     @property
     def keys(self) -> np.ndarray:
@@ -149,6 +155,7 @@ def read_examples(
     on_bad: Literal["stop", "skip"] = "stop",
     max_bad_rate: float = 0.01,
     base_dir: Path | None = None,
+    reasoning: Literal["keep", "drop"] = "keep",
 ) -> tuple[Examples, ReadReport]:
     """Read all sources in order, and keep at most `limit` examples. Every row is checked now; it is
     read again when it is used.
@@ -158,7 +165,8 @@ def read_examples(
     `base_dir`. `split` picks the split of a data set; .jsonl, .json and .txt files have none.
 
     With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
-    the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows.
+    the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows. reasoning:
+    of the assistant's messages.
 
     Raises UserError for a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
     unreadable source, a repeated id, or if nothing is kept.
@@ -168,6 +176,7 @@ def read_examples(
     sources: list[Source] = []
     columns = {name: array("Q" if name == "key" else "q") for name in INDEX.names or ()}
     seen: set[int] = set()
+    keep_reasoning = reasoning == "keep"
     for opened in sources_of(names, split, base_dir or Path()):
         if limit is not None and report.kept >= limit:
             break
@@ -177,7 +186,7 @@ def read_examples(
                 break
             report.read += 1
             try:
-                example = _understand(opened, place.number, raw)
+                example = _understand(opened, place.number, raw, keep_reasoning)
             except BadRow as bad:
                 problem = f"{opened.name}:{place.number}: {bad.problem}"
                 if on_bad == "stop":
@@ -208,7 +217,7 @@ def read_examples(
             f"no usable row in {', '.join(names) or 'an empty list of sources'}: {report}. "
             f"Expected at least one row such as {EXPECTED}."
         )
-    return Examples(sources, _index(columns)), report
+    return Examples(sources, _index(columns), keep_reasoning), report
 
 
 def _index(columns: dict[str, "array[int]"]) -> np.ndarray:
@@ -232,7 +241,7 @@ def data_fingerprint(examples: Iterable[Example]) -> str:
     """SHA-256 of the examples' ids, content and order, but not of their location."""
     digest = hashlib.sha256()
     for e in examples:
-        row = [e.id, e.messages, e.prompt, e.text, e.kind]
+        row = [e.id, e.messages, e.prompt, e.text, e.kind, *e.tools]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -247,11 +256,11 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
     return [items[i * (len(items) - 1) // max(1, count - 1)] for i in range(count)]
 
 
-def _understand(source: Source, number: int, raw: Raw) -> Example:
+def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> Example:
     """The example in a row. Raises BadRow."""
     fields = parse_line(raw) if isinstance(raw, bytes) else raw
     fields = {key: value for key, value in fields.items() if value is not None}
-    messages, text = understand(fields)
+    messages, text, tools = understand(fields, keep_reasoning)
     prompt = None
     if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
         prompt = messages[0]["content"]
@@ -260,4 +269,4 @@ def _understand(source: Source, number: int, raw: Raw) -> Example:
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         raise BadRow("wrong type", f"id is {short(label)}; expected text or a whole number")
     where = f"{source.name}:{number}"
-    return Example(clean(str(label), "id"), messages, prompt, text, kind, where)
+    return Example(clean(str(label), "id"), messages, prompt, text, kind, where, tools)

@@ -9,12 +9,19 @@ The first of these fields that is present and not null sets the kind of the row:
     text            "..."    plain text to train on
 
 `messages` and `conversations` may each have turns of either kind. Optional for all but `text`:
-`system`, a system message for a conversation that has none.
+
+    system          "..."    a system message for a conversation that has none
+    tools           [{"type": "function", "function": {...}}, ...]    definitions of the tools, as a
+                    list or as its JSON; `functions` is the older name
+
+Of a turn, the fields in `KEPT` and its tool calls are read. Its reasoning may also be named as in
+`REASONING`.
 """
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from decode.errors import nearest
 
@@ -31,7 +38,15 @@ SHAREGPT_ROLES = {
     "model": "assistant",
     "observation": "tool",
     "function_response": "tool",
+    "function": "tool",
 }
+# The names of the field with an assistant's reasoning, in data and in chat templates. Here the
+# first one is used.
+REASONING = ("reasoning_content", "reasoning", "thinking")
+# What is kept of a turn. Other fields, such as weights and annotations, are for other programs.
+KEPT = ("role", "content", "name", "tool_call_id", REASONING[0])
+THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+NESTED = 50  # how deep the objects of tools may be nested: templates write them recursively
 CONVERSATIONS = ("messages", "conversations")
 ANSWERS = {
     "prompt": ("response", "reference", "completion"),
@@ -53,9 +68,17 @@ class BadRow(Exception):
         self.problem = problem
 
 
-def understand(fields: Mapping[str, Any]) -> tuple[tuple[Message, ...] | None, str | None]:
-    """The messages of a row, or its text. Checks structure and types, not the content. Raises
-    BadRow."""
+class Content(NamedTuple):
+    """What a row says: messages with the definitions of their tools, or text."""
+
+    messages: tuple[Message, ...] | None
+    text: str | None
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+def understand(fields: Mapping[str, Any], keep_reasoning: bool = True) -> Content:
+    """The content of a row. Checks structure and types, not the content. keep_reasoning: of the
+    assistant's messages. Raises BadRow."""
     # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     present = next((name for name in FIELDS if name in fields), None)
@@ -64,7 +87,7 @@ def understand(fields: Mapping[str, Any]) -> tuple[tuple[Message, ...] | None, s
         columns = ", ".join(map(short, fields)) or "no fields"
         raise BadRow("no known field", f"\n  found {columns}{hint}\n  expected {EXPECTED}")
     if present == "text":
-        return None, string(fields, "text")
+        return Content(None, string(fields, "text"))
     if present in CONVERSATIONS:
         messages = _conversation(fields[present], present)
     else:
@@ -77,7 +100,10 @@ def understand(fields: Mapping[str, Any]) -> tuple[tuple[Message, ...] | None, s
             messages += ({"role": "assistant", "content": string(fields, answer)},)
     if fields.get("system") and messages[0]["role"] not in ("system", "developer"):
         messages = ({"role": "system", "content": string(fields, "system")}, *messages)
-    return messages, None
+    if not keep_reasoning:
+        messages = tuple(map(_without_reasoning, messages))
+    listed = next((name for name in ("tools", "functions") if fields.get(name)), None)
+    return Content(messages, None, _tools(fields[listed], listed) if listed else ())
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -126,7 +152,10 @@ def clean(value: str, name: str) -> str:
 
 def short(value: Any) -> str:
     """A value's JSON, cut to a readable length for a message."""
-    text = json.dumps(value, default=repr)
+    try:
+        text = json.dumps(value, default=repr)
+    except RecursionError:
+        text = f"a deeply nested {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -156,10 +185,15 @@ def _message(turn: Any, name: str) -> Message:
         present["role"] = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
     if "value" in present and "content" not in present:
         present["content"] = present.pop("value")
-    calls = present.pop("tool_calls", None)
+    calls, where = _calls_of(present, name)
+    if present.get("role") == "function":
+        present["role"] = "tool"
     if calls:
         # Templates read a call's text from the same field as an answer's.
         present.setdefault("content", "")
+    thoughts = [present.pop(key) for key in REASONING if key in present]
+    if thought := next((text for text in thoughts if isinstance(text, str) and text), None):
+        present[REASONING[0]] = thought
     for key in ("role", "content"):
         if key not in present:
             columns = ", ".join(map(short, turn)) or "no fields"
@@ -180,10 +214,40 @@ def _message(turn: Any, name: str) -> Message:
     message: Message = {
         key: string(present, key, f"{name}.{key}", empty=key != "content" or not speaks)
         for key in present
+        if key in KEPT
     }
     if calls:
-        message["tool_calls"] = _tool_calls(calls, f"{name}.tool_calls")
+        message["tool_calls"] = _tool_calls(calls, where)
     return message
+
+
+def _calls_of(present: dict[str, Any], name: str) -> tuple[Any, str]:
+    """The tool calls of a turn, and where they are. A turn that is only a call gets its role."""
+    # OpenAI's calls before there were tools, and those of ShareGPT.
+    if not present.get("tool_calls") and "function_call" in present:
+        return {"function": present["function_call"]}, f"{name}.function_call"
+    if present.get("role") == "function_call" and isinstance(present.get("content"), str):
+        where = f"{name}.value"
+        calls = _parsed(present.pop("content"), where)
+        present["role"] = "assistant"
+        calls = calls if isinstance(calls, list) else [calls]
+        return [{"function": call} for call in calls], where
+    return present.get("tool_calls"), f"{name}.tool_calls"
+
+
+def _without_reasoning(message: Message) -> Message:
+    """The message without its reasoning, which may also begin its content. Raises BadRow if
+    nothing else is in it."""
+    if message["role"] != "assistant":
+        return message
+    rest = {key: value for key, value in message.items() if key != REASONING[0]}
+    if begin := THOUGHT.match(rest["content"]):
+        rest["content"] = rest["content"][begin.end() :]
+        if not rest["content"] and "tool_calls" not in rest:
+            raise BadRow(
+                "only reasoning", f"{short(message['content'])} is reasoning without an answer"
+            )
+    return rest
 
 
 def _joined_parts(parts: list[Any], name: str) -> str:
@@ -212,15 +276,60 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
                 f'{name}[{number}] is {short(call)}; expected {{"function": {{"name": …, '
                 '"arguments": …}}',
             )
+        where = f"{name}[{number}].function.arguments"
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except ValueError as error:
-                raise BadRow(
-                    "broken JSON",
-                    f"{name}[{number}].function.arguments is no JSON ({error}); expected an object",
-                ) from error
-        kept = {key: value for key, value in call.items() if value is not None}
-        result.append(kept | {"function": {"name": function["name"], "arguments": arguments or {}}})
+            arguments = _parsed(arguments or "{}", where)
+        kept = {key: call[key] for key in ("id", "type") if isinstance(call.get(key), str)}
+        arguments = _object({} if arguments is None else arguments, where)
+        result.append(kept | {"function": {"name": function["name"], "arguments": arguments}})
     return result
+
+
+def _tools(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+    """Definitions of tools, as chat templates expect them."""
+    if isinstance(value, str):
+        value = _parsed(value, name)
+    if not isinstance(value, list):
+        raise BadRow("wrong type", f"{name} is {short(value)}; expected a list of objects")
+    tools = []
+    for number, tool in enumerate(value):
+        # A table has null where a tool lacks what another one has.
+        tool = _without_nulls(_object(tool, f"{name}[{number}]"))
+        tools.append({"type": "function", "function": tool} if "name" in tool else tool)
+    return tuple(tools)
+
+
+def _parsed(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRow("broken JSON", f"{name} is no JSON ({error}); expected an object") from error
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    """Refuse what a chat template cannot write as a JSON object: other types, numbers that are not
+    finite, half a character, and objects that are nested too deep."""
+    if not isinstance(value, dict):
+        raise BadRow("wrong type", f"{name} is {short(value)}; expected an object")
+    if not _is_flat(value, NESTED):
+        raise BadRow("broken JSON", f"{name} is nested more than {NESTED} levels deep")
+    try:
+        clean(json.dumps(value, allow_nan=False, ensure_ascii=False), name)
+    except (ValueError, TypeError) as error:
+        raise BadRow("broken JSON", f"{name} cannot be written as JSON ({error})") from error
+    return value
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    """Whether lists and objects are nested at most `levels` deep."""
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(part, levels - 1) for part in inner)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -67,22 +67,28 @@ def _first(example: Example) -> str:
 
 
 def without_refused(
-    rows: Sequence[Example], tokenizer: Callable[[], PreTrainedTokenizerBase], split: str
+    rows: Sequence[Example],
+    tokenizer: Callable[[], PreTrainedTokenizerBase],
+    split: str,
+    max_bad_rate: float,
 ) -> Sequence[Example]:
     """The rows without those whose tool messages the chat template does not write.
 
     tokenizer: asked for at the first tool message. split: the rows' name, for messages. Raises
-    UserError if no row is left.
+    UserError if they are more than the share `max_bad_rate` of the rows, or all.
     """
     kept = [
         row
         for row, example in enumerate(rows)
         if not tool_messages(example) or takes_tools(example, tokenizer())
     ]
-    if not kept:
+    left_out = len(rows) - len(kept)
+    if not kept or left_out > max_bad_rate * len(rows):
+        most = f"at most {max_bad_rate:.2%} (data.max_bad_rate)" if kept else "some without them"
         raise UserError(
-            f"all rows of {split} have tool messages, and the target's chat template does not "
-            "write them; expected conversations of system, user and assistant"
+            f"{left_out} of {len(rows)} rows of {split} have tool messages that the target's chat "
+            f"template does not write; expected {most}. Give conversations of system, user and "
+            "assistant, or raise data.max_bad_rate to leave such rows out"
         )
     return select(rows, kept)
 

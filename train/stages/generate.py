@@ -305,6 +305,7 @@ class GenerateStage(Stage[GenerateConfig]):
             directory=self.directory,
             ranks=Ranks(self.accelerator.process_index, self.accelerator.num_processes),
             on_progress=lambda answered, note: bar.update(done + answered, note),
+            say=lambda problem: self.reporter.say(f"  {problem}"),
         )
 
     def _write_part(self, directory: Path, part: list[Job], first: int, bar: Bar) -> int:
