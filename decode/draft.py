@@ -4,7 +4,7 @@ Shapes: B rows, N nodes (padded to the largest row), K children of a node, V voc
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -68,6 +68,12 @@ class Contexts:
         sources = None if self.sources is None else self.sources[first:]
         labels = None if self.labels is None else self.labels[first:]
         return Contexts(self.tokens[first:], self.lengths[first:], sources, labels)
+
+    def of_rows(self, rows: np.ndarray) -> "Contexts":
+        """A copy of these rows, int [B']."""
+        some = replace(self)
+        some.keep_rows(rows)
+        return some
 
     def keep_rows(self, rows: np.ndarray) -> None:
         self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]

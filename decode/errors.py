@@ -12,6 +12,10 @@ class UserError(Exception):
     """
 
 
+class MemoryShortage(UserError):
+    """Memory is missing now. It may be there when other texts have ended."""
+
+
 # Common names, with the names that draftsmith uses instead.
 SYNONYMS = {
     "batch_size": ("tokens_per_batch",),

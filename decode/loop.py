@@ -3,7 +3,9 @@
 Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
 """
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,13 +19,14 @@ from decode.errors import UserError
 from decode.logprobs import TokenLogprob, token_logprobs
 from decode.parts import Part
 from decode.policies import Policy
-from decode.prefill import new_rows, prefill, remember, start_drafter
+from decode.prefill import new_rows, remember, start_drafter
 from decode.rows import Rows, RowSettings, compacted, require_prompts
 from decode.rules import Rule, used_rule
 from decode.setup import Setup
 from decode.stats import Counts, Tally, Timing
 from decode.target.hidden_states import Features
 from decode.verification import Scores, Verification
+from decode.waiting_rows import WaitingRows
 
 # Prompts join when this part of a batch is free.
 JOIN_SHARE = 8
@@ -61,6 +64,8 @@ class Decoded:
 class Decoding:
     """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
     `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
+    `begin` lets rows wait instead, and `read` reads their prompts a part at a time, with steps of
+    the running rows in between.
 
     Every text ends with an EOS, after `max_new_tokens`, or at the end of the model's context.
     prompts, max_new_tokens, row_ids: for a first `admit`. Without prompts, no row runs yet.
@@ -109,6 +114,7 @@ class Decoding:
         self.errors: dict[int, UserError] = {}
         self.steps: list[Verification] = []
         self._admitted = 0
+        self._waiting = WaitingRows(setup)
         self._features: Features | None = None  # the hidden states of the last pass
         self._passes = 0  # verification passes, without prefills
         self._drafted = False  # since the first of the running rows joined
@@ -127,11 +133,21 @@ class Decoding:
         return not len(self.rows)
 
     @property
+    def waiting(self) -> list[int]:
+        """The rows that wait until their prompts are read."""
+        return self._waiting.numbers
+
+    @property
+    def unread(self) -> dict[int, int]:
+        """How many tokens of prompts are not read yet: for the first row of those that began
+        together and wait."""
+        return {reading.numbers[0]: reading.left for reading in self._waiting.readings}
+
+    @property
     def emitted(self) -> int:
         """The number of tokens that all rows have got so far."""
         return sum(map(len, self.outputs.values()))
 
-    @torch.inference_mode()
     def admit(
         self,
         prompts: Sequence[Sequence[int]],
@@ -140,40 +156,76 @@ class Decoding:
         row_ids: Sequence[int] | None = None,
         settings: RowSettings | Sequence[RowSettings] | None = None,
     ) -> list[int]:
-        """Read prompts (token ids) and let them join. Returns the numbers of their rows: 0, 1, … in
-        the order of all prompts so far.
+        """Read prompts (token ids) and let them join: `begin`, then `read` to the end."""
+        numbers = self.begin(prompts, max_new_tokens, row_ids=row_ids, settings=settings)
+        self.read(numbers[0])
+        return numbers
 
-        The new rows are read apart from the running ones, and get their first token.
+    @torch.inference_mode()
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        row_ids: Sequence[int] | None = None,
+        settings: RowSettings | Sequence[RowSettings] | None = None,
+    ) -> list[int]:
+        """Let rows for prompts (token ids) wait until `read` has read them. Returns the numbers of
+        the rows: 0, 1, … in the order of all prompts so far.
+
         max_new_tokens, settings: one for all prompts, or one for each. settings None: the decoder's
         own sampling and stop, and the seed of this decode. row_ids: see `Decoding`. Default: the
-        rows' numbers. Raises UserError also if the rule cannot judge drafts under these settings.
+        rows' numbers. Equal prompts are read once. Raises UserError also if the rule cannot judge
+        drafts under these settings, and then changes nothing.
         """
-        setup, first = self.setup, len(self.rows)
-        self.clock.resume()
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
-        each = replace(setup.usual, seed=self.seed) if settings is None else settings
-        new = new_rows(setup, prompts, max_new_tokens, numbers, row_ids, each)
-        capacity = max(rows.contexts.tokens.shape[1] for rows in (new, self.rows))
-        for stop in new.own_stops() - self.rows.own_stops() - {setup.stop}:
-            stop.start()
-        setup.lm.add_rows(len(new), capacity)
-        try:
-            verification, features = prefill(setup, new, first)
-            self._commit(new, verification, np.zeros(len(new), dtype=np.int64))
-        except BaseException:
-            self._keep_slots(np.arange(first))
-            raise
+        each = replace(self.setup.usual, seed=self.seed) if settings is None else settings
+        new = new_rows(self.setup, prompts, max_new_tokens, numbers, row_ids, each)
+        self._waiting.begin(new, self.rows)
         self._admitted += len(new)
         self.outputs.update((number, []) for number in numbers.tolist())
         self.logprobs.update((number, []) for number in numbers[new.logprobs >= 0].tolist())
+        return numbers.tolist()
+
+    @torch.inference_mode()
+    def read(self, row: int, tokens: int | None = None) -> int:
+        """Read on in the prompt of a row that waits, and in those that began together with it: so
+        many tokens of them all, but at least one of each. None: all. Returns how many were read.
+
+        They are read apart from the running rows. When all of them are read, they join, and get
+        their first token. Raises UserError if the row does not wait. If it raises anything else,
+        these prompts are given up, and the running rows and the others that wait are as before.
+        """
+        setup, first = self.setup, len(self.rows)
+        reading, place = self._waiting.of(row, first)
+        self.clock.resume()
+        try:
+            count = reading.read_on(place, tokens or sys.maxsize)
+            self.clock.mark("prefill")
+            if reading.left:
+                return count
+            verification, features = reading.result()
+            slots = self._waiting.make_room(reading, place, first)
+            self._commit(reading.new, verification, np.zeros(len(reading.new), dtype=np.int64))
+        except BaseException:
+            self._keep_slots(self._waiting.give_up(reading, place, first))
+            raise
+        self._waiting.readings.remove(reading)
+        self._keep_slots(slots)
         self.clock.mark("prefill")
-        self._join(new, verification, features)
+        self._join(reading.new, verification, features)
         self.clock.mark("draft_prefill")
         self.retire(verification, first)
         if self._drafted and len(self.rows) > first:
-            setup.drafter.prefill(self.rows.contexts, first)
+            with self._running():
+                setup.drafter.prefill(self.rows.contexts, first)
         self.clock.mark("draft_prefill")
-        return numbers.tolist()
+        return count
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Passes inside this context feed the running rows, and not those that wait."""
+        waits = self._waiting.readings
+        return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
 
     def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
         """Append new rows, and tell drafter and policy. verification: their prefill."""
@@ -181,14 +233,16 @@ class Decoding:
         verification.features = features
         if len(self.rows):
             self.rows.add(new)
-            setup.drafter.add_rows(self.rows.contexts, verification)
+            with self._running():
+                setup.drafter.add_rows(self.rows.contexts, verification)
             setup.policy.add_rows(len(new))
             if self._features is not None and features is not None and setup.observers:
                 self._features = self._features.last().joined(features.last())
         else:
             self.rows, self._features, self._drafted = new, features, False
-            setup.drafter.start(new.contexts)
-            setup.drafter.observe(verification)
+            with self._running():
+                setup.drafter.start(new.contexts)
+                setup.drafter.observe(verification)
             setup.policy.start(len(new))
 
     @torch.inference_mode()
@@ -200,6 +254,15 @@ class Decoding:
         one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
         rows sit out and the drafter reads hidden states.
         """
+        with self._running():
+            verification = self._pass(taking, plain)
+        self.clock.give(verification, at_once=self.setup.policy.reads_times)
+        self.setup.policy.observe(verification)
+        self.steps.append(verification)
+        self.retire(verification)
+
+    def _pass(self, taking: np.ndarray | None, plain: bool) -> Verification:
+        """Draft, verify, commit and roll back. Arguments are as for `step`."""
         setup, rows, clock = self.setup, self.rows, self.clock
         contexts = rows.contexts
         clock.resume()
@@ -241,10 +304,7 @@ class Decoding:
         for observer in setup.observers:
             observer(verification)
         clock.mark("overhead")
-        clock.give(verification, at_once=setup.policy.reads_times)
-        setup.policy.observe(verification)
-        self.steps.append(verification)
-        self.retire(verification)
+        return verification
 
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
@@ -270,11 +330,19 @@ class Decoding:
 
     @torch.inference_mode()
     def drop(self, row: int) -> None:
-        """Give up the text of a running row, between two steps. Raises UserError if it does not
-        run."""
-        if row not in self.rows.numbers:
-            raise UserError(f"row {row} does not run; expected one of {self.rows.numbers.tolist()}")
-        self._keep(self.rows.numbers != row)
+        """Give up the text of a row that runs or waits, between two steps. Raises UserError for
+        another row."""
+        if row in self.rows.numbers:
+            self._keep(self.rows.numbers != row)
+            return
+        running = self.rows.numbers.tolist()
+        if row not in self.waiting:
+            others = [*running, *self.waiting]
+            raise UserError(f"row {row} does not run; expected one of {others}")
+        reading, place = self._waiting.of(row, len(running))
+        reading.stays &= reading.new.numbers != row
+        if not reading.stays.any():
+            self._keep_slots(self._waiting.give_up(reading, place, len(running)))
 
     @torch.inference_mode()
     def set(
@@ -287,20 +355,23 @@ class Decoding:
         """Exchange drafter, policy or rule between two steps, as if the decoder was made with them.
 
         What is None stays as it is. A new drafter reads the running texts; if it reads hidden
-        states, the target reads them once more. The policy of running rows begins again. A rule
-        that was not named is the default for the new drafts. Texts stay exact if the rule is
-        lossless. Raises UserError as `Decoder` does, and if the rule does not fit the settings of a
-        running row.
+        states, the target reads them once more. Prompts of rows that wait are then read anew. The
+        policy of running rows begins again. A rule that was not named is the default for the new
+        drafts. Texts stay exact if the rule is lossless. Raises UserError as `Decoder` does, and if
+        the rule does not fit the settings of a row.
         """
         setup, rows = self.setup, self.rows
         parts = setup.parts.remade(drafter, policy, rule)
-        parts.require_sampling((x.sampling, x.drafts) for x in [setup.usual, *rows.settings])
+        every = [setup.usual, *rows.settings, *self._waiting.settings]
+        parts.require_sampling((x.sampling, x.drafts) for x in every)
         parts.require_target(setup.lm, setup.vocab_size)
         self.clock.resume()
+        features, fresh = None, drafter is not None
+        if len(rows) or self._waiting.readings:
+            features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
         if len(rows):
-            features = start_drafter(setup, rows, parts, fresh=drafter is not None)
             parts.policy.start(len(rows))
-            if drafter is not None:
+            if fresh:
                 self._features, self._drafted = features, False
         setup.use(parts)
         self.clock.mark("draft_prefill")
@@ -311,8 +382,9 @@ class Decoding:
         self.rows.leave(~stays)
         sound = ~np.isin(self.rows.numbers, list(self.errors))
         remember(setup, self.rows.contexts, np.flatnonzero(~stays & sound))
+        waiting = len(stays) + np.arange(self._waiting.count)
         self.rows.keep(kept)
-        self._keep_slots(kept)
+        self._keep_slots(np.append(kept, waiting))
         if len(kept):
             setup.drafter.keep_rows(to_device(kept, setup.lm.device))
             setup.policy.keep_rows(kept)

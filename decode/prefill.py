@@ -1,4 +1,4 @@
-"""New rows: the target reads their prompts, apart from the rows that already decode."""
+"""Rows begin, get another drafter, and leave something behind."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from decode.device import to_device
-from decode.draft import Contexts, Draft
+from decode.draft import Contexts
 from decode.errors import UserError
 from decode.parts import Parts
 from decode.rows import Rows, RowSettings, require_prompts
@@ -15,7 +15,8 @@ from decode.setup import Setup
 from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.prefix_cache import SHORTEST
 from decode.target.hidden_states import Features
-from decode.verification import Decision, Scores, Verification
+from decode.verification import Verification
+from decode.waiting_rows import Reading
 
 
 def new_rows(
@@ -68,74 +69,30 @@ def new_rows(
     return Rows(numbers, contexts, ends, CounterRNG(seeds, identities), each, np.arange(count))
 
 
-def prefill(setup: Setup, new: Rows, first: int) -> tuple[Verification, Features | None]:
-    """Read the prompts of new rows, in the slots of the rows from `first` on. What the decoder's
-    prefix cache knows of a prompt is copied, and only the rest is read.
-
-    Returns the verification of an empty draft, which gives the first token of each row, and the
-    hidden states of the prompts' tokens. They are None if the drafter captures none, or if nothing
-    is read: a prompt of one token, whose first token is drafted (`first_target`).
-    """
-    contexts, count, device = new.contexts, len(new), setup.lm.device
-    fed = contexts.lengths - (not setup.first_target)
-    logits, features = None, None
-    if contexts.sources is not None:
-        setup.lm.encode(contexts.sources, first)
-    if fed.any():
-        start = reuse(setup, contexts, fed, first)
-        # Past the end of a row's prompt is padding. It needs slots too.
-        columns = start[:, None] + np.arange(int((fed - start).max()))
-        columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
-        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), device)
-        with setup.lm.only(first, first + count):
-            logits = setup.lm.read(ids, start, fed - start)
-        if setup.drafter.captured_layers:
-            features = Features(setup.lm.features, fed)
-    if not setup.first_target:  # the first step verifies the first token like all others
-        return Verification.of_nothing(new.numbers, contexts, device, logits), features
-    assert logits is not None
-    nothing = Draft.none(count, device)
-    scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
-    none = torch.zeros(count, dtype=torch.int64, device=device)
-    token = scores.pick(new.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
-    decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=token)
-    return Verification.of(nothing, scores, decision), features
-
-
-def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.ndarray:
-    """Copy known keys and values into the slots of the rows from `first` on. Returns how many
-    tokens of each row need not be fed, int [B]: at most fed[b] − 1, because the last one gives
-    logits.
-
-    Nothing is reused if the drafter reads hidden states: those of known tokens are not kept.
-    """
-    start, known = np.zeros(len(fed), dtype=np.int64), setup.prefixes
-    if known is None or setup.drafter.captured_layers:
-        return start
-    for row, tokens in enumerate(contexts.tokens):
-        states = known.find(tokens[: max(fed[row] - 1, 0)])
-        if states is not None:
-            setup.lm.slots.put(first + row, states)
-            start[row] = states.count
-    start = np.minimum(start, contexts.tokens.shape[1] - int((fed - start).max()))
-    known.reused += int(start.sum())
-    known.read += int((fed - start).sum())
-    return start
-
-
-def start_drafter(setup: Setup, rows: Rows, parts: Parts, fresh: bool) -> Features | None:
+def start_drafter(
+    setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[Reading] = ()
+) -> Features | None:
     """Make room for the drafts of other parts, which the decoder does not use yet. fresh: the
-    drafter is new, so it starts with the running texts.
+    drafter is new, so it starts with the running texts, if there are some, and the prompts of
+    `waiting` rows are read from their first tokens on.
 
     Returns the hidden states that it got: those of the texts, except their last tokens. Raises
     UserError if memory is missing. The parts in use can then go on.
     """
     lm, before = setup.lm, rows.contexts.tokens.shape[1]
-    capacity = max(int(rows.ends.max()) + parts.draft_room, before)
+    every = [rows, *(reading.new for reading in waiting)]
+    ends = max(int(some.ends.max(initial=0)) for some in every)
+    capacity = max(ends + parts.draft_room, *(some.contexts.tokens.shape[1] for some in every))
     lm.add_rows(0, capacity)
-    rows.widen(capacity)
+    for some in every:
+        some.widen(capacity)
+    for reading in waiting if fresh else ():
+        reading.begin_anew()
+    if not len(rows):
+        return None
     if fresh:
-        features = read_again(lm, rows.contexts, parts.drafter.captured_layers)
+        held = len(rows) + sum(reading.count for reading in waiting)
+        features = read_again(lm, rows.contexts, parts.drafter.captured_layers, held)
         parts.drafter.start(rows.contexts)
         parts.drafter.observe(
             Verification.of_nothing(rows.numbers, rows.contexts, lm.device, features=features)
@@ -147,12 +104,15 @@ def start_drafter(setup: Setup, rows: Rows, parts: Parts, fresh: bool) -> Featur
     return None
 
 
-def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Features | None:
+def read_again(
+    lm: CachedLM, contexts: Contexts, layers: Sequence[int], held: int
+) -> Features | None:
     """The hidden states of these layers for the running texts, except their last tokens: for a
     drafter that was not there when they were read. None without layers, and if no text has two
     tokens.
 
-    One text after the other is read in the slots of one more row. So the keys and values of the
+    held: how many rows the target has. One text after the other is read in the slots of one more
+    row. So the keys and values of the
     running rows stay as they are, bit by bit. Raises UserError as `CachedLM.add_rows` and `capture`
     do.
     """
@@ -169,8 +129,8 @@ def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Featu
         for row in np.flatnonzero(counts).tolist():
             count = int(counts[row])
             if contexts.sources is not None:
-                lm.encode(contexts.sources[row : row + 1], rows)
-            with lm.only(rows, rows + 1):
+                lm.encode(contexts.sources[row : row + 1], held)
+            with lm.only(held, held + 1):
                 ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
                 lm.read(ids, start, counts[row : row + 1])
             for layer, states in lm.features.items():
@@ -178,7 +138,7 @@ def read_again(lm: CachedLM, contexts: Contexts, layers: Sequence[int]) -> Featu
                     values[layer] = states.new_zeros(rows, width, states.shape[2])
                 values[layer][row, :count] = states[0]
     finally:
-        lm.keep_rows(torch.arange(rows, device=lm.device))
+        lm.keep_rows(torch.arange(held, device=lm.device))
         lm.captured_layers = captured
     return Features(values, counts)
 

@@ -312,12 +312,17 @@ def test_messages_that_come_twice_take_one_session_and_one_row() -> None:
         assert len(server.verifier._decoding.rows) == 1
 
 
-def test_long_prompts_come_in_parts(shared_server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompts_come_and_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("train.edge.remote_target.FRAME_IDS", 3)
-    prompt = [7, 9, 12, 40, 8, 8, 100]
-    with edge(shared_server) as client:
-        outputs = client.decode([prompt], NEW).outputs
-    assert outputs == plain_texts(GREEDY, prompts=[prompt])
+    prompts = [[100], [7, 9, 12, 40, 8, 8, 100] * 4, [7, 9]]
+    read: list[int] = []
+    with serving(prefill_tokens=3) as server, edge(server.url) as client:
+        decoding: Any = server.verifier._decoding
+        before = decoding.read
+        decoding.read = lambda *args: read.append(before(*args))
+        assert client.decode(prompts, NEW).outputs == plain_texts(GREEDY, prompts=prompts)
+    assert len(read) > 9
+    assert max(read) <= 3
 
 
 def test_messages_hold_what_they_say() -> None:

@@ -123,12 +123,13 @@ def test_rows_join_a_running_decode(family: str) -> None:
     decoding.admit(SOURCES[1:3], NEW)
     for _ in range(4):
         decoding.step()
-    decoding.admit([SOURCES[4], SOURCES[0]], NEW)  # the longest source so far
+    decoding.begin([SOURCES[4], SOURCES[0], SOURCES[4]], NEW)  # the longest source so far
     decoding.step()
+    decoding.read(2)
     decoding.drop(0)
     while not decoding.finished:
         decoding.step()
-    for row, source in ((1, SOURCES[2]), (2, SOURCES[4]), (3, SOURCES[0])):
+    for row, source in ((1, SOURCES[2]), (2, SOURCES[4]), (3, SOURCES[0]), (4, SOURCES[4])):
         assert decoding.outputs[row] == generated(lm, source)
 
 

@@ -24,7 +24,7 @@ from decode.drafters.skip import SkipDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
-from decode.rows import compacted
+from decode.rows import RowSettings, compacted
 from decode.sampling import Sampling
 from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.sliding_window import SlidingWindow
@@ -34,6 +34,7 @@ from decode.target.memory import slot_bytes
 from decode.text_stream import StopStrings
 from decode.trees.static import Static
 from decode.verification import Verification
+from decode.waiting_rows import shares
 from tests import lossless
 from tests.lossless import LONGER, fit_texts, longer_model, parallel_lm, small_lm
 from tests.test_heads_lossless import drafter as heads_drafter
@@ -372,6 +373,70 @@ def test_the_size_of_passes_changes_no_text(kind: str) -> None:
     assert texts[0] == texts[1] == texts[2] == texts[3]
     # At least one token of each row, or a step with its draft.
     assert widths[2] <= 120 < widths[3]
+
+
+@pytest.mark.parametrize(
+    "kind", ["chain", "skip tree", "eagle1 tree", "dflash", "in tree", "windows"]
+)
+def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
+    """Several wait at once; the shorter ones overtake the longest, and one is given up."""
+    which = decoder(KINDS[kind](), sampling=SAMPLED, eos_token_ids=())
+    expected = alone(which, LIMITS)
+    decoding = Decoding(which, seed=3)
+    decoding.admit(PROMPTS[:3], LIMITS[:3])
+    decoding.begin(PROMPTS[3:5], LIMITS[3:5])
+    for row in range(5, 8):
+        decoding.begin([PROMPTS[row]], LIMITS[row])
+    assert decoding.waiting == [3, 4, 5, 6, 7]
+    assert decoding.unread == {3: 46, 5: 2, 6: 9, 7: 5}
+    decoding.drop(6)
+    with pytest.raises(UserError, match="row 6 does not wait"):
+        decoding.read(6)
+    passes, joined = 0, []
+    while decoding.waiting:
+        for row, tokens in shares(decoding.unread, 6).items():
+            decoding.read(row, tokens)
+        joined.append(len(decoding.waiting))
+        if not decoding.finished:
+            decoding.step()
+            passes += 1
+        if len(joined) == 2:
+            decoding.drop(3)  # the other prompt of its group is read on
+    while not decoding.finished:
+        decoding.step()
+    assert passes > 4
+    assert len(set(joined)) > 2
+    for row in (0, 1, 2, 4, 5, 7):
+        assert decoding.outputs[row] == expected[row], row
+    assert decoding.outputs[3] == decoding.outputs[6] == []
+
+
+@pytest.mark.parametrize("kind", ["chain", "eagle1"])
+def test_a_prompt_of_many_texts_is_read_once(kind: str) -> None:
+    which = decoder(KINDS[kind](), sampling=SAMPLED, eos_token_ids=())
+    prompts = [PROMPTS[4], PROMPTS[6], *[PROMPTS[4]] * 6]
+    expected = [
+        which.decode([prompt], NEW, row_ids=[row], seed=3).outputs[0]
+        for row, prompt in enumerate(prompts)
+    ]
+    decoding = Decoding(which, PROMPTS[:2], 2 * NEW, seed=1)
+    decoding.step()
+    forward, fed = which.lm.forward, []
+
+    def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        fed.append(ids.numel())
+        return forward(ids, *args, **more)
+
+    which.lm.forward = counted  # type: ignore[method-assign]
+    settings = RowSettings(SAMPLED, seed=3)
+    rows = decoding.begin(prompts, NEW, row_ids=range(len(prompts)), settings=settings)
+    decoding.drop(rows[0])  # the first of the copies
+    decoding.read(rows[1])
+    assert sum(fed) == 2 * len(PROMPTS[4])  # two rows, one of them with padding
+    while not decoding.finished:
+        decoding.step()
+    assert len({tuple(text) for text in expected}) > 4
+    assert [decoding.outputs[row] for row in rows[1:]] == expected[1:]
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 30])

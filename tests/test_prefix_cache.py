@@ -10,7 +10,9 @@ from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
+from decode.measure.evaluation import evaluate
 from decode.sampling import Sampling
+from decode.settings import EvaluationProtocol
 from decode.target.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
 from decode.target.cache.slots import Slots, SlotStates
 from decode.text import SpeculativeGenerator
@@ -155,6 +157,28 @@ def test_rows_that_run_join_with_a_known_beginning() -> None:
     assert known.reused == 3 * len(SYSTEM)
     for row, prompt in enumerate([[2], *prompts], 2):
         assert plain.decode([prompt], NEW, row_ids=[row]).outputs[0] == decoding.outputs[row]
+
+
+def test_an_evaluation_reuses_turns_and_times_complete_prompts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    caches: list[PrefixCache] = []
+
+    def kept(model: Any) -> PrefixCache:
+        caches.append(PrefixCache())
+        return caches[-1]
+
+    monkeypatch.setattr("decode.measure.evaluation.prefix_cache", kept)
+    target = tiny_target()
+    prompts = [SYSTEM, [*SYSTEM, 7, 8, 9]]
+    options: Any = {"timed_prompts": 2, "timed_tokens": 4, "generate": False}
+    protocol = EvaluationProtocol(gamma=3, max_new_tokens=NEW, batch_size=1, **options)
+    texts = evaluate(target, NgramDrafter(), prompts, protocol).outputs
+    (known,) = caches
+    assert known.reused >= len(SYSTEM) - 1
+    assert known.reused + known.read == sum(map(len, prompts))  # nothing of the timed decodes
+    plain = Decoder(target.model, NgramDrafter(), eos_token_ids=target.eos_token_ids, gamma=3)
+    assert texts == plain.decode(prompts, NEW).outputs
 
 
 def test_the_generator_reuses_turns_in_float32() -> None:

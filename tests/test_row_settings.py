@@ -339,8 +339,12 @@ def test_parts_are_exchanged_while_texts_run(first: str) -> None:
         for place, kind in enumerate(ORDER):
             decoding.step()
             decoding.set(drafter=KINDS[kind]())
-            if place == 3:
-                decoding.admit(PROMPTS[5:], 2 * NEW)
+            if place == 3:  # a part of the prompts is read for another drafter
+                (waits, *_) = decoding.begin(PROMPTS[5:], 2 * NEW)
+                decoding.read(waits, 4)
+            if place == 5:
+                assert waits in decoding.waiting
+                decoding.read(waits)
             if place % 2 and (policy := policies[place // 2]) is not None:
                 decoding.set(policy=policy)
         finish(decoding)

@@ -19,8 +19,11 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 httpx2 = pytest.importorskip("httpx2")
 
+from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
+from decode.errors import UserError  # noqa: E402
 from decode.sampling import Sampling  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
+from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
@@ -335,6 +338,100 @@ def test_a_full_service_says_when_to_come_again(endless: Any) -> None:
         assert metrics['draftsmith:request_success_total{finished_reason="length"}'] == 2
 
 
+def test_texts_without_memory_and_too_long_a_queue_say_when_to_come_again(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = len(prompt_ids(asked(QUESTION), endless.tokenizer))
+    limits: Any = {"max_rows": 2, "row_tokens": 0, "held_tokens": 2 * tokens + 1}
+    with serving(endless, **limits) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/chat/completions")
+        held = Held(running)
+        monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+        with ThreadPoolExecutor() as pool:
+            alone = pool.submit(post, json=chat(QUESTION, max_tokens=9))
+            assert alone.result().status_code == 503
+            assert alone.result().json()["error"]["code"] == "memory"
+            assert alone.result().headers["x-should-retry"] == "false"  # no text will end
+            monkeypatch.undo()
+            first = pool.submit(post, json=chat(QUESTION, max_tokens=9))
+            assert held.waits.wait(60)
+            monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+            # Many texts of one prompt hold its tokens once.
+            others = [pool.submit(post, json=chat(QUESTION, max_tokens=300, n=4))]
+            until(lambda: running.engine.held == 5)
+            others += [pool.submit(post, json=chat(QUESTION, max_tokens=300))]
+            until(lambda: running.engine.held == 6)
+            full = post(json=chat(QUESTION, max_tokens=9))
+            assert full.status_code == 503
+            assert f"have {2 * tokens} tokens" in full.json()["error"]["message"]
+            assert int(full.headers["retry-after"]) >= 1
+            held.release()
+            for other in others:
+                assert other.result().status_code == 503
+                assert other.result().json()["error"]["code"] == "memory"
+                assert int(other.result().headers["retry-after"]) >= 1
+            assert first.result().status_code == 200
+
+
+def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
+    long = "The drafter proposes tokens. " * 12
+    limits: Any = {"max_rows": 3, "prefill_tokens": 8}
+    with serving(endless, **limits) as running, running.client() as client:
+        post = functools.partial(client.post, "/v1/chat/completions")
+        decoding: Any = running.engine._decoding
+        memory = decoding.setup.lm.slots.allocated
+        assert memory[0] == 3
+        step, steps = decoding.step, []
+
+        def counted() -> None:
+            steps.append((len(decoding.rows), len(decoding.waiting)))
+            step()
+
+        decoding.step = counted
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            first = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
+            assert held.waits.wait(60)
+            second = pool.submit(post, json=chat(long, max_tokens=8, n=2))
+            until(lambda: running.engine.held == 3)
+            held.release()
+            for answer, text, limit in ((first, QUESTION, LONG), (second, long, 8)):
+                expected = words(alone(endless, asked(text), limit))
+                for choice in answer.result().json()["choices"]:
+                    assert choice["message"]["content"] == expected
+        assert steps.count((1, 2)) > 8  # two texts of the prompt wait, which is read once
+        assert (3, 0) in steps
+        assert decoding.setup.lm.slots.allocated == memory
+
+
+def test_prompts_reuse_what_they_share_with_earlier_texts() -> None:
+    """The next turn of a chat; the metric counts it, and no text changes."""
+    hits = "draftsmith:prefix_cache_hits_total"
+    for size, least in ((None, 30), (0, 0)):
+        options = {"prefix_cache_bytes": size}
+        with serving(target(), options=options) as running, running.client() as client:
+            messages = asked(QUESTION)
+            for _ in range(2):
+                body = {"model": MODEL, "messages": messages, "max_tokens": 16}
+                answer = client.post("/v1/chat/completions", json=body).json()
+                message = answer["choices"][0]["message"]
+                assert message["content"] == words(alone(target(), messages, 16))
+                said = {"role": "assistant", "content": message["content"]}
+                messages = [*messages, said, *asked("Why?")]
+            counts = running.metrics()
+            assert counts[hits] >= least
+            assert (counts[hits] > 0) == (size is None)
+            queries = counts["draftsmith:prefix_cache_queries_total"]
+            assert queries == (0 if size == 0 else counts["draftsmith:prompt_tokens_total"])
+    reads_states = NgramDrafter()
+    reads_states.captured_layers = (0,)
+    with (
+        pytest.raises(UserError, match="a prefix cache of 9 bytes would not be used"),
+        serving(target(), reads_states, options={"prefix_cache_bytes": 9}),
+    ):
+        pass
+
+
 def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
     limits: Any = {"max_rows": 1, "max_wait": 0.2, "max_seconds": 0.6}
     with serving(endless, **limits) as running, running.client() as client:
@@ -349,7 +446,9 @@ def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
             held.release()
             assert running_one.result().status_code == 504
             assert running_one.result().headers["x-should-retry"] == "false"
+            assert "retry-after" not in running_one.result().headers
             assert waiting_one.result().status_code == 429
+            assert int(waiting_one.result().headers["retry-after"]) >= 1
         running.until_idle()
         assert len(running.engine._decoding.rows) == 0
 
@@ -449,12 +548,12 @@ def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone
         (gone,) = running.requests
         assert held.waits.wait(60)  # it has been admitted
 
-        def breaks(*args: Any, **options: Any) -> list[int]:
+        def breaks(*args: Any) -> int:
             # The client goes away after the engine has looked for such clients.
             gone.cancelled = True
             raise RuntimeError("no memory")
 
-        engine._decoding.admit = breaks
+        engine._decoding.read = breaks
         with ThreadPoolExecutor() as pool:
             post = functools.partial(client.post, "/v1/chat/completions")
             both = [pool.submit(post, json=chat(QUESTION, max_tokens=4)) for _ in range(2)]
@@ -561,7 +660,7 @@ def test_many_clients_join_and_hang_up(sampled: Running) -> None:
 
     for name, total in {
         "generation_tokens": sum(len(choice.tokens) for choice in answers),
-        "prompt_tokens": sum(len(choice.prompt) for choice in answers if choice.row is not None),
+        "prompt_tokens": sum(len(choice.prompt) for choice in answers if choice.tokens),
         "spec_decode_num_draft_tokens": sum(choice.drafted for choice in answers),
         "spec_decode_num_accepted_tokens": sum(choice.accepted for choice in answers),
         "spec_decode_num_accepted_tokens_per_pos": sum(choice.accepted for choice in answers),

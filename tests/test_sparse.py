@@ -139,7 +139,11 @@ def test_slots_have_the_kept_tokens_while_rows_join_and_leave(shape: str) -> Non
     plain, drafter = plain_texts(lm), Checked(**FEW).with_shape(SHAPES.make(shape, depth=3))
     decoding = Decoding(Decoder(lm, drafter))
     for prompt, new in zip(PROMPTS, (40, 12, 40, 30), strict=True):
-        decoding.admit([prompt], new)
+        (row,) = decoding.begin([prompt], new)
+        while row in decoding.waiting:
+            if not decoding.finished:
+                decoding.step()
+            decoding.read(row, 30)
         decoding.step()
     while not decoding.finished:
         decoding.step()

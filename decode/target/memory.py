@@ -4,7 +4,7 @@ import psutil
 import torch
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
+from decode.errors import MemoryShortage
 from decode.target.kinds.layer_kinds import recurrent_layers
 from decode.target.pretrained import decoder_config
 
@@ -31,6 +31,19 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + kept
 
 
+def affordable_slots(model: PreTrainedModel, rows: int, slots: int) -> int:
+    """At most `slots`, but only so many that keys and values of `rows` rows take half of the free
+    memory of the model's device. A model on several devices is not checked."""
+    free = _free_bytes_of(model)
+    return slots if free is None else min(slots, free // (2 * max(slot_bytes(model) * rows, 1)))
+
+
+def _free_bytes_of(model: PreTrainedModel) -> int | None:
+    """The free bytes of the model's device. None: not known, or it is on several devices."""
+    devices = {parameter.device for parameter in model.parameters()}
+    return free_bytes(devices.pop()) if len(devices) == 1 else None
+
+
 def require_memory(
     model: PreTrainedModel, rows: int, slots: int, held: tuple[int, int] = (0, 0)
 ) -> None:
@@ -39,16 +52,15 @@ def require_memory(
 
     held: the rows and slots that are allocated now. They are copied when the memory grows, keys
     first, then values, so half of them exist twice for a moment. A model on several devices is not
-    checked. Raises UserError with the bytes needed.
+    checked. Raises MemoryShortage with the bytes needed.
     """
     if (rows, slots) == held:
         return
-    devices = {parameter.device for parameter in model.parameters()}
-    free = free_bytes(devices.pop()) if len(devices) == 1 else None
+    free = _free_bytes_of(model)
     each = slot_bytes(model)
     needed = each * rows * slots - each * held[0] * held[1] // 2
     if free is not None and needed > free:
-        raise UserError(
+        raise MemoryShortage(
             f"the keys and values of {type(model).__name__} for {rows} rows of {slots:,} tokens "
             f"take {needed / 1e9:.2f} GB ({each:,} bytes per token), and {free / 1e9:.2f} GB are "
             "free; "

@@ -123,6 +123,27 @@ def serve(
     max_seconds: Annotated[
         float, typer.Option(help="seconds from a request to its end; then it gets status 504")
     ] = 600.0,
+    max_held_tokens: Annotated[
+        int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")
+    ] = 1 << 18,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="tokens of new prompts that are read between two passes")
+    ] = 512,
+    row_tokens: Annotated[
+        int,
+        typer.Option(
+            help="tokens of prompt and answer that each row has memory for from the start; a "
+            "longer text copies all rows into more memory"
+        ),
+    ] = 2048,
+    prefix_cache: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of keys and values of earlier texts, for prompts that begin like them; 0: "
+            "none; default: 0.25 in float32, 0 in 16 bits, where reuse may change a text by "
+            "rounding"
+        ),
+    ] = None,
     drain_seconds: Annotated[
         float, typer.Option(help="seconds that running texts have to end after SIGTERM")
     ] = 30.0,
@@ -135,6 +156,8 @@ def serve(
         raise UserError(f"--drafters is {drafters}, which is no directory; expected one")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
+    if prefix_cache is not None and prefix_cache < 0:
+        raise UserError(f"--prefix-cache is {prefix_cache}; expected GiB ≥ 0")
     if drain_seconds < 0:
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
     require_packages("prometheus_client", "starlette", "uvicorn")
@@ -148,7 +171,9 @@ def serve(
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
-    bounds = Bounds(max_rows, max_waiting, max_wait, max_seconds)
+    bounds = Bounds(
+        max_rows, max_waiting, max_wait, max_seconds, prefill_tokens, row_tokens, max_held_tokens
+    )
     require_low(dynamic_lenience)
     learn = learning.options
 
@@ -175,6 +200,7 @@ def serve(
             drafters=drafters,
             student=student,
             learning=learn,
+            prefix_cache_bytes=None if prefix_cache is None else int(prefix_cache * 2**30),
         )
 
     # Before the target is loaded: a port that is taken must not cost that time.

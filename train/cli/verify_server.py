@@ -40,6 +40,12 @@ def verify_server(
     session_seconds: Annotated[
         float, typer.Option(help="how long an edge without a line is remembered")
     ] = 600.0,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="tokens of new texts that are read between two passes")
+    ] = 512,
+    row_tokens: Annotated[
+        int, typer.Option(help="tokens of a text that each row has memory for from the start")
+    ] = 2048,
 ) -> None:
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
@@ -53,7 +59,16 @@ def verify_server(
 
     quieten()
     make_verified_rule(rule)
-    bounds = Bounds(max_rows, max_sessions, max_texts, max_gamma, kv_seconds, session_seconds)
+    bounds = Bounds(
+        max_rows,
+        max_sessions,
+        max_texts,
+        max_gamma,
+        kv_seconds,
+        session_seconds,
+        prefill_tokens,
+        row_tokens,
+    )
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
         verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds)).result()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,6 +92,9 @@ class RemoteLM(CachedLM):
     answer for the link's `patience`.
     """
 
+    repeats_rows = False  # each row is a text at the server
+    pass_tokens = 1 << 30
+
     def __init__(
         self, link: Link, sampling: Sampling, on_round: Callable[[Round], None] = lambda round: None
     ) -> None:
@@ -148,7 +152,8 @@ class RemoteLM(CachedLM):
     def only(self, first: int, end: int) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
+    def forward(self, ids_BN: Tensor, start: np.ndarray, **options: Any) -> Tensor:
+        """The server reads the prompts."""
         return torch.zeros(len(ids_BN), 1, 1)
 
     def verify(self, contexts: Contexts, draft: Draft) -> Tensor:

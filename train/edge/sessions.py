@@ -27,6 +27,8 @@ class Bounds:
     max_rows: texts whose keys and values are kept. max_sessions: sessions. max_texts: texts of a
     session. max_gamma: tokens of a draft. kv_seconds: how long the keys and values of a text
     without drafts are kept. session_seconds: how long a session without a connection is kept.
+    prefill_tokens: of new texts that are read between two passes. row_tokens: of a text, for which
+    each row has memory from the start, if half of the free memory is enough.
 
     Raises UserError for a bound that is not positive.
     """
@@ -37,6 +39,8 @@ class Bounds:
     max_gamma: int = 16
     kv_seconds: float = 60.0
     session_seconds: float = 600.0
+    prefill_tokens: int = 512
+    row_tokens: int = 2048
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

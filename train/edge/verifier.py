@@ -14,7 +14,9 @@ from decode.loop import Decoder, Decoding
 from decode.parts import Part
 from decode.registry import Choice
 from decode.target.loading import Target
+from decode.target.memory import affordable_slots
 from decode.verification import Verification
+from decode.waiting_rows import shares
 from train.edge.arrived_drafts import ArrivedDrafts, make_verified_rule
 from train.edge.protocol import UP, VERSION, Message, ProtocolError, decode, encode
 from train.edge.sessions import Bounds, Connection, Session, Sessions, Text
@@ -27,7 +29,7 @@ class Verifier:
 
     Drafts that arrive during a pass share the next one. Texts without a draft sit it out. The keys
     and values of a text stay for its next draft, and leave when they expire or another text needs
-    the row; the text is then read again.
+    the row; the text is then read again. Long texts are read in parts, with passes in between.
 
     target, rule: as for `Decoder`. passes, drafts: how many there were so far. Raises UserError as
     `Decoder` does, and for a rule that judges by the drafter's probabilities, which are not sent.
@@ -80,7 +82,14 @@ class Verifier:
     # --- the verifying thread ---------------------------------------------------------------------
 
     def _new_decoding(self) -> Decoding:
-        return Decoding(self.decoder, on_error=lambda row, error: None)
+        decoder, rows = self.decoder, self.bounds.max_rows
+        slots = decoder.slots(self.bounds.row_tokens, 0)
+        return Decoding(
+            decoder,
+            on_error=lambda row, error: None,
+            rows=rows,
+            slots=affordable_slots(decoder.lm.model, rows, slots),
+        )
 
     def _run(self) -> None:
         try:
@@ -89,6 +98,7 @@ class Verifier:
                 if self._ending:
                     return
                 self._expire()
+                self._read()
                 if any(text.draft is not None for _, text in self._texts()):
                     self._pass()
         except BaseException:
@@ -105,7 +115,8 @@ class Verifier:
 
     def _take_all(self) -> None:
         """Serve all frames that are here. Wait for one if there is nothing else to do."""
-        waits = not any(text.draft is not None for _, text in self._texts())
+        drafts = any(text.draft is not None for _, text in self._texts())
+        waits = not drafts and not self._decoding.waiting
         while True:
             try:
                 entry = self._inbox.get(waits, self._next_expiry() if waits else None)
@@ -206,7 +217,8 @@ class Verifier:
         self._begin(session, text)
 
     def _begin(self, session: Session, text: Text) -> None:
-        """Read a text that has arrived, if a row is free: the edge drafts meanwhile."""
+        """Give a row to a text that has arrived, if one is free: the edge drafts while it is
+        read."""
         waits = text.complete and text.row is None and not text.ended
         if waits and len(self._rows) < self.bounds.max_rows:
             self._admit(session, text)
@@ -218,10 +230,9 @@ class Verifier:
     # --- rows -------------------------------------------------------------------------------------
 
     def _admit(self, session: Session, text: Text) -> None:
-        """Read a text into a row, or refuse it."""
-        started = time.monotonic()
+        """Give a row to a text, or refuse it."""
         try:
-            (text.row,) = self._decoding.admit(
+            (text.row,) = self._decoding.begin(
                 [text.ids], text.end - len(text.ids), row_ids=[text.row_id], settings=text.settings
             )
         except UserError as error:
@@ -229,14 +240,33 @@ class Verifier:
             self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
             return
         self._rows[text.row] = session, text
-        text.read = time.monotonic()
+
+    def _read(self) -> None:
+        """Read on in the texts of the rows that are not read yet."""
+        if unread := self._decoding.unread:
+            for row, tokens in shares(unread, self.bounds.prefill_tokens).items():
+                if row in self._decoding.waiting:
+                    self._read_on(*self._rows[row], tokens)
+
+    def _read_on(self, session: Session, text: Text, tokens: int) -> None:
+        """Read so many tokens of a text into its row, or refuse it."""
+        assert text.row is not None
+        started = time.monotonic()
+        try:
+            self._decoding.read(text.row, tokens)
+        except UserError as error:
+            self._forget(text)
+            session.texts.pop(text.req, None)
+            self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
+            return
+        text.read = text.used = time.monotonic()
         text.prefill_s += text.read - started
 
     def _leave(self, text: Text) -> None:
         """Drop the row of a text."""
         if text.row is None:
             return
-        if text.row in self._decoding.rows.numbers:
+        if text.row in self._decoding.rows.numbers or text.row in self._decoding.waiting:
             self._decoding.drop(text.row)
         self._forget(text)
 
@@ -271,8 +301,8 @@ class Verifier:
         return None if first == math.inf else max(first - now, 0.0) + 0.01
 
     def _seat(self) -> list[tuple[Session, Text]]:
-        """The texts with drafts that have rows. Idle rows leave for those that have none, the
-        longest idle first."""
+        """The texts with drafts that have rows and are read. Idle rows leave for those that have
+        none, the longest idle first."""
         waiting = [(session, text) for session, text in self._texts() if text.draft is not None]
         waiting.sort(key=lambda entry: entry[1].arrived)
         idle = sorted(
@@ -285,7 +315,7 @@ class Verifier:
                 self._leave(idle.pop())
             if text.row is None and len(self._rows) < self.bounds.max_rows:
                 self._admit(session, text)
-            if text.row is not None:
+            if text.row in self._decoding.rows.numbers:
                 seated.append((session, text))
         self._crowded = any(
             text.row is None and text.req in session.texts for session, text in waiting

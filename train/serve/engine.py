@@ -9,20 +9,22 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from itertools import groupby, islice
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.errors import MemoryShortage, UserError
 from decode.loop import Decoder, Decoding
 from decode.rows import require_prompts
 from decode.sampling import Sampling
 from decode.stats import Judged
+from decode.target.memory import affordable_slots
 from decode.text_stream import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
+from decode.waiting_rows import shares
 from train.serve.metrics import Metrics
 from train.serve.requests import Bounds, Choice, NewTokens, Refusal, Request, RowWatch
 
@@ -117,18 +119,27 @@ class Engine:
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
         if request.stop:
             StopStrings(self._tokenizer, request.stop)
+        tokens = sum(len(prompt) for prompt in _each_once(prompts))
         with self._changed:
-            self.require_room(len(prompts))
+            self.require_room(len(prompts), tokens)
             self._waiting.extend((request, choice) for choice in request.choices)
             self._held += len(prompts)
             self._changed.notify()
 
-    def require_room(self, texts: int) -> None:
-        """Raise Refusal unless so many texts more can be held. A text is not read before this."""
+    def require_room(self, texts: int, tokens: int = 0) -> None:
+        """Raise Refusal unless so many texts more can be held, with so many tokens of prompts. A
+        text is not read before this."""
         if self.draining or not self.alive:
             raise self._count(Refusal("draining", "the service is ending", 1))
         if self._held + texts > self.bounds.capacity:
             message = f"{self._held} texts run or wait; there is room for {self.bounds.capacity}"
+            raise self._count(Refusal("full", message, self._retry_after()))
+        held = sum(map(len, _each_once(choice.prompt for _, choice in self._waiting)))
+        if tokens and held and held + tokens > self.bounds.held_tokens:
+            message = (
+                f"the prompts that wait have {held} tokens and this request has {tokens}; there is "
+                f"room for {self.bounds.held_tokens}"
+            )
             raise self._count(Refusal("full", message, self._retry_after()))
 
     def cancel(self, request: Request) -> None:
@@ -172,6 +183,7 @@ class Engine:
             while self._wait():
                 self._give_up()
                 self._admit()
+                self._read()
                 if not self._decoding.finished:
                     self._pass()
         except BaseException:
@@ -232,47 +244,66 @@ class Engine:
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
-        """Let texts join that fit into the free rows, and read their prompts."""
-        read = 0
-        while read < self.bounds.prompt_tokens:
+        """Give the free rows to the texts that have waited longest."""
+        while True:
             with self._changed:
                 free = self.bounds.max_rows - len(self._running)
                 first = list(islice(self._waiting, free))
             if not first:
                 return
-            request, choice = first[0]
             _, same = next(groupby(first, key=lambda entry: (entry[0], id(entry[1].prompt))))
-            texts = [text for _, text in same]
-            self._read(request, texts)
-            read += len(choice.prompt) * len(texts)
+            self._begin(first[0][0], [text for _, text in same])
 
-    def _read(self, request: Request, texts: list[Choice]) -> None:
-        """Read the same prompt for the first texts that wait."""
+    def _begin(self, request: Request, texts: list[Choice]) -> None:
+        """Give rows to the first texts that wait. They have the same prompt."""
         now = time.monotonic()
         stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
         try:
-            rows = self._decoding.admit(
+            rows = self._decoding.begin(
                 [choice.prompt for choice in texts],
                 request.max_new_tokens,
                 row_ids=[choice.sample for choice in texts],
                 settings=request.settings(texts[0].seed, stop, self._draft_temperature),
             )
-        except UserError as error:  # the running rows are as they were
-            self._new, self._ended, self._failed = [], set(), {}
-            self._refuse(request, Refusal("failed", str(error)))
-            return
-        except Exception as error:
-            self._begin_anew(error)
-            self._refuse(request, Refusal("failed", f"the prompt could not be read: {error}"))
+        except UserError as error:  # the other rows are as they were
+            self._refuse(request, self._refusal(error))
             return
         with self._changed:
             for row, choice in zip(rows, texts, strict=True):
                 choice.row, choice._last = row, request.arrived
-                choice.versions = (self.drafter_version, self.drafter_version)
-                self._watch.join(row, request)
                 self._running[row] = self._waiting.popleft()
                 self.metrics.queue_time.observe(now - request.arrived)
-                self.metrics.prompt_tokens.inc(len(choice.prompt))
+
+    def _read(self) -> None:
+        """Read on in the prompts of the rows that are not read yet."""
+        if unread := self._decoding.unread:
+            for row, tokens in shares(unread, self.bounds.prefill_tokens).items():
+                if row in self._decoding.waiting:
+                    self._read_on(row, tokens)
+
+    def _read_on(self, row: int, tokens: int) -> None:
+        """Read so many tokens of the prompt of a row. If it is complete, its texts begin."""
+        request = self._running[row][0]
+        before, known = set(self._decoding.waiting), self.decoder.prefixes
+        looked_up = (0, 0) if known is None else (known.reused, known.read)
+        try:
+            self._decoding.read(row, tokens)
+        except UserError as error:  # the other rows are as they were
+            self._new, self._ended, self._failed = [], set(), {}
+            self._refuse(request, self._refusal(error))
+            return
+        except Exception as error:
+            self._begin_anew(error, request)
+            return
+        if known is not None:
+            reused, read = known.reused - looked_up[0], known.read - looked_up[1]
+            self.metrics.reused_tokens.inc(reused)
+            self.metrics.prefix_tokens.inc(reused + read)
+        for joined in sorted(before.difference(self._decoding.waiting)):
+            _, choice = self._running[joined]
+            choice.versions = (self.drafter_version, self.drafter_version)
+            self._watch.join(joined, request)
+            self.metrics.prompt_tokens.inc(len(choice.prompt))
         self._hand_out()
 
     def _pass(self) -> None:
@@ -292,10 +323,19 @@ class Engine:
         speed = tokens / max(time.monotonic() - started, 1e-6)
         self._tokens_per_second = _averaged(self._tokens_per_second, speed)
 
-    def _begin_anew(self, error: Exception) -> None:
-        """After an error that leaves the rows as nobody knows: refuse them, and begin without."""
+    def _begin_anew(self, error: Exception, broken: Request | None = None) -> None:
+        """After an error that leaves the rows as nobody knows: refuse them, and begin without.
+        Texts whose prompts are not read yet wait again, except those of the request at which it
+        happened."""
         logger.error("the decode begins anew", exc_info=error)
         self._new, self._ended, self._failed = [], set(), {}
+        with self._changed:
+            unread = {row: self._running[row] for row in self._decoding.waiting}
+            again = {row: entry for row, entry in unread.items() if entry[0] is not broken}
+            for row, (_, choice) in again.items():
+                del self._running[row]
+                choice.row = None
+            self._waiting.extendleft(reversed(again.values()))
         self._decoding = self._make_decoding()
         for request in _different(list(self._running.values())):
             self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
@@ -390,7 +430,7 @@ class Engine:
             self._waiting = deque(stays)
         for row, (other, _) in list(self._running.items()):
             if other is request:
-                if row in self._decoding.rows.numbers:
+                if row in self._decoding.rows.numbers or row in self._decoding.waiting:
                     self._decoding.drop(row)
                 self._forget(row)
 
@@ -401,13 +441,24 @@ class Engine:
         if not cancelled:
             request.deliver(self._count(refusal))
 
+    def _refusal(self, error: UserError) -> Refusal:
+        """Why a prompt cannot be read now."""
+        if isinstance(error, MemoryShortage):
+            # It cannot help to wait if no other text holds memory.
+            return Refusal("memory", str(error), self._retry_after() if self._running else None)
+        return Refusal("failed", str(error))
+
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)
         return refusal
 
     def _make_decoding(self) -> Decoding:
+        decoder, rows = self.decoder, self.bounds.max_rows
+        slots = decoder.slots(self.bounds.row_tokens, 0)
         return Decoding(
-            self.decoder,
+            decoder,
+            rows=rows,
+            slots=affordable_slots(decoder.lm.model, rows, slots),
             on_tokens=lambda row, tokens: self._new.append((row, tokens)),
             on_end=lambda row, _: self._ended.add(row),
             on_error=self._failed_row,
@@ -425,6 +476,11 @@ class Engine:
 def _averaged(before: float, new: float) -> float:
     """An exponential moving average. before: NaN at first."""
     return new if math.isnan(before) else 0.9 * before + 0.1 * new
+
+
+def _each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """The prompts without those that are the same object: the texts of one prompt share it."""
+    return list({id(prompt): prompt for prompt in prompts}.values())
 
 
 def _different(entries: Iterable[tuple[Request, Choice]]) -> list[Request]:

@@ -44,8 +44,14 @@ class Metrics:
         )
         self.passes = self._counter("num_passes", "verification passes over the running rows")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
+        self.prefix_tokens = self._counter(
+            "prefix_cache_queries", "tokens of prompts that were looked up in the prefix cache"
+        )
+        self.reused_tokens = self._counter(
+            "prefix_cache_hits", "those that were in the prefix cache, and were not computed"
+        )
         self.generation_tokens = self._counter("generation_tokens", "tokens that were generated")
-        self.running = self._gauge("num_requests_running", "texts that are being decoded")
+        self.running = self._gauge("num_requests_running", "texts that have a row")
         self.waiting = self._gauge("num_requests_waiting", "texts that wait for a free row")
         self.lenience = self._gauge("lenience", "l of the verification rule; 1 if it has none")
         self.drafter_version = self._gauge("drafter_version", "version of the learnt drafter")

@@ -11,14 +11,15 @@ from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.text_stream import StopStrings
 
-Reason = Literal["full", "draining", "waited", "overran", "failed"]
+Reason = Literal["full", "draining", "memory", "waited", "overran", "failed"]
 
 
 class Refusal(Exception):
     """A request gets no answer, or no complete one. retry_after: seconds, if it is worth a retry.
 
-    full: too many texts wait. draining: the service ends. waited: no row was free in time.
-    overran: it took too long. failed: the decode could not go on.
+    full: too many texts, or tokens of prompts, wait. draining: the service ends. memory: there is
+    no memory for the text now. waited: no row was free in time. overran: it took too long. failed:
+    the decode could not go on.
     """
 
     def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
@@ -118,17 +119,27 @@ class RowWatch:
 @dataclass(frozen=True)
 class Bounds:
     """max_rows: texts that decode together. max_waiting: texts that may wait besides. max_wait:
-    seconds that a text may wait. max_seconds: from a request's arrival to its end. prompt_tokens:
-    of new prompts that are read between two passes; one prompt is always read completely."""
+    seconds that a text may wait. max_seconds: from a request's arrival to its end.
+
+    prefill_tokens: of new prompts that are read between two passes. row_tokens: of a prompt and its
+    answer, for which each row has memory from the start, if half of the free memory is enough; a
+    longer text makes all rows longer, which copies them. held_tokens: of prompts that wait for a
+    row. A longer prompt may wait if it is the only one.
+
+    Raises UserError for a number that is out of range."""
 
     max_rows: int = 16
     max_waiting: int = 64
     max_wait: float = 60.0
     max_seconds: float = 600.0
-    prompt_tokens: int = 2048
+    prefill_tokens: int = 512
+    row_tokens: int = 2048
+    held_tokens: int = 1 << 18
 
     def __post_init__(self) -> None:
-        for name, least in (("max_rows", 1), ("max_waiting", 0)):
+        least_of = {"max_waiting": 0, "row_tokens": 0}
+        for name in ("max_rows", "max_waiting", "prefill_tokens", "row_tokens", "held_tokens"):
+            least = least_of.get(name, 1)
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; expected at least {least}")
         for name in ("max_wait", "max_seconds"):

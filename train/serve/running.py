@@ -17,7 +17,14 @@ from train.serve.engine import Engine
 from train.serve.requests import Choice, Event, Refusal
 from train.serve.schema import ApiError, ChatRequest, CompletionRequest
 
-STATUS = {"full": 503, "draining": 503, "waited": 429, "overran": 504, "failed": 500}
+STATUS = {
+    "full": 503,
+    "draining": 503,
+    "memory": 503,
+    "waited": 429,
+    "overran": 504,
+    "failed": 500,
+}
 
 T = TypeVar("T")
 

@@ -47,14 +47,22 @@ def make_service(
     drafters: Path | None = None,
     student: OnlineStudent | None = None,
     learning: "LearnOptions | None" = None,
+    prefix_cache_bytes: int | None = None,
 ) -> Service:
     """A service whose engine runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: the target's name. seed: for requests that name none.
     dynamic_lenience, drafters: as for `Settings`. student: the copy of the drafter that learns;
-    None: nothing is learnt. Raises UserError as `Decoder`, `Learner` and `Settings` do."""
+    None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`. Raises UserError as
+    `Decoder`, `Learner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
-    decoder.prefixes = prefix_cache(target.model)
+    decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
+    if prefix_cache_bytes and (decoder.prefixes is None or decoder.drafter.captured_layers):
+        raise UserError(
+            f"a prefix cache of {prefix_cache_bytes} bytes would not be used: the drafter "
+            f"{drafter_name} reads hidden states, or {target.name} has an encoder or running "
+            "states; leave --prefix-cache out, or choose another drafter"
+        )
     learner = None
     if student is not None:
         # Training is not loaded for a service that does not learn.

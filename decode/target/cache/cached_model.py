@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.device import to_device
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
+from decode.target.cache.long_read import LongRead
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.cache.slots import Slots
 from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
@@ -135,12 +136,14 @@ class CachedLM:
     pass_tokens: see `read`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     credit: the most draft tokens of a row that it takes now.
+    repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
     `lean_forward.Watch`.
     window: what all layers see of the text; None: what the model's config says. See `narrow`.
     """
 
     credit: int = 1 << 30
+    repeats_rows: bool = True
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None
 
@@ -421,37 +424,15 @@ class CachedLM:
         padding are overwritten later. `features` has the hidden states of all passes, [B, n, H].
         For a row without tokens the logits mean nothing.
         """
-        rows, n = ids_BN.shape
-        last = np.maximum(counts - 1, 0)
-        if rows * n <= self.pass_tokens:
+        if ids_BN.numel() <= self.pass_tokens:
+            last = np.maximum(counts - 1, 0)
             return self.forward(ids_BN, start, columns=last[:, None], ends=start + counts)
-        logits: Tensor | None = None
-        parts: list[Mapping[int, Tensor]] = []
-        begin = 0
-        while begin <= last.max():
-            # The rows up to the last one that has tokens left.
-            live = int(np.flatnonzero(last >= begin)[-1]) + 1
-            end = min(begin + max(self.pass_tokens // live, 1), n)
-            columns = np.clip(last[:live, None] - begin, 0, end - begin - 1)
-            with self.only(0, live):
-                new = self.forward(
-                    ids_BN[:live, begin:end],
-                    start[:live] + begin,
-                    columns=columns,
-                    ends=start[:live] + np.clip(counts[:live], begin, end),
-                )
-            logits = new.new_zeros(rows, 1, new.shape[2]) if logits is None else logits
-            reached = np.flatnonzero((begin <= last[:live]) & (last[:live] < end))
-            at = to_device(reached, logits.device)
-            logits[at] = new[at]
-            parts.append(self.features)
-            begin = end
-        self.features = {
-            layer: torch.cat([_with_rows(part[layer], rows) for part in parts], 1)
-            for layer in parts[0]
-        }
-        assert logits is not None
-        return logits
+        read = LongRead(self, ids_BN, start, counts)
+        while not read.done:
+            read.read_on(self.pass_tokens)
+        self.features = read.features()
+        assert read.logits is not None
+        return read.logits
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
@@ -481,7 +462,8 @@ class CachedLM:
         self._slots.commit(start, columns_BM, counts)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order."""
+        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied;
+        there must be as many rows as are named (`add_rows`)."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
         if self.sources is not None:
@@ -510,8 +492,3 @@ class LayerView(CachedLM):
     @property
     def slots(self) -> Slots:
         return self.lm.slots
-
-
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x with so many rows: the missing ones are zeros."""
-    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

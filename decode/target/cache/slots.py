@@ -102,16 +102,17 @@ class _Store:
             rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
             x[:, rows, :, target] = x[:, rows, :, source]
 
-    def keep_rows(self, rows: np.ndarray) -> None:
-        """Move the rows that stay to the front, where they are not there already. This copies one
-        layer at a time: a copy of all layers would be a second cache in memory."""
+    def keep_rows(self, rows: np.ndarray, written: int) -> None:
+        """Move the rows that stay to the front, where they are not there already, with their first
+        `written` slots. This copies one layer at a time: a copy of all layers would be a second
+        cache in memory."""
         moved = np.flatnonzero(rows != np.arange(len(rows)))
         if not len(moved):
             return
         for x in self._tensors:
             source, target = (to_device(y, x.device) for y in (rows[moved], moved))
-            for layer in range(len(x)):
-                x[layer].index_copy_(0, target, x[layer].index_select(0, source))
+            for layer in x[:, :, :, :written]:
+                layer.index_copy_(0, target, layer.index_select(0, source))
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
         """A copy of these slots."""
@@ -135,10 +136,11 @@ class _Store:
             larger[:, :old_rows, :, :old_capacity] = x
             self._tensors[i] = larger
 
-    def clear(self, first: int, end: int) -> None:
-        """Overwrite these rows with zeros: a row that left may have had NaN, and 0·NaN is NaN."""
+    def clear(self, first: int, end: int, written: int) -> None:
+        """Overwrite the first `written` slots of these rows with zeros: a row that left may have
+        had NaN, and 0·NaN is NaN."""
         for x in self._tensors:
-            x[:, first:end] = 0
+            x[:, first:end, :, :written] = 0
 
     def take(self, row: int, count: int) -> "_States":
         """A copy of the first `count` slots of a row."""
@@ -258,6 +260,8 @@ class Slots(FedRows):
         capacity = round_up_slots(capacity, step)
         self.rows = rows  # those in use
         self.allocated = rows, capacity  # rows, and slots of each
+        # No row has written a slot from this one on. Rows that move or join need not touch them.
+        self._written = 0
         self._window = _Window()
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
@@ -280,6 +284,7 @@ class Slots(FedRows):
         window.fresh = not start.any()
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = int(start.max()) + n
+        self.wrote(end)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
@@ -294,6 +299,11 @@ class Slots(FedRows):
             window.begin = int(start[0])
         else:
             self.locate(to_device(start, self.device)[:, None], n)
+
+    def wrote(self, end: int) -> None:
+        """The slots below this one may have been written. `place` and the copies here know it; who
+        writes into the layers alone says it."""
+        self._written = max(self._written, end)
 
     def locate(self, first_B1: Tensor, n: int) -> None:
         """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
@@ -367,10 +377,11 @@ class Slots(FedRows):
             store.move(rows_B1, source_BM, target_BM)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order. Their memory stays allocated."""
+        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied.
+        Memory stays allocated."""
         kept = rows.cpu().numpy()
         for store in self._stores:
-            store.keep_rows(kept)
+            store.keep_rows(kept, self._written)
         self.rows = len(kept)
         self._look_up(0, self.rows)
 
@@ -381,7 +392,7 @@ class Slots(FedRows):
         self.allocated = self.grown(self.rows, capacity)
         for store in self._stores:
             store.reserve(*self.allocated)
-            store.clear(first, self.rows)
+            store.clear(first, self.rows, self._written)
         self._look_up(0, self.rows)
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
@@ -406,6 +417,7 @@ class Slots(FedRows):
 
     def put(self, row: int, states: SlotStates) -> None:
         """Write the first slots of a row."""
+        self.wrote(states.count)
         for store, new in zip(self._stores, (states.keys, states.values), strict=True):
             store.put(row, new, states.count)
         for layer in self.layers:
@@ -415,6 +427,7 @@ class Slots(FedRows):
     def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
         """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
         goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before."""
+        self.wrote(int(target_BN.max(initial=-1)) + 1)
         rows_B1 = torch.arange(len(source_BN), device=self.device)[:, None]
         source, target = (to_device(x, self.device) for x in (source_BN, target_BN))
         for store, from_ in zip(self._stores, other._stores, strict=True):
