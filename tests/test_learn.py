@@ -1,13 +1,17 @@
 """Learning beside an engine, with small models, a recorder, and services as engines."""
 
 import contextlib
+import functools
 import itertools
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,18 +34,15 @@ from decode.text import prompt_ids
 from decode.text_stream import decode
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
-from tests.service import MODEL, serving
+from tests.service import MODEL, serving, until
 from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
 from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.console import Reporter
 from train.export import ExportOptions
-from train.export.engines import environment_of
-from train.export.export_directory import export_drafter
-from train.learn.counters import (
-    DraftCounts,
-    parse_counters,
-    read_counters,
-)
+from train.export.engines import EngineTask, environment_of
+from train.export.export_directory import check_export, export_drafter
+from train.learn import cycle
+from train.learn.counters import DraftCounts, parse_counters, read_counters
 from train.learn.cycle import Learner, require_ready
 from train.learn.learn_config import EngineConfig, read_learn_config
 from train.learn.learn_state import LearnState, Window, only_learner
@@ -89,9 +90,60 @@ watch: {drafted: 300, seconds: 60, tolerance: 0.05}
 poll_seconds: 0.01
 """
 
+ENGINE_KEY = "engine"
+
 
 class Killed(BaseException):
     """Stands for a kill: no handler of ours may catch it."""
+
+
+class Kills:
+    """Kills a learner before each thing that a step does to files, engines, recorder or target. The
+    first attempt at a step ends before the first of them, the second one before the second, and so
+    on up to MOST; then one ends before the state is saved, and the next one goes through."""
+
+    MOST = 6
+    EFFECTS: tuple[tuple[Any, str], ...] = (
+        (LearnState, "save"),
+        (RecorderSwitch, "switch"),
+        (RecorderSwitch, "drain"),
+        (TrainingRun, "write"),
+        (TrainingRun, "train"),
+        (TrainingRun, "efficiency"),
+        (shutil, "rmtree"),
+        *((cycle, name) for name in ("write_file", "read_counters", "smoke_counts")),
+        (cycle, "export_drafter"),
+    )
+
+    def __init__(self, patch: pytest.MonkeyPatch, *engines: tuple[Any, str]) -> None:
+        self.attempt = self.count = 0
+        for owner, name in (*self.EFFECTS, *engines):
+            patch.setattr(owner, name, self._deadly(getattr(owner, name), name))
+
+    def _deadly(self, effect: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(effect)
+        def deadly(*arguments: Any, **options: Any) -> Any:
+            self.count += 1
+            last = name == "save" and self.attempt == self.MOST + 1
+            if self.count == self.attempt <= self.MOST or last:
+                raise Killed
+            return effect(*arguments, **options)
+
+        return deadly
+
+    def run(self, learner: Callable[[], Learner]) -> dict[str, int]:
+        """Do a cycle, each attempt by a new learner. Returns how often each step was killed."""
+        kills: dict[str, int] = {}
+        while not (now := learner()).state.history:
+            swap = now.state.swap
+            step = f"{now.state.step}{' back' if swap and swap.back else ''}"
+            self.attempt = kills.setdefault(step, 0) + 1
+            self.count = 0
+            with contextlib.suppress(Killed):
+                now.step()
+                continue
+            kills[step] += 1
+        return kills
 
 
 def noisy(path: Path, target: Target, noise: float) -> Path:
@@ -145,7 +197,8 @@ class Services(Engines):
         assert (export / "export.json").exists()
         spec = self.drafters.get(directory.name, str(export))
         mine = self._stack.enter_context(contextlib.ExitStack())
-        service = mine.enter_context(serving(self.target, open_drafter(spec, self.target)))
+        drafter = open_drafter(spec, self.target)
+        service = mine.enter_context(serving(self.target, drafter, api_key=ENGINE_KEY))
         self.running[directory] = mine
         return service.url
 
@@ -164,11 +217,11 @@ class Site:
         self.config = read_learn_config(base / "learn.yaml")
         self.target = load_target(str(base / "target"))
         self.engines = Services(self.target, stack)
-        first = stack.enter_context(
-            serving(self.target, open_drafter(str(base / "drafter"), self.target))
-        )
+        drafter = open_drafter(str(base / "drafter"), self.target)
+        first = stack.enter_context(serving(self.target, drafter, api_key=ENGINE_KEY))
         self.first = first.url
         self.client = stack.enter_context(recorded(first.url, base / "proxied"))
+        self.client.headers["authorization"] = f"Bearer {ENGINE_KEY}"
         self.recorder = RecorderSwitch(str(self.client.base_url), ADMIN_KEY)
         self.sent = 0
 
@@ -179,14 +232,15 @@ class Site:
             self.recorder,
             Reporter(silent=True),
             lambda settings: Accelerator(cpu=True),
+            engine_key=ENGINE_KEY,
             sleep=self.traffic,
         )
 
-    def traffic(self, seconds: float = 0) -> None:
+    def traffic(self, seconds: float = 0, **fields: Any) -> None:
         self.sent += 1
         text = " ".join(WORDS[(self.sent * step) % len(WORDS)] for step in (1, 3, 5, 7))
         messages = [{"role": "user", "content": text}]
-        body = {"model": self.target.name, "messages": messages, "max_tokens": 24}
+        body = {"model": self.target.name, "messages": messages, "max_tokens": 24} | fields
         answer = self.client.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
 
@@ -197,28 +251,27 @@ def site(base: Path) -> Iterator[Site]:
         yield Site(base, stack)
 
 
-def test_a_better_drafter_is_trained_and_swapped_in(site: Site) -> None:
-    """Every step is done twice, as after a kill at its end, by a learner that knows only the
-    state."""
-    steps = []
+def test_a_better_drafter_is_trained_and_swapped_in(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine is also asked to verify it."""
+    exports = []
+
+    def verified(engine: str, task: EngineTask) -> Any:
+        exports.append((engine, check_export(task.export)["layout"], task.gamma))
+        assert len(task.prompts) == 8
+        return SimpleNamespace(failures=[])
+
+    monkeypatch.setattr(cycle, "verify_export", verified)
+    monkeypatch.setattr(cycle, "engine_for", lambda engine, layout: None)
     for _ in range(8):
         site.traffic()
-    learner = site.learner()
+    learner = site.learner(verify="vllm")
     assert "40 new" in "\n".join(learner.describe())
     assert learner._due()
     site.traffic()
-    while not learner.state.history:
-        steps.append(learner.state.step)
-        if steps[-1] in ("start", "switch", "drain", "export", "judge", "train"):
-            killed = site.learner()
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(LearnState, "save", _kill)
-                with contextlib.suppress(Killed):
-                    killed.step()
-        learner = site.learner()
-        learner.step()
-    expected = ["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
-    assert steps == expected
+    learner.once()
+    assert exports == [("vllm", "hf", 3)]
     (outcome,) = learner.state.history
     assert outcome.kept, outcome.reason
     assert (outcome.records, outcome.held_out) == (32, 8)
@@ -239,18 +292,17 @@ def test_a_better_drafter_is_trained_and_swapped_in(site: Site) -> None:
     assert learner.once() is None  # nothing is new
 
 
-def _kill(*arguments: Any) -> None:
-    raise Killed
-
-
-def test_a_worse_drafter_is_rolled_back(site: Site) -> None:
+def test_a_worse_drafter_is_rolled_back(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is better on the held-out records, and worse on the traffic: another drafter stands for
-    it in its engine."""
+    it in its engine. Learners are killed all the way."""
     site.engines.drafters["1"] = str(noisy(site.base / "worse", site.target, 0.6))
+    LearnState(window=Window(first=0.5, newest=0.5)).save(Path(site.config.directory))
+    kills = Kills(monkeypatch, (Services, "start"), (Services, "stop")).run(site.learner)
+    steps = ["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
+    assert list(kills) == [*steps, "start back", "switch back", "drain back"]
+    assert min(count for step, count in kills.items() if step != "wait") >= 3
     learner = site.learner()
-    learner.state.window = Window(first=0.5, newest=0.5)
-    learner.once()
-    outcome = learner.state.history[-1]
+    (outcome,) = learner.state.history
     assert not outcome.kept
     assert outcome.reason.startswith("rolled back")
     assert outcome.after is not None
@@ -273,12 +325,51 @@ def test_an_engine_that_ignores_its_drafter_answers_nobody(
     assert not site.engines.running
 
 
-def test_a_drafter_that_is_not_better_is_left(site: Site) -> None:
-    outcome = site.learner(min_gain=0.9).once()
+@pytest.mark.parametrize("verified", [True, False])
+def test_a_drafter_that_is_not_better_or_not_used_is_left(
+    site: Site, monkeypatch: pytest.MonkeyPatch, verified: bool
+) -> None:
+    if not verified:
+        failures = SimpleNamespace(failures=["it ignored the drafter"])
+        monkeypatch.setattr(cycle, "verify_export", lambda engine, task: failures)
+        monkeypatch.setattr(cycle, "engine_for", lambda engine, layout: None)
+    outcome = site.learner(**({"min_gain": 0.9} if verified else {"verify": "vllm"})).once()
     assert outcome is not None
-    assert outcome.reason.startswith("not better")
+    reason = "not better" if verified else "the engine does not use it: it ignored the drafter"
+    assert outcome.reason.startswith(reason)
+    assert site.recorder.serving == site.first
+    assert not site.engines.running
     version = Path(site.config.directory) / "versions/1"
     assert [path.name for path in version.iterdir()] == [LEARNT_FILE]
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_in_a_training_goes_on(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGKILL, as soon as a checkpoint of the training is there."""
+    recorder = f"recorder: {{url: '{site.client.base_url}', key_env: RECORDER}}"
+    config = LEARN.replace("recorder: {key_env: UNUSED}", recorder)
+    config = config.replace("engine: {", "engine: {key_env: ENGINE, ")
+    (site.base / "learn.yaml").write_text(config)
+    command = [sys.executable, "-m", "train.cli.main", "learn", str(site.base / "learn.yaml")]
+    keys = {"RECORDER": ADMIN_KEY, "ENGINE": ENGINE_KEY, "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | keys)
+    try:
+        versions = site.base / "learning/versions"
+        until(lambda: any(versions.glob("1/work/**/step-*/trainer.json")) or bool(process.poll()))
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    learner = site.learner()
+    assert learner.state.step == "train"
+    lines: list[str] = []
+    monkeypatch.setattr(learner.reporter, "say", lines.append)
+    learner.step()
+    assert [line for line in lines if "continuing after step" in line]
+    assert learner.state.step == "judge"
+    assert learner._drafter(1).exists()
 
 
 # --- parts ----------------------------------------------------------------------------------------
@@ -320,11 +411,23 @@ def test_windows_see_a_drop_and_a_restart() -> None:
     assert (window.begin, window.newest) == (DraftCounts(10, 10), 0.1)
 
 
-def test_a_drop_begins_a_cycle(site: Site) -> None:
+def test_traffic_that_changes_begins_a_cycle(site: Site) -> None:
+    """The drafter is as flat as the target at a high temperature, and wrong at its first choice."""
     learner = site.learner(trigger=site.config.trigger.model_copy(update={"records": 1000}))
+    window = learner.state.window
     assert not learner._due()
-    learner.state.window = Window(first=0.6, newest=0.5)
+    while window.newest is None:
+        site.traffic(temperature=2.0, seed=site.sent)
+        assert not learner._due()
+    assert window.newest > 0.15
+    sent = site.sent
+    while window.newest > 0.1 and site.sent < sent + 20:
+        assert learner.once() is None
+        site.traffic()
+        window.add(learner._counters(site.first), 100)
     assert learner._due()
+    learner.step()
+    assert learner.state.step == "collect"
     learner.state.newest = 1039.0
     assert not learner._due()
 
@@ -432,7 +535,7 @@ def answered(body: str, streamed: bool) -> tuple[str, str | None]:
     if not streamed:
         (choice,) = json.loads(body)["choices"]
         return choice["message"]["content"], choice["finish_reason"]
-    lines = [line.removeprefix("data: ") for line in body.splitlines() if "{" in line]
+    lines = [line.removeprefix("data: ") for line in body.split("\n") if "{" in line]
     choices = [choice for line in lines for choice in json.loads(line)["choices"]]
     content = "".join(choice["delta"].get("content") or "" for choice in choices)
     return content, choices[-1]["finish_reason"]

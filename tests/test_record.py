@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -118,19 +119,60 @@ def test_an_engine_may_die_and_come_back(tmp_path: Path) -> None:
         assert len(read_until(tmp_path / "default", 2)) == 2
 
 
-def test_an_answer_that_breaks_off_has_no_end_and_no_record(tmp_path: Path) -> None:
-    class Broken:
-        """Ends without the end of its answer."""
+class Dying(BaseHTTPRequestHandler):
+    """An engine that dies behind `answer`, whatever it is asked."""
 
-        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-            headers = [(b"content-type", b"text/event-stream")]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+    protocol_version = "HTTP/1.1"
+    answer = b""
 
-    with served(Broken()) as url, recorded(url, tmp_path) as client:
-        with pytest.raises(httpx2.RemoteProtocolError):
-            client.post(CHAT, json=chat(store=True, stream=True))
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        self.wfile.write(self.answer)
+        self.close_connection = True
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_engine_dies_at_any_place_of_its_answer(tmp_path: Path, stream: bool) -> None:
+    """Before the body begins, the client hears of it. Later, its connection is broken off too. Only
+    a complete answer is recorded."""
+    events = [
+        {"choices": [{"index": 0, "delta": {"content": "yes"}, "finish_reason": None}]},
+        {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]},
+    ]
+    choice = {"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}
+    if stream:
+        texts = [f"data: {text}\n\n".encode() for text in (*map(json.dumps, events), "[DONE]")]
+        body = [b"%x\r\n%s\r\n" % (len(text), text) for text in texts] + [b"0\r\n\r\n"]
+        fields = b"content-type: text/event-stream\r\ntransfer-encoding: chunked"
+    else:
+        text = json.dumps({"choices": [choice]}).encode()
+        body = [text[:9], text[9:-1], text[-1:]]
+        fields = b"content-type: application/json\r\ncontent-length: %d" % len(text)
+    pieces = [b"HTTP/1.1 2", b"00 OK\r\n", fields, b"\r\n\r\n", *body]
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), Dying) as engine,
+        recorded(f"http://127.0.0.1:{engine.server_port}", tmp_path) as client,
+    ):
+        threading.Thread(target=engine.serve_forever, daemon=True).start()
+        for count in range(len(pieces)):
+            Dying.answer = b"".join(pieces[:count])
+            if count < 4:
+                refused = client.post(CHAT, json=chat(store=True, stream=stream))
+                assert (refused.status_code, "does not answer" in refused.text) == (502, True)
+            else:
+                with pytest.raises(httpx2.RemoteProtocolError):
+                    client.post(CHAT, json=chat(store=True, stream=stream))
         assert tenants(tmp_path) == []
+        Dying.answer = b"".join(pieces)
+        assert client.post(CHAT, json=chat(store=True, stream=stream)).status_code == 200
+        (stored,) = read_until(tmp_path / "default", 1)
+        assert stored["messages"][1]["content"] == "yes"
+        state = client.get("/admin/upstream", headers=ADMIN).json()
+        assert state["in_flight"] == 0
+        engine.shutdown()
 
 
 def test_a_switch_lets_answers_end_where_they_began(tmp_path: Path) -> None:
@@ -256,6 +298,17 @@ def test_reasoning_images_and_several_choices() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (found_one,) = exchanges(chat(parts), answer(plain), stream=False)  # type: ignore[arg-type]
     assert found_one.messages == [{"role": "user", "content": "a\nb"}]
+    # JSON may hold these as they are, and str.splitlines cuts at both.
+    for text in ("a\u2028b", "a\x85b"):
+        choice = {"delta": {"content": text}, "finish_reason": "stop"}
+        event = json.dumps({"choices": [choice]}, ensure_ascii=False)
+        for end in ("\n", "\r\n"):
+            body = f"data: {event}{end}{end}data: [DONE]{end}{end}".encode()
+            assert [x.answer for x in exchanges(chat(), body, stream=True)] == [text]
+    for odd in (5, ["x"], [{"message": "x"}], [{"index": [], "message": plain}], {"0": {}}):
+        assert exchanges(chat(), json.dumps({"choices": odd}).encode(), stream=False) == []
+    assert exchanges(chat(), answer(plain | {"content": ["x"]}), stream=False) == []
+    assert exchanges(chat(), b"[1]", stream=False) == []
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     assert exchanges(chat(image), answer(plain), stream=False) == []  # type: ignore[arg-type]
 

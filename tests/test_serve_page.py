@@ -3,6 +3,7 @@
 import shutil
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,6 +15,8 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 
 from tests.service import MODEL, Running, chat, events, serving, until
+from tests.test_serve_learning import ask, learning, prompts
+from tests.test_serve_settings import save_small
 from tests.tiny import BOS_ID, tiny_target
 
 HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
@@ -194,6 +197,29 @@ def test_controls_change_the_settings_of_the_engine(service: Running, browser: A
     page.fill("#setting-lenience", "1")
     until(lambda: service.service.settings.lossy is None)
     page.context.close()
+
+
+def test_a_service_that_learns_plots_its_versions_and_rounds(browser: Any, tmp_path: Path) -> None:
+    endless = tiny_target(max_positions=512)
+    endless.eos_token_ids = ()
+    with learning(endless, save_small(tmp_path / "small")) as running:
+        visit = Visit(browser, running.url)
+        page = visit.page
+
+        def newest(title: str) -> str | None:
+            return page.text_content(f"#plots figure:has-text('{title}') output")
+
+        page.wait_for_selector("#plots figure:has-text('learning rounds')")
+        assert newest("drafter version") == "0"
+        while (version := running.metrics()["draftsmith:drafter_version"]) == 0:
+            ask(running, prompts(4), store=True)
+        until(lambda: int(newest("drafter version") or 0) >= version)
+        assert int(newest("learning rounds") or 0) >= version
+        for title in ("drafter version", "learning rounds"):
+            path = page.get_attribute(f"#plots figure:has-text('{title}') path", "d")
+            assert len({step.split()[1] for step in path.split("L")}) > 1  # not a flat line
+        page.context.close()
+        assert visit.errors == []
 
 
 def test_the_page_asks_for_the_key_and_keeps_it_in_memory(browser: Any) -> None:

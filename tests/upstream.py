@@ -26,11 +26,13 @@ from train.record.records import Records, Retention
 from train.record.upstream import Upstreams
 
 ADMIN_KEY = "admin"
+DRAFTED = 40
 
 
 @dataclass
 class FakeEngine:
-    """Answers chats with `reply`. left: how many clients hung up. slow: seconds between chunks."""
+    """Answers chats with `reply`. left: how many clients hung up. slow: seconds between chunks.
+    rate: of the DRAFTED tokens that it says each chat drafted, how many were accepted."""
 
     name: str = "engine"
     reply: str = "It proposes tokens."
@@ -38,6 +40,7 @@ class FakeEngine:
     slow: float = 0.0
     asked: list[Any] = field(default_factory=list)
     left: int = 0
+    rate: float = 0.5
 
     def app(self) -> Starlette:
         return Starlette(
@@ -45,8 +48,16 @@ class FakeEngine:
                 Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 Route("/echo/{rest:path}", self._echo, methods=["GET", "POST", "PUT", "HEAD"]),
                 Route("/health", lambda request: Response(self.name)),
+                Route("/metrics", self._metrics),
+                Route("/v1/models", lambda request: JSONResponse({"data": [{"id": "tiny"}]})),
             ]
         )
+
+    def _metrics(self, request: Request) -> Response:
+        drafted = DRAFTED * len(self.asked)
+        counts = {"draft": drafted, "accepted": round(self.rate * drafted)}
+        lines = (f"vllm:spec_decode_num_{k}_tokens_total {v}\n" for k, v in counts.items())
+        return Response("".join(lines))
 
     async def _echo(self, request: Request) -> Response:
         """All that came, and bytes that are no text."""

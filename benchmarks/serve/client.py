@@ -124,9 +124,9 @@ def read_metrics(url: str) -> dict[str, float]:
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)
     try:
         connection.request("GET", "/metrics")
-        lines = connection.getresponse().read().decode().splitlines()
+        lines = connection.getresponse().read().splitlines()
     finally:
         connection.close()
-    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    samples = (line.decode().rpartition(" ") for line in lines if not line.startswith(b"#"))
     noise = re.compile(r'^draftsmith:|,?model_name="[^"]*",?')
     return {noise.sub("", name).replace("{}", ""): float(value) for name, _, value in samples}

@@ -1,13 +1,11 @@
 """`learn`: a drafter beside an inference engine learns from what the engine answers."""
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from decode.errors import UserError
-from train.cli.command import quieten, shows_errors
+from train.cli.command import key_from, quieten, shows_errors
 from train.exit_status import ExitStatus
 
 
@@ -29,12 +27,8 @@ def learn(
     from train.learn.learn_config import read_learn_config
 
     settings = read_learn_config(config)
-    key = os.environ.get(settings.recorder.key_env)
-    if not key:
-        raise UserError(
-            f"recorder.key_env names {settings.recorder.key_env}, which is not set or empty; "
-            "expected the name of the variable with the recorder's key"
-        )
+    key = key_from("recorder.key_env", settings.recorder.key_env) or ""
+    engine_key = key_from("engine.key_env", settings.engine.key_env) or ""
     from train.console import Reporter
     from train.entry import start_accelerator
     from train.learn.cycle import Learner, require_ready
@@ -46,8 +40,10 @@ def learn(
     require_ready(settings)
     reporter = Reporter()
     recorder = RecorderSwitch(settings.recorder.url, key)
-    engines = EngineProcesses(settings.engine, settings.gamma)
-    learner = Learner(settings, engines, recorder, reporter, start_accelerator)
+    engines = EngineProcesses(settings.engine, settings.gamma, engine_key)
+    learner = Learner(
+        settings, engines, recorder, reporter, start_accelerator, engine_key=engine_key
+    )
     if dry_run:
         for line in learner.describe():
             reporter.say(line)

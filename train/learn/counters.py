@@ -1,5 +1,6 @@
 """Reads an engine's own counters of drafted and accepted tokens, and asks it for a few answers."""
 
+import contextlib
 import json
 import re
 import time
@@ -7,6 +8,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import Any
 
 from decode.errors import UserError
@@ -28,6 +30,11 @@ _SGLANG = re.compile(
 # An engine may add to its counters a moment after its answer.
 _SETTLE_SECONDS = 10.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class NoAnswer(UserError):
+    """A server that cannot be reached, breaks off its answer, or has a fault of its own (status
+    5xx). It may answer later; any other UserError stays."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +79,10 @@ def parse_counters(text: str) -> DraftCounts | None:
     return DraftCounts(drafted, min(max(emitted - verified, 0.0), drafted))
 
 
-def read_counters(url: str) -> DraftCounts:
-    """The counters of the engine at `url`. Raises UserError if it does not answer or has none."""
-    counts = parse_counters(ask(f"{url}/metrics", seconds=30).decode(errors="replace"))
+def read_counters(url: str, key: str = "") -> DraftCounts:
+    """The counters of the engine at `url`. key: that the engine asks for. Raises NoAnswer, and
+    UserError if the engine refuses the key or has no such counters."""
+    counts = parse_counters(ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace"))
     if counts is None:
         raise UserError(
             f"{url}/metrics has no spec_decode counters; expected those of vLLM, llama-server "
@@ -86,31 +94,41 @@ def read_counters(url: str) -> DraftCounts:
 def ask(
     url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ASK_SECONDS
 ) -> bytes:
-    """POST `body` as JSON, or GET without one; the body of the answer. Raises UserError."""
+    """POST `body` as JSON, or GET without one; the body of the answer. Raises NoAnswer, and
+    UserError for a status 4xx or an address that is none."""
     data = None if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    if key:
-        request.add_header("Authorization", f"Bearer {key}")
     try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
         with _OPENER.open(request, timeout=seconds) as answer:
             return bytes(answer.read())
-    except (OSError, ValueError) as error:
-        reason = str(error)
-        if isinstance(error, urllib.error.HTTPError):
-            reason += f": {error.read()[:300].decode(errors='replace')}"
-        raise UserError(f"{url} does not answer: {reason}") from error
+    except urllib.error.HTTPError as error:
+        detail = b""
+        with contextlib.suppress(OSError, HTTPException):
+            detail = error.read()[:300]
+        reason = f"{url} does not answer: {error}: {detail.decode(errors='replace')}"
+        if error.code >= 500:
+            raise NoAnswer(reason) from error
+        if error.code in (401, 403):
+            reason += ". Check the key: engine.key_env and recorder.key_env name its variable"
+        raise UserError(reason) from error
+    except ValueError as error:
+        raise UserError(f"{url!r} is no address: {error}; expected http://HOST:PORT") from error
+    except (OSError, HTTPException) as error:
+        raise NoAnswer(f"{url} does not answer: {str(error) or type(error).__name__}") from error
 
 
 def smoke_counts(
-    url: str, conversations: Sequence[Sequence[Mapping[str, str]]], tokens: int
+    url: str, conversations: Sequence[Sequence[Mapping[str, str]]], tokens: int, key: str = ""
 ) -> DraftCounts:
     """Ask the engine for a few answers, and return what it drafted and accepted meanwhile."""
-    before = read_counters(url)
-    model = json.loads(ask(f"{url}/v1/models"))["data"][0]["id"]
+    before = read_counters(url, key)
+    model = json.loads(ask(f"{url}/v1/models", key=key))["data"][0]["id"]
     for messages in conversations:
         body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0}
-        ask(f"{url}/v1/chat/completions", body)
+        ask(f"{url}/v1/chat/completions", body, key)
     end = time.monotonic() + _SETTLE_SECONDS
-    while (counts := read_counters(url) - before).accepted == 0 and time.monotonic() < end:
+    while (counts := read_counters(url, key) - before).accepted == 0 and time.monotonic() < end:
         time.sleep(0.5)
     return counts

@@ -8,7 +8,8 @@
     start     a second engine with it, which must accept something
     switch    the recorder sends new requests there
     drain     the old engine's answers end, and it is stopped
-    watch     the new engine's counters against the old one's; if they are worse, the same way back
+    watch     the new engine's counters against the old one's; if they are worse, or if the new
+              engine stops to answer, the same way back
 
 The state is saved after each step, and each step can be done twice. So a kill costs at most one
 step, and a run of stages goes on from its newest checkpoint.
@@ -33,7 +34,7 @@ from train.export import ExportOptions
 from train.export.engines import ENGINES, EngineTask
 from train.export.export_directory import Measuring, check_export, export_drafter
 from train.export.verify_export import engine_for, verify_export
-from train.learn.counters import read_counters, smoke_counts
+from train.learn.counters import DraftCounts, NoAnswer, read_counters, smoke_counts
 from train.learn.learn_config import LearnConfig
 from train.learn.learn_state import LearnState, Outcome, Step, Swap, Window
 from train.learn.swap import Engines, RecorderSwitch
@@ -41,6 +42,7 @@ from train.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
 from train.record.records import LEARNT_FILE, Records
 
 SMOKE_PROMPTS, SMOKE_TOKENS = 4, 32
+MOST_STARTS = 3  # of a new engine that ends again before the switch
 
 
 class EngineRefused(Exception):
@@ -48,7 +50,8 @@ class EngineRefused(Exception):
 
 
 class Learner:
-    """One tenant's learner. sleep, clock: of `time`, for tests."""
+    """One tenant's learner. engine_key: that the engines ask for. sleep, clock: of `time`, for
+    tests."""
 
     def __init__(
         self,
@@ -58,12 +61,13 @@ class Learner:
         reporter: Reporter,
         accelerator: Callable[[RunConfig], Accelerator],
         *,
+        engine_key: str = "",
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.config, self.engines, self.recorder = config, engines, recorder
         self.reporter, self._accelerator = reporter, accelerator
-        self._sleep, self._clock = sleep, clock
+        self._engine_key, self._sleep, self._clock = engine_key, sleep, clock
         self.directory = Path(config.directory)
         self.state = LearnState.load(self.directory)
         self._records = Records(Path(config.records))
@@ -82,9 +86,19 @@ class Learner:
         return self.state.history[-1]
 
     def follow(self) -> None:
-        """Do one cycle after the other until the process ends."""
+        """Do one cycle after the other until the process ends. An engine or a recorder that stops
+        to answer is asked again. Raises UserError for what does not pass, such as a recorder that
+        does not answer at the start."""
+        self.reporter.say(f"requests go to {self.recorder.serving}")
+        silent = False
         while True:
-            if self.once() is None:
+            try:
+                idle, silent = self.once() is None, False
+            except NoAnswer as error:
+                if not silent:  # once, not at every look
+                    self.reporter.say(f"{error}; it is asked again until it answers")
+                idle = silent = True
+            if idle:
                 self._sleep(self.config.poll_seconds)
 
     def describe(self) -> list[str]:
@@ -167,6 +181,7 @@ class Learner:
 
     def _start(self) -> Step:
         swap = self._swap
+        swap.starts += 1
         directory = self._directory(swap.new)
         try:
             swap.url = self.engines.start(directory, directory / "export")
@@ -174,8 +189,8 @@ class Learner:
                 self._require_acceptance(swap.url)
         except (UserError, EngineRefused) as error:
             self.engines.stop(directory)
-            if swap.back:
-                raise
+            if swap.back:  # nobody else can answer requests, so this is tried again
+                raise NoAnswer(f"version {swap.new} does not come back: {error}") from error
             return self._finish(False, f"its engine was not taken: {error}")
         return "switch"
 
@@ -184,12 +199,19 @@ class Learner:
         serving = self.recorder.serving
         if serving != swap.url:
             swap.old_url = serving
-            counts = read_counters(serving)
-            window.add(counts, self.config.trigger.window)
-            swap.before = window.rate(counts)
+            swap.before = window.newest
             try:
-                swap.begin = read_counters(swap.url)
+                counts = self._counters(serving)
+                window.add(counts, self.config.trigger.window)
+                swap.before = window.rate(counts)
+            except NoAnswer as error:  # all the more it is time to switch
+                self.reporter.say(f"the old engine has ended: {error}")
+            try:
+                swap.begin = self._counters(swap.url)
             except UserError as error:
+                if swap.starts >= MOST_STARTS and not swap.back:
+                    self.engines.stop(self._directory(swap.new))
+                    return self._finish(False, f"its engine ended {swap.starts} times: {error}")
                 self.reporter.say(f"the new engine ended meanwhile: {error}")
                 return "start"
             swap.time = self._clock()
@@ -205,30 +227,39 @@ class Learner:
         if not self.recorder.drain(swap.old_url, self.config.engine.drain_seconds, self._sleep):
             self.reporter.say(f"{swap.old_url} still answers; it is stopped all the same")
         if not self.engines.stop(self._directory(swap.old)):
-            self.reporter.say(f"{swap.old_url} was not started by draftsmith learn; stop it")
-        if swap.back:
-            before, after = _rate(self._cycle.before), _rate(self._cycle.after)
-            return self._finish(False, f"rolled back: {after} in the engine after {before}")
-        return "watch"
+            self.reporter.say(
+                f"{swap.old_url} is no process of draftsmith learn; stop it if it still runs"
+            )
+        return self._finish(False, self._cycle.reason) if swap.back else "watch"
 
     def _watch(self) -> Step:
         swap, cycle, limits = self._swap, self._cycle, self.config.watch
+        cycle.before, answered = swap.before, self._clock()
         while True:
-            counts = read_counters(swap.url)
-            passed = counts - swap.begin
-            self.state.window.add(counts, self.config.trigger.window)
-            late = self._clock() - swap.time > limits.seconds
-            if passed.drafted >= limits.drafted or late:
-                break
+            try:
+                counts = self._counters(swap.url)
+            except NoAnswer as error:
+                if self._clock() - answered >= limits.silent_seconds:
+                    return self._roll_back(str(error))
+            else:
+                answered, passed = self._clock(), counts - swap.begin
+                self.state.window.add(counts, self.config.trigger.window)
+                if passed.drafted >= limits.drafted or answered - swap.time > limits.seconds:
+                    break
             self._sleep(self.config.poll_seconds)
-        cycle.before = swap.before
         cycle.after = passed.rate if passed.drafted >= limits.drafted else None
         if cycle.after is None or cycle.before is None:
             return self._finish(True, "kept; too little traffic to compare")
+        rates = f"{cycle.after:.3f} in the engine after {cycle.before:.3f}"
         if cycle.after + limits.tolerance < cycle.before:
-            self.state.swap = Swap(old=swap.new, new=swap.old, back=True)
-            return "start"
-        return self._finish(True, f"kept: {cycle.after:.3f} in the engine after {cycle.before:.3f}")
+            return self._roll_back(rates)
+        return self._finish(True, f"kept: {rates}")
+
+    def _roll_back(self, reason: str) -> Step:
+        """Go back to the version before."""
+        self._cycle.reason = f"rolled back: {reason}"
+        self.state.swap = Swap(old=self._swap.new, new=self._swap.old, back=True)
+        return "start"
 
     # --- what they share --------------------------------------------------------------------------
 
@@ -251,12 +282,15 @@ class Learner:
     def _due(self) -> bool:
         """Take a reading of the counters, and say whether a cycle is due."""
         window, trigger = self.state.window, self.config.trigger
-        window.add(read_counters(self.recorder.serving), trigger.window)
+        window.add(self._counters(self.recorder.serving), trigger.window)
         self.state.save(self.directory)
         records = self._new_records()
         if len(records) < trigger.records and (window.drop < trigger.drop or not records):
             return False
         return len(usable(self._records.read())) > self.config.held_out
+
+    def _counters(self, url: str) -> DraftCounts:
+        return read_counters(url, self._engine_key)
 
     def _new_records(self) -> list[dict[str, Any]]:
         return usable(self._records.read(self.state.newest))
@@ -266,7 +300,7 @@ class Learner:
         same, and only its counters tell."""
         rows = (self._directory(self._cycle.version) / "work" / HELD_OUT).read_text().splitlines()
         messages = [json.loads(row)["messages"][:-1] for row in rows[:SMOKE_PROMPTS]]
-        counts = smoke_counts(url, messages, SMOKE_TOKENS)
+        counts = smoke_counts(url, messages, SMOKE_TOKENS, self._engine_key)
         if not counts.accepted:
             raise EngineRefused(f"it accepted none of {counts.drafted:.0f} drafted tokens")
 

@@ -36,6 +36,8 @@ class EngineConfig(Strict):
     """The program and its arguments. `{drafter}`, `{gamma}` and `{port}` in them are replaced."""
     env: dict[str, str] = {}
     """Environment variables besides this process's own."""
+    key_env: str | None = None
+    """The environment variable with the key that all engines ask for. null: they ask for none."""
     health: str = "/health"
     """A path that answers with status 200 once the engine is ready."""
     ready_seconds: float = Field(900.0, gt=0)
@@ -51,6 +53,8 @@ class WatchConfig(Strict):
     """Drafted tokens of the new engine that are compared with those before the swap."""
     seconds: float = Field(86_400.0, gt=0)
     """The longest wait for them. The new drafter then stays."""
+    silent_seconds: float = Field(60.0, gt=0)
+    """The longest time that the new engine may be silent. The drafter before then comes back."""
     tolerance: float = Field(0.02, ge=0, lt=1)
     """How much lower accepted ÷ drafted may be than before the swap."""
 

@@ -52,7 +52,7 @@ class Window(BaseModel):
 class Swap(BaseModel):
     """A change from one version's engine to another's. back: it undoes an earlier one. url: of the
     new engine. before: accepted ÷ drafted of the old engine. begin: the new engine's counters at
-    the switch. time: of the switch, in seconds since 1970."""
+    the switch. time: of the switch, in seconds since 1970. starts: of the new engine."""
 
     old: int
     new: int
@@ -62,6 +62,7 @@ class Swap(BaseModel):
     before: float | None = None
     begin: DraftCounts = DraftCounts()
     time: float = 0.0
+    starts: int = 0
 
 
 class Outcome(BaseModel):

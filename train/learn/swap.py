@@ -37,10 +37,10 @@ class Engines(ABC):
 
 
 class EngineProcesses(Engines):
-    """Engines as processes of this machine, made from a command."""
+    """Engines as processes of this machine, made from a command. key: that they ask for."""
 
-    def __init__(self, config: EngineConfig, gamma: int) -> None:
-        self.config, self.gamma = config, gamma
+    def __init__(self, config: EngineConfig, gamma: int, key: str = "") -> None:
+        self.config, self.gamma, self._key = config, gamma, key
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
 
     def start(self, directory: Path, export: Path) -> str:
@@ -73,15 +73,17 @@ class EngineProcesses(Engines):
         return process is not None
 
     def _wait(self, process: "subprocess.Popen[bytes]", url: str) -> None:
-        end = time.monotonic() + self.config.ready_seconds
+        end, reason = time.monotonic() + self.config.ready_seconds, ""
         while time.monotonic() < end:
             if process.poll() is not None:
                 raise UserError(f"the engine ended with exit status {process.returncode}")
-            with contextlib.suppress(UserError):
-                ask(f"{url}{self.config.health}", seconds=5)
+            try:
+                ask(f"{url}{self.config.health}", key=self._key, seconds=5)
                 return
+            except UserError as error:
+                reason = str(error)
             time.sleep(0.2)
-        raise UserError(f"the engine was not ready after {self.config.ready_seconds:g} s")
+        raise UserError(f"not ready after {self.config.ready_seconds:g} s: {reason}")
 
 
 class RecorderSwitch:

@@ -43,18 +43,12 @@ def exchanges(body: dict[str, Any], answer: bytes, *, stream: bool) -> list[Exch
     messages = _messages(body.get("messages"))
     if messages is None or any(body.get(name) not in (None, [], {}, "", False) for name in BENDING):
         return []
-    try:
-        chunks = list(_events(answer)) if stream else [json.loads(answer)]
-    except (ValueError, RecursionError):
-        return []
-    if not chunks or not all(isinstance(chunk, dict) for chunk in chunks):
-        return []
+    part = "delta" if stream else "message"
     texts: dict[int, str] = {}
     ended: set[int] = set()
-    for chunk in chunks:
-        for choice in chunk.get("choices") or []:
-            index = choice.get("index", 0)
-            message = choice.get("delta" if stream else "message") or {}
+    try:
+        chunks = list(_events(answer)) if stream else [json.loads(answer)]
+        for choice, index, message in (one for chunk in chunks for one in _choices(chunk, part)):
             spoken = {key for key, value in message.items() if value}
             if spoken - {"role", "content"}:
                 return []  # reasoning, a tool call, a refusal
@@ -62,6 +56,10 @@ def exchanges(body: dict[str, Any], answer: bytes, *, stream: bool) -> list[Exch
             # vLLM names the stop string or token in stop_reason.
             if choice.get("finish_reason") == "stop" and choice.get("stop_reason") is None:
                 ended.add(index)
+    except (ValueError, RecursionError):
+        return []
+    if not chunks:
+        return []
     request, model = str(chunks[0].get("id", "")), str(chunks[0].get("model", ""))
     return [
         Exchange(request, model, messages, text)
@@ -89,13 +87,29 @@ def _messages(value: Any) -> list[dict[str, str]] | None:
     return messages if messages and messages[-1]["role"] == "user" else None
 
 
+def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
+    """Each choice of an answer or of one event, with its index and what it says. part: the key of
+    that. Raises ValueError for anything that is not in this shape."""
+    choices = (chunk.get("choices") or []) if isinstance(chunk, dict) else None
+    if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
+        raise ValueError("choices is no list of objects")
+    for choice in choices:
+        index, message = choice.get("index", 0), choice.get(part) or {}
+        if not isinstance(index, int) or not isinstance(message, dict):
+            raise ValueError("a choice has no index, or says nothing")
+        if not isinstance(message.get("content") or "", str):
+            raise ValueError("the content is no text")
+        yield choice, index, message
+
+
 def _events(answer: bytes) -> Iterator[Any]:
     """The JSON of a stream's events. Raises ValueError if the stream did not end with [DONE]."""
-    for line in answer.decode().splitlines():
-        field, _, value = line.partition(":")
-        if field != "data":
+    # Bytes: str.splitlines also cuts at U+2028 and U+0085, which JSON may hold as they are.
+    for line in answer.splitlines():
+        field, _, value = line.partition(b":")
+        if field != b"data":
             continue
-        if value.strip() == "[DONE]":
+        if value.strip() == b"[DONE]":
             return
         yield json.loads(value)
     raise ValueError("the stream has no end")

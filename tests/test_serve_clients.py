@@ -1,0 +1,88 @@
+"""The clients that users have, at `draftsmith serve` with the embedded target and the drafter that
+comes along: curl, the package openai and the page all get the same text."""
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("uvicorn", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+pytest.importorskip("httpx2")
+
+from benchmarks.serve.client import Answer, ask
+from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
+from tests.test_serve_page import Visit, browser
+
+__all__ = ["browser"]  # a fixture
+pytestmark = [pytest.mark.real, pytest.mark.slow]
+
+QUESTION, TOKENS = "Why is the sky blue?", 16
+BODY: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_tokens": TOKENS,
+}
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[tuple[str, Answer]]:
+    """The address of a service, greedy by default and in float32, and an answer of it."""
+    target, drafter = "embedded:smollm2-135m", "embedded:eagle1-smollm2-135m"
+    options = ("--device", "cpu", "--dtype", "float32", "--temperature", "0")
+    with ServiceProcess(serve_command(target, drafter, *options)) as process:
+        answer = ask(process.url, BODY)
+        assert answer.complete
+        assert answer.usage["completion_tokens"] == TOKENS
+        assert answer.counts["accepted"] > 0
+        yield process.url, answer
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_curl(service: tuple[str, Answer], stream: bool) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    url, answer = service
+    body = json.dumps(BODY | {"stream": stream})
+    header = ("-H", "Content-Type: application/json")
+    command = ["curl", "-sS", f"{url}/v1/chat/completions", *header, "-d", body]
+    said = subprocess.run(command, capture_output=True, check=True, timeout=60).stdout
+    events = said.split(b"\n\n") if stream else [b"data: " + said]
+    data = [event.removeprefix(b"data: ") for event in events]
+    choices = [choice for one in data if one[:1] == b"{" for choice in json.loads(one)["choices"]]
+    parts = [choice.get("delta") or choice.get("message") or {} for choice in choices]
+    assert "".join(part.get("content") or "" for part in parts) == answer.texts[0]
+    assert b"[DONE]" in data or not stream
+
+
+def test_openai(service: tuple[str, Answer]) -> None:
+    openai = pytest.importorskip("openai")
+    url, answer = service
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        whole = client.chat.completions.create(**BODY)
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            for chunk in client.chat.completions.create(**BODY, stream=True)
+            if chunk.choices
+        ]
+    assert whole.choices[0].message.content == "".join(pieces) == answer.texts[0]
+    assert whole.draftsmith == answer.counts
+
+
+def test_the_page(service: tuple[str, Answer], browser: Any) -> None:
+    url, answer = service
+    visit = Visit(browser, url)
+    page = visit.page
+    page.wait_for_selector(f"#model:text-is('{MODEL}')")
+    page.fill("#max-tokens", str(TOKENS))
+    visit.ask(QUESTION)
+    page.wait_for_selector(".assistant .figures")
+    text = "".join(page.locator(".assistant span:not(.figures)").all_text_contents())
+    assert text == answer.texts[0]
+    assert page.locator(".assistant .draft").count() == answer.counts["accepted"]
+    page.context.close()
+    assert visit.errors == []
