@@ -241,7 +241,6 @@ def table_row(name: str, row: dict[str, Any], costs_only: bool) -> dict[str, str
         "α": cell("acceptance_rate", ".2f"),
         "speed-up": format_interval(row["speedup"], 2),
         **costs,
-        "files MiB": cell("file_bytes", ".1f", MIB),
         "training s": cell("training_seconds", ".0f"),
         "same text": cell("identical_within_rounding", ".0%"),
     }

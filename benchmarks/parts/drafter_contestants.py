@@ -91,19 +91,21 @@ def named(spec: str) -> Contestant:
 
 
 def trained_drafters(run: Path) -> list[Contestant]:
-    """The drafters of a run's stages, each alone and after prompt lookup; small models also in
-    cascades, `pass` also in the passes that verify, and the last one also in the other
+    """The drafters of a run's stages, each alone and after prompt lookup; the last small model also
+    in cascades, `pass` also in the passes that verify, and the last drafter also in the other
     combinations with prompt lookup. Raises UserError if there is none."""
     files = sorted(run.glob(f"stages/*/drafter/{DRAFTER_FILE}"))
     if not files:
         raise UserError(
             f"--run {run} has no stages with a drafter; expected the directory of a run"
         )
+    kinds = {file: _kind_of(file.parent) for file in files}
+    last_small = next((file for file in reversed(files) if kinds[file] in SMALL_LM), None)
     contestants = []
-    for file in files:
+    for file, kind in kinds.items():
         directory = file.parent
         stage = directory.parent
-        kind, path = _kind_of(directory), repr(str(directory))
+        path = repr(str(directory))
         row = Contestant(
             f"{kind} ({run.name}/{stage.name})",
             str(directory),
@@ -114,7 +116,7 @@ def trained_drafters(run: Path) -> list[Contestant]:
         others = [("A+B", f"ngram+{row.name}", f"ngram+{directory}")]
         if kind == "pass":
             others.append(("in_tree", f"in_tree {row.name}", f"in_tree:drafter={path}"))
-        if kind in SMALL_LM:
+        if file == last_small:
             others += [
                 ("vertical", f"vertical {row.name}", f"vertical:model={path},inner=ngram"),
                 (
