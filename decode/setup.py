@@ -37,6 +37,9 @@ class Setup:
     observers: called with every verification pass except the prefill, after the drafter.
     prefill_tokens: how many tokens of prompts a pass reads, over all rows. Longer prompts take
         several passes, so no pass has a mask or activations for all of a long prompt.
+    exact_bits: in 16 bits on a CPU, chains get the logits of plain decoding to the bit, also where
+        another order of sums is faster (`CachedLM.keeps_bits`). If False, they are equal up to
+        rounding. Ignored if the model is a `CachedLM`, which has its own.
     prefixes: keys and values of earlier texts, for prompts that begin like them. Not used if the
         drafter reads hidden states. None: every prompt is read completely.
     first_target: the prefill pass yields the first token, so every draft follows a token of the
@@ -64,6 +67,7 @@ class Setup:
         stop: Stop | None = None,
         observers: Sequence[Observer] = (),
         prefill_tokens: int = PASS_TOKENS,
+        exact_bits: bool = True,
         prefixes: PrefixCache | None = None,
         first_target: bool = True,
     ) -> None:
@@ -75,7 +79,9 @@ class Setup:
         if prefill_tokens < 1:
             raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
         cached = isinstance(model, CachedLM)
-        self.lm = model if cached else CachedLM(model, pass_tokens=prefill_tokens)
+        self.lm = (
+            model if cached else CachedLM(model, pass_tokens=prefill_tokens, exact_bits=exact_bits)
+        )
         self.vocab_size = self.lm.vocab_size
         parts.require_target(self.lm, self.vocab_size)
         self.use(parts)

@@ -58,10 +58,10 @@ class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
     drafter: a `Drafter`, a smaller model with the target's vocabulary, or a name for
-    `open_drafter`. gamma, rule, policy: as for `Decoder`. shape: a shape, or its name with options
-    in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids that
-    end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes: a
-    prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
+    `open_drafter`. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or its name
+    with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids
+    that end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes:
+    a prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
     values of that beginning (`decode.target.cache.prefix_cache`). 0: never. Default: 256 MiB for a
     model in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded:
     tokens, counts and times of the last call.
@@ -82,6 +82,7 @@ class SpeculativeGenerator:
         shape: Part | Shape | None = None,
         eos_token_ids: Sequence[int] | None = None,
         prefix_cache_bytes: int | None = None,
+        exact_bits: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.eos_token_ids = _eos(model, tokenizer) if eos_token_ids is None else eos_token_ids
@@ -100,6 +101,7 @@ class SpeculativeGenerator:
             "rule": rule,
             "policy": policy,
             "prefixes": self.prefixes,
+            "exact_bits": exact_bits,
         }
         self.decoded: Decoded | None = None
 

@@ -3,6 +3,7 @@
 Shapes: B rows, n nodes at one depth, N drafted nodes, V vocabulary.
 """
 
+import copy
 import functools
 import itertools
 import tempfile
@@ -29,6 +30,7 @@ from decode.loop import Decoded, Decoder
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
+from decode.target.forward.prepare_model import prepare
 from decode.trees import Growth, Shape
 from decode.verification import Decision, Scores
 from tests.tiny import padded, tiny_model
@@ -169,6 +171,18 @@ def exact_law(case: Case) -> np.ndarray:
         np.add.at(law, tuple(_cut(whole, case).T), joint.flatten().numpy())
         laws.append(law.sum(tuple(range(case.summed))))
     return np.stack(laws)
+
+
+def through_transformers(case: Case) -> Case:
+    """The same case, decoded through transformers' forward."""
+
+    @functools.cache
+    def other(apart: float) -> Any:
+        lm = copy.deepcopy(case.model(apart))
+        prepare(lm, lean=False)
+        return lm
+
+    return replace(case, model=other)
 
 
 def _cut(texts: np.ndarray, case: Case) -> np.ndarray:

@@ -16,7 +16,7 @@ from decode.measure.check_lossless import SHAPE, check_loop, distance, random_ll
 from decode.measure.time_passes import pass_seconds, weight_bytes
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward import prepare_model
-from decode.target.forward.prepare_model import reason_against_packing
+from decode.target.forward.prepare_model import has_products, reason_against_packing
 from decode.target.loading import EMBEDDED, EmbeddedModel
 from tests.tiny import save_tiny, tiny_llama
 from train.cli import examination
@@ -24,6 +24,9 @@ from train.cli.doctor import number
 from train.cli.main import app
 
 CPU = torch.device("cpu")
+bfloat16_kernels = pytest.mark.skipif(
+    not has_products(torch.bfloat16), reason="this CPU has no kernels for bfloat16"
+)
 
 
 class WrongForSeveral(LlamaForCausalLM):
@@ -82,6 +85,39 @@ def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -
     assert 3 <= len(figures["meaning"]) <= 6
     assert figures["kernels"]["forward"] == "lean"
     assert figures["kernels"]["layers"] == 2
+    assert not figures["kernels"]["exact_bits"]  # float32 promises texts
+    assert "exact_bits" not in figures
+
+
+@bfloat16_kernels
+def test_doctor_says_what_exact_bits_cost_after_long_texts(
+    quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(examination, "LONG_CONTEXTS", (110, 150, 400))
+    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
+    run = doctor("--target", str(target), "--dtype", "bfloat16", "--json", str(file))
+    assert run.exit_code == 0, run.output
+    figures = json.loads(file.read_text())
+    assert figures["kernels"]["exact_bits"]
+    # The model has 256 positions.
+    assert "passes_400" not in figures
+    assert [row["context"] for row in figures["passes_150"]] == [150] * len(examination.WIDTHS)
+    assert "passes of the target after 150 tokens" in run.output
+    bits = figures["exact_bits"]
+    assert (bits["context"], bits["fed"]) == (150, 10)
+    for cost, said in ((1.29, True), (1.02, False)):
+        figures["exact_bits"] = bits | {"cost": cost}
+        lines = examination.conclusions(examination.Examination(figures))
+        line = "Exact bits make a pass over 10 tokens after 150 tokens 29% longer"
+        assert any(x.startswith(line) for x in lines) is said
+
+
+def test_on_a_gpu_doctor_names_the_forward_that_ran() -> None:
+    kernels = {"packed": 0, "not_packed_because": "the weights are not on the CPU"}
+    for name, line in (("lean", "the lean forward"), ("transformers", "transformers' forward")):
+        figures = {"kernels": kernels | {"forward": name}, "target": {"device": "cuda:0"}}
+        said = examination.conclusions(examination.Examination(figures))
+        assert any(f"on a GPU, through {line};" in x for x in said)
 
 
 def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:

@@ -45,7 +45,7 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import EOS_ID, VOCAB, tiny_target
+from tests.tiny import EOS_ID, VOCAB, forbid_packing, tiny_target
 from tests.training import assert_equal
 from train.config import validate_config
 from train.data.chat import prompt_tokens
@@ -436,7 +436,7 @@ def test_one_target_call_judges_a_draft_and_yields_the_next() -> None:
     model.forward = counted
     drafter = drafter_of(learnt("blockwise"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+        forbid_packing(patch)
         run = Decoder(model, drafter, gamma=3).decode([PROMPTS[0]], NEW)
     # m tokens in blocks of k̂: the prefill and a pass a block (1811.03115, section 4: m/k + 1).
     assert len(calls) == 1 + run.counts.steps < NEW

@@ -15,7 +15,15 @@ from decode.trees.static import Static
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
-from tests.lossless import LONGER, SHORT, Case, Watched, decode, decode_runs
+from tests.lossless import (
+    LONGER,
+    SHORT,
+    Case,
+    Watched,
+    decode,
+    decode_runs,
+    through_transformers,
+)
 
 ROWS = 100_000
 
@@ -125,8 +133,22 @@ def test_texts_have_the_targets_distribution(
 )
 def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
     """Prompts of different lengths, drafts three deep, and texts that end inside a block."""
+    check_ragged_texts(kind, rule, draw, LONGER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [("eagle1", "traversal", "distinct"), ("dflash", "speculative", None)],
+)
+def test_ragged_texts_through_transformers(kind: str, rule: str, draw: Any) -> None:
+    """The hidden states that the heads read come from the other forward."""
+    check_ragged_texts(kind, rule, draw, through_transformers(LONGER))
+
+
+def check_ragged_texts(kind: str, rule: str, draw: Any, case: Case) -> None:
     shape = None if draw is None else Static(widths=[2, 2, 1], draw=draw)
-    found, counts = decode(drafter(kind, shape, LONGER), RULES[rule](), rows=12_000, case=LONGER)
+    found, counts = decode(drafter(kind, shape, case), RULES[rule](), rows=12_000, case=case)
     assert found.passes, found
     assert found.df > 100
     assert counts.by_accepted[2:].sum() / counts.steps > 0.03

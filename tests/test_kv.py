@@ -10,7 +10,7 @@ from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.hidden_states import FINAL
 from tests.test_trees import MORE, Deaf
-from tests.tiny import FAMILIES, VOCAB, tiny_model
+from tests.tiny import FAMILIES, VOCAB, forbid_packing, tiny_model
 
 IDS = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
 START = np.zeros(4, dtype=np.int64)
@@ -33,7 +33,7 @@ def test_one_column_is_what_all_columns_have_there(
     model = tiny_model(family, **fields)
     model.set_attn_implementation(attention)
     if not packed:
-        monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+        forbid_packing(monkeypatch)
     lm = CachedLM(model, captured_layers=(0, FINAL))
     forward = lm.forward_pass
     if isinstance(forward, LeanForward):
@@ -65,7 +65,7 @@ def test_one_column_is_what_all_columns_have_there(
 
 
 def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+    forbid_packing(monkeypatch)
     model = tiny_model("llama")
     deaf: Any = Deaf(model)
     each = COLUMNS[:, None]

@@ -48,6 +48,7 @@ from tests.lossless import (
     merged,
     parallel_lm,
     small_lm,
+    through_transformers,
 )
 from tests.mutants import PlainSpeculative
 from tests.other_tokenizers import shared_small_lm, text_small_lm
@@ -160,7 +161,13 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
 }
-CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED, "deeper": DEEPER}
+CASES = {
+    "plain": LONGER,
+    "penalised": PENALISED,
+    "processed": PROCESSED,
+    "deeper": DEEPER,
+    "through transformers": through_transformers(LONGER),
+}
 
 
 @pytest.mark.slow
@@ -168,6 +175,8 @@ CASES = {"plain": LONGER, "penalised": PENALISED, "processed": PROCESSED, "deepe
     ("rule", "drafter", "case", "rows"),
     [
         ("speculative", "drawn chain", "plain", 20_000),
+        ("speculative", "drawn chain", "through transformers", 12_000),
+        ("traversal", "distinct", "through transformers", 12_000),
         ("speculative", "self-drafted chain", "plain", 20_000),
         ("traversal", "self-drafted tree", "plain", 12_000),
         ("speculative", "chain over a part of the text", "plain", 20_000),

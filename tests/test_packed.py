@@ -4,11 +4,15 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import reduce_output
@@ -20,12 +24,14 @@ from decode.target.forward.lean_parts import PackedLinear
 from decode.target.forward.prepare_model import (
     can_pack,
     fast_copy,
-    lean_forward,
     packed_copy,
     prepare,
+    reason_against_lean,
 )
+from decode.target.forward.recognition import NotLean, lean_forward
 from decode.target.forward.transformers_forward import TransformersForward
-from tests.tiny import FAMILIES, real_target, tiny_model
+from decode.trees import SHAPES
+from tests.tiny import FAMILIES, forbid_packing, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -117,7 +123,7 @@ def test_free_memory_decides_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two decoders that are compared run on the same kernels, however memory changes meanwhile."""
     model = tiny_model("llama")
     plain = Decoder(model, DRAFTERS["none"]())
-    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+    forbid_packing(monkeypatch)
     assert Decoder(model, DRAFTERS["ngram"]()).lm.forward_pass is plain.lm.forward_pass
 
 
@@ -158,12 +164,108 @@ LEAN: dict[str, dict[str, Any]] = {
 }
 
 
+def greedy_text(model: Any, prompt: list[int], new: int) -> list[int]:
+    """By forwards over all of the text, without a cache."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(new):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1)[:, None]], 1)
+    text: list[int] = ids[0, len(prompt) :].tolist()
+    return text
+
+
+PROMPTS = [[5, 17, 250, 9, 5, 17], [7, 11, 13]]
+
+
+def texts_in_the_loop(model: Any) -> list[list[int]]:
+    """Greedy texts with chains that are often wrong; then the same with trees."""
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.mul_(torch.linspace(0.8, 1.2, 300)[:, None])
+    texts = []
+    for shape in ("chain", "static:widths=[2,1,2]"):
+        drafter = SmallLMDrafter(other, shape=SHAPES.make(shape))
+        run = Decoder(model, drafter, gamma=3, rule="exact").decode(PROMPTS, 12)
+        assert run.counts.accepted.sum() > 0
+        texts.append(run.outputs)
+    assert texts[0] == texts[1]
+    return texts[0]
+
+
 @pytest.mark.parametrize("family", LEAN)
 def test_standard_decoders_are_lean(family: str) -> None:
     model = tiny_model(family, **LEAN[family])
     lm = CachedLM(model)
     assert isinstance(lm.forward_pass, LeanForward)
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
+    if family in ("phi3", "smollm3", "olmo2"):  # test_loop has texts of the others
+        expected = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+        assert texts_in_the_loop(model) == expected
+
+
+def adapted(model: Any) -> str:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    inject_adapter_in_model(LoraConfig(r=4, target_modules=targets, init_lora_weights=False), model)
+    return "Linear is no class of transformers or PyTorch"
+
+
+def half_attention(*arguments: Any, **named: Any) -> Any:
+    out, weights = sdpa_attention_forward(*arguments, **named)
+    return 0.5 * out, weights
+
+
+def registered(model: Any) -> str:
+    """An attention of a user's own."""
+    AttentionInterface.register("half", half_attention)
+    AttentionMaskInterface.register("half", sdpa_mask)
+    model.set_attn_implementation("half")
+    return "its attention is 'half', not 'sdpa'"
+
+
+def hooked(model: Any) -> str:
+    layer = model.model.layers[0]
+    layer.register_forward_hook(lambda module, inputs, output: 0.9 * output)
+    return "another library has wrapped or quantised the model"
+
+
+@pytest.mark.parametrize("change", [adapted, registered, hooked])
+def test_a_changed_model_falls_back_says_why_once_and_decodes_its_text(
+    change: Callable[[Any], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama").eval()
+    before = greedy_text(model, PROMPTS[0], 12)
+    assert isinstance(prepare(model), LeanForward)
+    assert not caplog.records
+    reason = change(model)
+    expected = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+    assert expected[0] != before
+    copied = copy.deepcopy(model)
+    with caplog.at_level("WARNING"):
+        assert texts_in_the_loop(model) == expected
+        assert isinstance(prepare(model), TransformersForward)
+    # One line for the target, one for the drafter.
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.endswith(f"than the lean one: {reason}") for line in lines] == [True] * 2
+    caplog.clear()
+    prepare(copied, lean=False)
+    assert not caplog.records
+    assert reason_against_lean(model) == reason
+
+
+def test_why_products_are_not_packed_is_said(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(tiny_model("llama").to(torch.float64))
+    prepare(tiny_model("gpt2"))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
+    prepare(tiny_model("llama"))
+    dtype, kind, memory = (record.getMessage() for record in caplog.records)
+    assert dtype.endswith("this CPU has no matrix products in float64")
+    assert kind.startswith("GPT2LMHeadModel runs through transformers' forward")
+    assert "half of the free memory" in memory
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "granite", "cohere", "stablelm", "phi"])
@@ -171,9 +273,25 @@ def test_models_of_another_kind_run_through_transformers(family: str) -> None:
     """Granite has llama's parts, and scales what a layer adds."""
     options = {"residual_multiplier": 0.5} if family == "granite" else {}
     model = tiny_model(family, **options)
-    assert lean_forward(model) is None
+    with pytest.raises(NotLean):
+        lean_forward(model, packed=True)
     lm = CachedLM(model)
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_small_factor_is_seen_in_16_bits_too(dtype: torch.dtype) -> None:
+    """Granite with all factors 1 is a llama. Rounding hides no factor of 5%."""
+    neutral = {"residual_multiplier": 1.0, "embedding_multiplier": 1.0, "logits_scaling": 1.0}
+    lean_forward(tiny_model("granite", **neutral).to(dtype), packed=True)
+    for name, reason in (
+        ("logits_scaling", "between its layers and its logits"),
+        ("embedding_multiplier", "between its embedding and its layers"),
+        ("residual_multiplier", "computes something else"),
+    ):
+        model = tiny_model("granite", **(neutral | {name: 1.05})).to(dtype)
+        with pytest.raises(NotLean, match=reason):
+            lean_forward(model, packed=True)
 
 
 def halved(model: Any) -> None:
@@ -222,9 +340,10 @@ def test_a_model_that_computes_something_else_is_found(change: Callable[[Any], N
     """With the same parts, in bfloat16 too: layers are compared in float32."""
     for dtype in (torch.float32, torch.bfloat16):
         model = tiny_model("llama").to(dtype)
-        assert lean_forward(model) is not None
+        lean_forward(model, packed=True)
         change(model)
-        assert lean_forward(model) is None
+        with pytest.raises(NotLean):
+            lean_forward(model, packed=True)
 
 
 @pytest.mark.parametrize("kind", ["linear", "dynamic", "yarn", "llama3"])

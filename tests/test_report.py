@@ -326,6 +326,16 @@ def test_footnotes(tmp_path: Path) -> None:
     ):
         assert part in text
     assert "LOSSY" not in text
+    assert "the target's forward" not in text  # a report of a version that did not store it
+
+
+def test_the_forward_that_ran_is_named(tmp_path: Path) -> None:
+    exact = figures(2.0, 0.9, kernels={"forward": "lean", "exact_bits": True})
+    other = figures(2.0, 0.9, kernels={"forward": "transformers", "exact_bits": False})
+    rows = [("one", "small_lm", other), ("two", "small_lm", exact), ("three", "small_lm", exact)]
+    text = "\n".join(footnotes(make_report(write_run(tmp_path, rows))))
+    line = "the target's forward: lean, chains with the bits of plain decoding (one: that of"
+    assert line in text
 
 
 def test_lossy_rule_is_called_lossy(tmp_path: Path) -> None:

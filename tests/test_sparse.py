@@ -21,7 +21,7 @@ from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.prefix_cache import PrefixCache
 from decode.target.forward.prepare_model import prepare
 from decode.trees import SHAPES
-from tests.tiny import near_drafter, tiny_model, tiny_target
+from tests.tiny import forbid_packing, near_drafter, tiny_model, tiny_target
 from train.edge.remote_target import RemoteLM
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14, 200, 3] * 6]
@@ -164,7 +164,7 @@ def test_greedy_text_is_the_targets(
     """In ragged rows: the lean forward, transformers' with our attention, and with its own. A part
     that is the complete text drafts what the target says."""
     if family == "raw":  # as on a GPU
-        monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+        forbid_packing(monkeypatch)
     lm = tiny_model("llama" if family == "raw" else family)
     plain, made = plain_texts(lm), SHAPES.make(shape, depth=4)
     few = run(lm, sparse().with_shape(made))

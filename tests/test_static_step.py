@@ -22,11 +22,12 @@ from decode.sampling import CounterRNG, Sampling, draw
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
 from decode.target.forward.lean_parts import PackedLinear
-from decode.target.forward.prepare_model import lean_forward, prepare
+from decode.target.forward.prepare_model import prepare
+from decode.target.forward.recognition import lean_forward
 from decode.target.hidden_states import FINAL
 from decode.verification import Scores
 from tests.test_packed import LEAN
-from tests.tiny import VOCAB, tiny_model
+from tests.tiny import VOCAB, forbid_packing, tiny_model
 
 ROWS, GAMMA = 3, 4
 # The text of row 0 grows past the first STATIC_SLOT_STEP slots.
@@ -43,7 +44,7 @@ PARENTS = (-1, -1, 0, 1, 2, 2)
 @pytest.fixture(autouse=True)
 def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device where products cannot be packed."""
-    monkeypatch.setattr("decode.target.forward.prepare_model.can_pack", lambda model: False)
+    forbid_packing(monkeypatch)
     torch._dynamo.reset()
 
 
@@ -198,12 +199,11 @@ def test_a_traced_step_gives_the_text_of_the_loop() -> None:
 def test_standard_decoders_are_lean_without_packing(family: str, dtype: torch.dtype) -> None:
     """With the model's weights and no others."""
     model = tiny_model(family, **LEAN[family]).to(dtype)
-    lean = lean_forward(model)
-    assert lean is not None
+    lean = lean_forward(model, packed=False)
     assert not any(isinstance(module, PackedLinear) for module in lean.modules())
     parameters = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in lean.parameters()} <= parameters
-    assert lean_forward(model, packed=True) is not None
+    lean_forward(model, packed=True)
 
 
 def test_the_choice_stays_with_the_model() -> None:

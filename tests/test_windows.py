@@ -9,8 +9,8 @@ import torch
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
-from decode.target.forward import prepare_model
 from decode.target.forward.lean_forward import LeanForward
+from decode.target.forward.prepare_model import prepare
 from decode.target.kinds.layer_kinds import layer_windows
 from decode.target.loading import load_model_and_tokenizer
 from decode.trees import SHAPES
@@ -41,17 +41,17 @@ def reference(model: Any, prompt: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("lean", [True, False])
 @pytest.mark.parametrize("family", MODELS)
-def test_a_text_longer_than_the_window(
-    family: str, lean: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not lean:
-        monkeypatch.setattr(prepare_model, "lean_forward", lambda model, packed: None)
+def test_a_text_longer_than_the_window(family: str, lean: bool) -> None:
     model = tiny_model(family, **MODELS[family])
+    if not lean:
+        prepare(model, lean=False)
     assert any(layer_windows(model))
     expected = [reference(model, prompt) for prompt in PROMPTS]
     for shape in ("chain", "static:widths=[2,1,2,1]", "dynamic:width=2,nodes=9"):
         # Another window in the drafter, and enough agreement that drafts stay.
         small = tiny_model(family, **(MODELS[family] | {"sliding_window": 4}))
+        if not lean:
+            prepare(small, lean=False)
         drafter = SmallLMDrafter(small, shape=SHAPES.make(shape))
         run = Decoder(model, drafter, gamma=4, rule="exact").decode(PROMPTS, NEW)
         assert run.outputs == expected

@@ -185,6 +185,12 @@ def _sharpen(model: Any) -> None:
         model.get_output_embeddings().weight.normal_(std=0.5)
 
 
+def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepare models as on a device where products cannot be packed."""
+    name = "decode.target.forward.prepare_model.reason_against_packing"
+    monkeypatch.setattr(name, lambda model: "a test forbids it")
+
+
 # Layers that read the residual stream, by the ends of their names.
 _LLAMA = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 _READERS = (*_LLAMA, "qkv_proj", "gate_up_proj", "c_attn", "c_fc", "fc1")

@@ -16,6 +16,7 @@ from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.measure.costs import OtherProcesses
 from decode.measure.figures import Evaluation, repetition
+from decode.measure.machine import describe_kernels
 from decode.measure.ranks import ALONE, Ranks
 from decode.measure.thinking import counts_by_part, thinking_tokens
 from decode.settings import EvaluationProtocol
@@ -129,6 +130,7 @@ def evaluate(
         others,
         ranks.world,
         counts_by_part(steps, prompts, outputs, marks) if marks else None,
+        describe_kernels(speculative.lm),
     )
 
 

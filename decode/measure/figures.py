@@ -49,7 +49,8 @@ class Evaluation:
     plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
     `generate()`. drafts: a short description, such as `chain`. others: see
     `decode.measure.costs`. ranks: the processes that shared the acceptance run. parts: counts
-    inside and outside of the thinking part, if both occur."""
+    inside and outside of the thinking part, if both occur. kernels: what computed the target
+    (`decode.measure.machine.describe_kernels`)."""
 
     protocol: EvaluationProtocol
     dtype: str
@@ -69,6 +70,7 @@ class Evaluation:
     others: float | None = None
     ranks: int = 1
     parts: dict[str, Counts] | None = None
+    kernels: dict[str, Any] = field(default_factory=dict)
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`
@@ -95,6 +97,7 @@ class Evaluation:
             "drafts": self.drafts,
             "lossless": self.lossless,
             "dtype": self.dtype,
+            "kernels": self.kernels,
             "prompts": len(self.outputs),
             "timed_prompts": sum(len(run.outputs) for run in self.plain),
             "ranks": self.ranks,

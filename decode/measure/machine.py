@@ -5,13 +5,13 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import PreTrainedModel
 
 from decode.measure.time_passes import seconds_by_turns
+from decode.target.cache.cached_model import CachedLM
 from decode.target.forward import lean_forward, lean_parts
 from decode.target.forward.prepare_model import (
     has_products,
-    prepare,
+    reason_against_lean,
     reason_against_packing,
 )
 from decode.target.loading import DTYPES
@@ -88,16 +88,15 @@ def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     }
 
 
-def describe_kernels(model: PreTrainedModel) -> dict[str, Any]:
+def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     """What the loop replaces in a model, found in its prepared form.
 
     forward: lean, or transformers'. packed: the number of packed matrix products. layers: the
-    number of layers. attention: whether ours is used. parts: the number of modules of each class of
-    ours. not_packed_because: the reason, or None.
+    number of layers. attention: whether ours is used. exact_bits: whether chains have the bits of
+    plain decoding (`CachedLM.keeps_bits`). parts: the number of modules of each class of ours.
+    not_packed_because, not_lean_because: the reason, or None.
     """
-    # Before `prepare`, because packed weights take memory too.
-    reason = reason_against_packing(model)
-    prepared = prepare(model)
+    model, prepared = lm.model, lm.forward_pass
     ours = Counter(
         type(module).__name__
         for module in prepared.modules()
@@ -109,6 +108,8 @@ def describe_kernels(model: PreTrainedModel) -> dict[str, Any]:
         "forward": "lean" if isinstance(prepared, lean_forward.LeanForward) else "transformers",
         "layers": model.config.get_text_config().num_hidden_layers,
         "attention": prepared.has_our_attention,
+        "exact_bits": lm.keeps_bits,
         "parts": dict(ours),
-        "not_packed_because": None if packed else reason,
+        "not_packed_because": None if packed else reason_against_packing(model),
+        "not_lean_because": reason_against_lean(model),
     }

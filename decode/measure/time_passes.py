@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -74,6 +75,31 @@ def pass_seconds(
         passes = [one_pass(width) for width in widths]
         seconds = seconds_by_turns(passes, turns=turns, budget=budget, device=lm.device)
     return dict(zip(widths, seconds, strict=True))
+
+
+def exact_bits_cost(
+    lm: CachedLM, context: int, width: int, *, turns: int, budget: float = math.inf
+) -> float:
+    """The time of a pass over `width` tokens of a chain with exact bits (`CachedLM.keeps_bits`),
+    divided by its time without them, in turns. Arguments and errors as for `pass_seconds`."""
+    ids, start = _random_ids(lm, context + width), np.array([context])
+
+    def one_pass(exact: bool) -> None:
+        lm.exact_bits = exact
+        lm.forward(ids[:, context:], start)
+
+    before = lm.exact_bits
+    with torch.inference_mode():
+        lm.reset(1, ids.shape[1])
+        _read(lm, ids[:, :context])
+        exact, free = seconds_by_turns(
+            [partial(one_pass, True), partial(one_pass, False)],
+            turns=turns,
+            budget=budget,
+            device=lm.device,
+        )
+    lm.exact_bits = before
+    return exact / free
 
 
 def prefill_seconds(lm: CachedLM, tokens: int, *, turns: int, budget: float = math.inf) -> float:

@@ -152,10 +152,18 @@ class DecodeOptions(Drafting):
             "the drafter, else a chain"
         ),
     ] = None
+    exact_bits: Annotated[
+        bool,
+        typer.Option(
+            help="in 16 bits on a CPU: logits of chains have the bits of plain decoding; doctor "
+            "says what that costs"
+        ),
+    ] = True
 
     @property
     def settings(self) -> dict[str, Any]:
-        return super().settings | {"rule": self.rule, "shape": self.shape}
+        named = {"rule": self.rule, "shape": self.shape, "exact_bits": self.exact_bits}
+        return super().settings | named
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

@@ -71,8 +71,7 @@ def tables(examination: "Examination", runs: Path) -> list["Table"]:
         parts.append(_lossless_table(figures["lossless"]))
     if "target" in figures:
         parts.append(_facts("the target", _target(figures)))
-    if "passes" in figures:
-        parts.append(_passes_table(figures["passes"]))
+    parts += [_passes_table(rows) for item, rows in figures.items() if item.startswith("passes")]
     return parts
 
 
@@ -140,6 +139,7 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
             ("packed products", f"none: {reason}" if reason else str(kernels["packed"])),
             ("forward", kernels["forward"]),
             ("attention", "ours" if kernels["attention"] else "that of transformers"),
+            ("exact bits in chains", _exact_bits(figures) if kernels["exact_bits"] else "no"),
         ]
     if plain := figures.get("plain"):
         rows += [
@@ -152,11 +152,21 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _exact_bits(figures: dict[str, Any]) -> str:
+    bits = figures.get("exact_bits")
+    if bits is None:
+        return "yes"
+    return (
+        f"yes; a pass over {bits['fed']} tokens after {bits['context']:,} takes "
+        f"{bits['cost']:.2f} times as long"
+    )
+
+
 def _passes_table(passes: list[dict[str, Any]]) -> "Table":
     columns = ("tokens", "ms", "× reading the weights", "plain passes", "highest speed-up")
     keys = ("fed", "ms", "times_reading", "cost", "highest_speedup")
     rows = [[number(row[key]) for key in keys] for row in passes]
-    title = f"passes of the target after {passes[0]['context']} tokens"
+    title = f"passes of the target after {passes[0]['context']:,} tokens"
     return table(title, columns, rows, left=0)
 
 

@@ -6,6 +6,7 @@ Every item is a figure or a reason why there is none: an item that fails does no
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,12 @@ from decode.measure.machine import (
     dtype_speeds,
     read_speed,
 )
-from decode.measure.time_passes import pass_seconds, prefill_seconds, weight_bytes
+from decode.measure.time_passes import (
+    exact_bits_cost,
+    pass_seconds,
+    prefill_seconds,
+    weight_bytes,
+)
 from decode.target.cache.cached_model import CachedLM
 from decode.target.loading import (
     EMBEDDED,
@@ -55,11 +61,16 @@ SMALL_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CONTEXT, WIDTHS = 100, (1, 5, 10, 33)
+# Longer texts before a pass, if the target reads them in so many seconds.
+LONG_CONTEXTS, LONG_READ = (1000, 4000), 5.0
+CHAIN = 10  # tokens of the pass that shows what exact bits cost
 PREFILL, SHORT_PREFILL = 512, 128
-TURNS, BUDGET = 15, 5.0
+TURNS, BUDGET, LONG_BUDGET = 15, 5.0, 2.0
 DECODED = 16  # tokens of the plain decode that is timed
 # A pass that takes so many times the reading of the weights is not limited by memory.
 SLOW = 1.5
+# Exact bits that make a pass so much longer are worth a line.
+DEAR = 1.03
 # These items must succeed; the others only inform.
 NEEDED = ("lossless", "target", "passes", "prefill", "plain")
 
@@ -139,13 +150,22 @@ def examine(
 
 def _examine_target(examination: Examination, model: Any) -> None:
     add, figures = examination.add, examination.figures
-    add("kernels", lambda: describe_kernels(model))
+    kernels = add("kernels", lambda: describe_kernels(CachedLM(model)))
     speed = figures.get("read_bytes_per_second")
     reading = weight_bytes(model) / speed if speed else None
-    passes = add("passes", lambda: _passes(CachedLM(model), reading))
+    context = min(CONTEXT, CachedLM(model).max_positions // 2)
+    passes = add("passes", lambda: _passes(CachedLM(model), context, reading, BUDGET))
     slow = passes is None or passes[-1]["ms"] > 1000
     longest = SHORT_PREFILL if slow else PREFILL
-    add("prefill", lambda: _prefill(CachedLM(model), longest))
+    prefill = add("prefill", lambda: _prefill(CachedLM(model), longest))
+    reads = LONG_READ * prefill["tokens_per_second"] if prefill else 0
+    reads = min(reads, CachedLM(model).max_positions - max(WIDTHS))
+    contexts = [context, *(number for number in LONG_CONTEXTS if number <= reads)]
+    for number in contexts[1:]:
+        longer = partial(_passes, CachedLM(model), number, reading, LONG_BUDGET)
+        add(f"passes_{number}", longer)
+    if kernels and kernels["exact_bits"]:
+        add("exact_bits", lambda: _exact_bits(CachedLM(model), contexts[-1]))
     add("plain", lambda: _plain(model))
 
 
@@ -186,15 +206,17 @@ def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[
     }
 
 
-def _passes(lm: CachedLM, reading: float | None) -> list[dict[str, Any]]:
-    """A row for each number of tokens fed. reading: seconds to read the weights once.
+def _passes(
+    lm: CachedLM, context: int, reading: float | None, budget: float
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens fed after a text of `context` tokens. reading: seconds to
+    read the weights once. budget: as for `pass_seconds`.
 
     cost: in passes over one token. highest_speedup: if all draft tokens are accepted and drafting
     is free.
     """
-    context = min(CONTEXT, lm.max_positions // 2)
     widths = [width for width in WIDTHS if context + width <= lm.max_positions]
-    seconds = pass_seconds(lm, context, widths, turns=TURNS, budget=BUDGET)
+    seconds = pass_seconds(lm, context, widths, turns=TURNS, budget=budget)
     return [
         {
             "context": context,
@@ -206,6 +228,12 @@ def _passes(lm: CachedLM, reading: float | None) -> list[dict[str, Any]]:
         }
         for width in widths
     ]
+
+
+def _exact_bits(lm: CachedLM, context: int) -> dict[str, Any]:
+    """cost: of a pass with exact bits, in passes without them."""
+    cost = exact_bits_cost(lm, context, CHAIN, turns=TURNS, budget=LONG_BUDGET)
+    return {"context": context, "fed": CHAIN, "cost": cost}
 
 
 def _prefill(lm: CachedLM, longest: int) -> dict[str, Any]:
@@ -226,8 +254,8 @@ def _plain(model: Any) -> dict[str, Any]:
 
 
 def conclusions(examination: Examination) -> list[str]:
-    """What the figures mean, in up to six lines."""
-    parts = (_on_lossless, _on_kernels, _on_passes, _on_limits, _on_gpus, _on_load)
+    """What the figures mean, in up to seven lines."""
+    parts = (_on_lossless, _on_kernels, _on_bits, _on_passes, _on_limits, _on_gpus, _on_load)
     lines = [part(examination) for part in parts]
     return [line for line in lines if line]
 
@@ -249,7 +277,11 @@ def _on_kernels(examination: Examination) -> str:
         return ""
     kernels, target = (examination.figures[item] for item in ("kernels", "target"))
     if torch.device(target["device"]).type != "cpu":
-        return "The target runs on a GPU; packed products and the lean forward are only for CPUs."
+        name = {"lean": "the lean forward", "transformers": "transformers' forward"}
+        return (
+            f"The target runs on a GPU, through {name[kernels['forward']]}; packed products are "
+            "only for CPUs."
+        )
     dtypes = examination.figures.get("dtypes", {})
     fast = [name for name, speeds in dtypes.items() if speeds["fast"]]
     if not kernels["packed"]:
@@ -259,7 +291,8 @@ def _on_kernels(examination: Examination) -> str:
             advice = f" Use --dtype {best}."
         return f"Packed products are off: {kernels['not_packed_because']}.{advice}"
     line = f"Packed products are on; the forward is {kernels['forward']}"
-    line += "." if kernels["forward"] == "lean" else "', which is slower."
+    reason = kernels["not_lean_because"]
+    line += "." if reason is None else f"', which is slower: {reason}."
     if target["dtype"] == "float32" and "bfloat16" in fast:
         line += (
             " This CPU multiplies in bfloat16: use --dtype bfloat16, which reads half the bytes."
@@ -267,6 +300,16 @@ def _on_kernels(examination: Examination) -> str:
     elif target["dtype"] == "float32":
         line += " This CPU has no products in bfloat16: float32 is right here."
     return line
+
+
+def _on_bits(examination: Examination) -> str:
+    bits = examination.figures.get("exact_bits")
+    if bits is None or bits["cost"] <= DEAR:
+        return ""
+    return (
+        f"Exact bits make a pass over {bits['fed']} tokens after {bits['context']:,} tokens "
+        f"{bits['cost'] - 1:.0%} longer: use --no-exact-bits if texts may differ by rounding."
+    )
 
 
 def _on_passes(examination: Examination) -> str:

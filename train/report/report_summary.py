@@ -183,6 +183,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"bootstrap intervals over the timed {'batches' if _batches(report) else 'prompts'}"
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
+        *_forwards(report),
         *_fixed_depths(report),
         *_ranks(rows),
         *([] if can_plot() else ["no plots: they need pip install 'draftsmith[plots]'"]),
@@ -307,6 +308,21 @@ def _sampling(evaluation: dict[str, Any]) -> str:
     if evaluation.get("draft_temperature") is not None:
         parts.append(f"drafter's temperature {evaluation['draft_temperature']:g}")
     return ", ".join(parts)
+
+
+def _forwards(report: dict[str, Any]) -> list[str]:
+    """Say what computed the target, if the evaluations know it."""
+    if not any(row["evaluation"].get("kernels") for row in report["rows"]):
+        return []
+    return [f"the target's forward: {_setting(report, 'kernels', _forward)}"]
+
+
+def _forward(evaluation: dict[str, Any]) -> str:
+    kernels = evaluation.get("kernels")
+    if not kernels:
+        return MISSING
+    name = {"lean": "lean", "transformers": "that of transformers"}[kernels["forward"]]
+    return name + (", chains with the bits of plain decoding" if kernels["exact_bits"] else "")
 
 
 def _dtype(report: dict[str, Any]) -> str:

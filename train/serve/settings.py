@@ -100,6 +100,7 @@ class Settings:
             "lossy": self.lossy,
             "sampling": vars(decode.sampling),
             "draft_temperature": decode.draft_temperature,
+            "exact_bits": decode.exact_bits,
             "learning": self.learner is not None and self.learner.learning,
         }
 

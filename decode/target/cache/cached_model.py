@@ -45,6 +45,10 @@ PASS_TOKENS = 4096
 # pass grows with its square.
 SHORT_PASS_TOKENS = 512
 
+# The most numbers in the mask of such a pass: tokens of all rows, times slots. In a long text, a
+# pass feeds fewer tokens, but never fewer than SHORT_PASS_TOKENS for this reason.
+MASK_SIZE = 1 << 26
+
 # Models that passed the trial for trees, with the attention implementation and dtype they passed it
 # in. No other object remembers this.
 _PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
@@ -134,6 +138,8 @@ class CachedLM:
     captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
     Each forward stores them in `features`, [B, n, H].
     pass_tokens: see `read`.
+    exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
+    `keeps_bits`.
     trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
     credit: the most draft tokens of a row that it takes now.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
@@ -156,9 +162,10 @@ class CachedLM:
         *,
         captured_layers: Sequence[int] = (),
         pass_tokens: int = PASS_TOKENS,
+        exact_bits: bool = True,
         trial: bool = False,
     ) -> None:
-        self.model = model
+        self.model, self.exact_bits = model, exact_bits
         self.capture(captured_layers)
         self.forward_pass = prepare(model)
         self.features: Mapping[int, Tensor] = {}
@@ -209,6 +216,14 @@ class CachedLM:
         """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
         captured_modules(self.model, layers)
         self.captured_layers = tuple(layers)
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether each token of a chain gets the logits of plain decoding to the bit, in passes of
+        up to `LONGEST_CHAIN` tokens (rows times tokens). Only in 16 bits, on a CPU, with packed
+        products and our attention; float32 promises equal texts, not equal bits."""
+        plain = self.states is None and self.sources is None and self.model.dtype.itemsize == 2
+        return plain and self.exact_bits and self.forward_pass.keeps_bits
 
     @property
     def layers(self) -> int:
@@ -420,11 +435,12 @@ class CachedLM:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
 
         counts: int [B], row b has that many tokens, the rest of its ids is padding. A pass takes at
-        most `pass_tokens` tokens of all rows together, and at least one of each row. The slots of
-        padding are overwritten later. `features` has the hidden states of all passes, [B, n, H].
+        most `pass_tokens` tokens of all rows together, in a long text fewer (`MASK_SIZE`), and at
+        least one of each row. The slots of padding are overwritten later. `features` has the hidden
+        states of all passes, [B, n, H].
         For a row without tokens the logits mean nothing.
         """
-        if ids_BN.numel() <= self.pass_tokens:
+        if ids_BN.numel() <= self.pass_limit(int((start + counts).max())):
             last = np.maximum(counts - 1, 0)
             return self.forward(ids_BN, start, columns=last[:, None], ends=start + counts)
         read = LongRead(self, ids_BN, start, counts)
@@ -434,11 +450,17 @@ class CachedLM:
         assert read.logits is not None
         return read.logits
 
+    def pass_limit(self, slots: int) -> int:
+        """The most tokens of a pass in texts of so many slots (`MASK_SIZE`)."""
+        return min(self.pass_tokens, max(MASK_SIZE // max(slots, 1), SHORT_PASS_TOKENS))
+
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
         slots = self.slots
         # Elsewhere than on a CPU, kernels promise no equal bits.
-        chain = ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static
+        chain = (
+            ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static and self.exact_bits
+        )
         dtype, windows = self.model.dtype, set(self._windows)
         visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
         if self.watch is not None:

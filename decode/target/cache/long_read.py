@@ -46,12 +46,13 @@ class LongRead:
 
     def read_on(self, tokens: int) -> int:
         """One pass over at most so many tokens of all rows together, but at least one of each row
-        that has some left, and at most `CachedLM.pass_tokens`. Returns how many were fed, with the
+        that has some left, and at most `CachedLM.pass_limit`. Returns how many were fed, with the
         padding of shorter rows."""
         lm, begin, last = self._lm, self._begin, self._last
         # The rows up to the last one that has tokens left.
         live = int(np.flatnonzero(last >= begin)[-1]) + 1
-        width = max(min(tokens, lm.pass_tokens) // live, 1)
+        limit = lm.pass_limit(int((self._start + self._counts).max()))
+        width = max(min(tokens, limit) // live, 1)
         end = min(begin + width, self._ids.shape[1])
         with lm.only(0, live) if live < len(last) else nullcontext():
             logits = lm.forward(

@@ -38,6 +38,10 @@ LONGEST_CHAIN = 32
 # The kernel multiplies this many rows of a query at once. More rows go through other sums.
 QUERY_ROWS = 32
 
+# In a pass over more tokens than this, the query heads that share a key head are computed one after
+# the other. Then the mask is not repeated for each of them.
+SHORT_FEED = 256
+
 # Gets the queries [B, N, n, D] of a layer, keys and values [B, K, S, D], and the scale of scores.
 Watch = Callable[[Tensor, Tensor, Tensor, float], None]
 
@@ -108,7 +112,7 @@ class AttentionMask:
             visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(hidden, blocked)
         self.additive = visible
         # The masks of the kernel calls are the same in all layers of the same shape.
-        self._forms: dict[tuple[str, int], Tensor] = {}
+        self._forms: dict[tuple[str, int, int], Tensor] = {}
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
@@ -127,15 +131,38 @@ class AttentionMask:
                 query, key, value, is_causal=fed > 1, scale=scale, enable_gqa=group > 1
             )
         query = query.unflatten(1, (key.shape[1], group))
-        if self.chain and fed > 1 and fed > tokens_together(group, query.shape[4], query.dtype):
-            return self._each_token_alone(query, key, value, scale)
-        form = self._forms.get(("rows", group))
+        if fed > SHORT_FEED:
+            heads = [
+                scaled_dot_product_attention(x, key, value, attn_mask=mask, scale=scale)
+                for x in query.unbind(2)
+            ]
+            return torch.stack(heads, 2).flatten(1, 2)
+        together = fed
+        if self.chain and fed > 1:
+            together = tokens_together(group, query.shape[4], query.dtype)
+            if together == 1:
+                return self._each_token_alone(query, key, value, scale)
+        parts = [
+            self._as_rows(query[:, :, :, begin : begin + together], begin, key, value, scale)
+            for begin in range(0, fed, together)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+    def _as_rows(
+        self, query: Tensor, begin: int, key: Tensor, value: Tensor, scale: float
+    ) -> Tensor:
+        """query: [B, K, G, m, D], of the m fed tokens from `begin` on. Tokens and heads are rows of
+        one query."""
+        assert self.additive is not None
+        group, tokens = query.shape[2:4]
+        form = self._forms.get(("rows", group, begin))
         if form is None:
-            form = self._forms["rows", group] = mask.repeat(1, 1, group, 1)
+            mask = self.additive[:, :, begin : begin + tokens]
+            form = self._forms["rows", group, begin] = mask.repeat(1, 1, group, 1)
         out = scaled_dot_product_attention(
             query.flatten(2, 3), key, value, attn_mask=form, scale=scale
         )
-        return out.unflatten(2, (group, fed)).flatten(1, 2)
+        return out.unflatten(2, (group, tokens)).flatten(1, 2)
 
     def _each_token_alone(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query: [B, K, G, n, D]. The kernel sees n batches of one token each, so the products are
@@ -145,12 +172,12 @@ class AttentionMask:
         rows, key_heads, _, fed, _ = query.shape
         query = query.permute(3, 0, 1, 2, 4).flatten(1, 2)  # [n, B·K, G, D]
         key, value = (x.flatten(0, 1).expand(fed, -1, -1, -1) for x in (key, value))
-        form = self._forms.get(("alone", key_heads))
+        form = self._forms.get(("alone", key_heads, 0))
         if form is None:
             form = self.additive.expand(rows, -1, -1, -1).permute(2, 0, 1, 3)  # [n, B, 1, S]
             if rows > 1:
                 form = form[:, :, None].expand(-1, -1, key_heads, -1, -1).flatten(1, 2)
-            self._forms["alone", key_heads] = form
+            self._forms["alone", key_heads, 0] = form
         out = scaled_dot_product_attention(query, key, value, attn_mask=form, scale=scale)
         return out.unflatten(1, (rows, key_heads)).permute(1, 2, 3, 0, 4).flatten(1, 2)
 
@@ -319,6 +346,7 @@ class LeanForward(nn.Module):
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
     over static slots (`decode.target.cache.slots`).
+    keeps_bits: see `CachedLM.keeps_bits`.
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
 
@@ -346,6 +374,8 @@ class LeanForward(nn.Module):
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
+        # Capped scores are sums whose order depends on the number of tokens.
+        self.keeps_bits = packed and all(parts.softcap is None for parts in layers)
 
     def changed(
         self, attention: Iterable[int], mlps: Iterable[int], embedding: nn.Module | None = None

@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.target.cache.slots import SlotLayer
 from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask, columns_of
+from decode.target.forward.lean_parts import PackedLinear
 from decode.target.hidden_states import Recorder
 from decode.target.kinds.layer_kinds import RECURRENT
 from decode.target.pretrained import decoder_config
@@ -80,7 +81,8 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class TransformersForward(nn.Module):
     """The same interface as `LeanForward`. The model may have our attention and packed layers.
 
-    layers: the numbers of its layers among those that have masks. None: all, in order.
+    layers: the numbers of its layers among those that have masks. None: all, in order. keeps_bits:
+    see `CachedLM.keeps_bits`.
     """
 
     static_slots = False
@@ -90,6 +92,7 @@ class TransformersForward(nn.Module):
         self.model, self.layers = model, layers
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
+        self.keeps_bits = self.has_our_attention and _all_packed(model)
         self._recorder = functools.cache(functools.partial(Recorder, model))
 
     def forward(
@@ -188,3 +191,14 @@ class TransformersForward(nn.Module):
             yield
         finally:
             hook.remove()
+
+
+def _all_packed(model: nn.Module) -> bool:
+    """Whether all matrices that a model multiplies with are packed. Experts are not."""
+    known = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, PackedLinear | nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+    }
+    return all(id(x) in known for x in model.parameters() if x.ndim > 1)
