@@ -2,16 +2,17 @@
 
     python -m benchmarks.edge [--quick] [--json FILE] [--plot FILE] [--target T] [--dtype D]
                               [--drafter NAME|DIRECTORY] [--gamma N] [--policy P] [--tokens N]
-                              [--prompts FILE] [--temperature T]
+                              [--prompts FILE] [--temperature T] [--jitter MS] [--bandwidth KB]
 
 Three ways to the same texts, one text at a time: the target alone in the cloud, which streams its
 tokens; the drafter beside the target in the cloud; the drafter at the edge, which waits for every
 verdict. The edge talks to a verification server, a process of its own, through a relay that delays
 each message by half a round trip. The first two ways are measured without a line, and pay one round
-trip for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt): tokens and draft tokens
-of a round, seconds of a draft token and of a pass at the server, as measured in that run. The last
-column is the most that drafting ahead could reach, while a verdict travels: drafts then cost
-nothing after each round whose tokens were all accepted.
+trip for a text. Beside the edge stands the formula E/(k·t_d + t_v + rtt + b/W): tokens and draft
+tokens of a round, seconds of a draft token and of a pass at the server, and bytes of a round, as
+measured in that run; rtt has the mean jitter of two messages. The last column is the most that
+drafting ahead could reach, while a verdict travels: drafts then cost nothing after each round whose
+tokens were all accepted.
 """
 
 import contextlib
@@ -72,6 +73,12 @@ def main(
     temperature: Annotated[float, typer.Option(help="of the texts")] = 0.0,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 64,
+    jitter: Annotated[
+        float, typer.Option(min=0, help="ms that a message takes longer, at most")
+    ] = 0.0,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.1, help="kB/s of the line, each way; default: any")
+    ] = None,
 ) -> None:
     """Measure the three ways at several round trips."""
     reporter = start_benchmark()
@@ -89,6 +96,8 @@ def main(
             gamma=gamma,
             policy=policy,
             sampling=Sampling(temperature),
+            jitter=jitter,
+            bandwidth=bandwidth,
             say=reporter.say,
         )
     reporter.table(rows_table(f"tokens per second, {drafter}", [shown(row) for row in rows]))
@@ -98,9 +107,9 @@ def main(
     if json_file is not None:
         ratios = {f"edge_to_cloud_at_{row['rtt_ms']}_ms": row[EDGE] / row[CLOUD] for row in rows}
         process = describe_machine()
-        write_json(
-            json_file, {"benchmark": "edge", "process": process, "rows": rows, "ratios": ratios}
-        )
+        line = {"jitter_ms": jitter, "bandwidth_kb": bandwidth}
+        figures = {"process": process, "line": line, "rows": rows, "ratios": ratios}
+        write_json(json_file, {"benchmark": "edge", **figures})
     if plot is not None:
         plot_rows(rows, plot)
 
@@ -116,11 +125,14 @@ def measure(
     gamma: int,
     policy: Part,
     sampling: Sampling,
+    jitter: float = 0.0,
+    bandwidth: float | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> list[dict[str, Any]]:
     """Return a row for each round trip, in milliseconds: tokens per second of each way, the figures
     of the edge's rounds, and whether the edge's texts are those in the cloud. port: of a
-    verification server on this machine. say: is told what is measured next."""
+    verification server on this machine. jitter: milliseconds that a message takes longer, at most.
+    bandwidth: kB/s each way; None: any. say: is told what is measured next."""
     say("measuring in the cloud")
     alone = _decoder(target, DRAFTERS["none"](), 1, "fixed", sampling)
     beside = _decoder(target, drafter, gamma, policy, sampling)
@@ -130,14 +142,17 @@ def measure(
     rows = []
     for rtt in round_trips:
         say(f"measuring at the edge, round trip {rtt:g} ms")
-        with Relay(port, rtt=rtt / 1e3) as relay:
+        # Each of the two messages is late by half of the jitter, on average.
+        trip = (rtt + jitter) / 1e3
+        speed = None if bandwidth is None else 1e3 * bandwidth
+        with Relay(port, rtt=rtt / 1e3, jitter=jitter / 1e3, bandwidth=speed) as relay:
             client = EdgeClient(
                 Link(relay.url), drafter, gamma=gamma, policy=policy, sampling=sampling
             )
             edge = [_timed(client, prompt, tokens) for prompt in prompts]
             client.close()
         ways = {CLOUD: cloud, CLOUD_DRAFTER: drafted, EDGE: edge}
-        trips = {CLOUD: rtt / 1e3, CLOUD_DRAFTER: rtt / 1e3, EDGE: 0.0}
+        trips = {CLOUD: trip, CLOUD_DRAFTER: trip, EDGE: 0.0}
         speeds = {
             name: sum(len(text) for text, _, _ in runs)
             / sum(seconds + trips[name] for _, seconds, _ in runs)
@@ -148,7 +163,8 @@ def measure(
         draft_s = sum(drafts for _, _, drafts in edge) / len(client.rounds)
         server_s = float(np.mean([one.wall_ms - one.rtt_ms for one in client.rounds])) / 1e3
         accepted = float(np.mean([one.accepted == one.k > 0 for one in client.rounds]))
-        rest_s = server_s + rtt / 1e3
+        sent = sum(one.bytes_up + one.bytes_down for one in client.rounds) / len(client.rounds)
+        rest_s = server_s + trip + (sent / speed if speed else 0.0)
         rows.append(
             {
                 "rtt_ms": rtt,
@@ -223,12 +239,13 @@ def plot_rows(rows: Sequence[dict[str, Any]], file: Path) -> None:
 
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for name in (CLOUD, CLOUD_DRAFTER, EDGE, FORMULA):
+    styles = {CLOUD: "-", CLOUD_DRAFTER: "-", EDGE: "-", FORMULA: "--", AHEAD: ":"}
+    for name, style in styles.items():
         axes.plot(
             [row["rtt_ms"] for row in rows],
             [row[name] for row in rows],
             marker="o",
-            linestyle="--" if name == FORMULA else "-",
+            linestyle=style,
             label=name,
         )
     axes.set_xlabel("round trip (ms)")

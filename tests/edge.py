@@ -2,11 +2,11 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from decode.device import compute_apart
 from decode.loop import Decoder
 from decode.parts import Part
 from decode.sampling import Sampling
@@ -46,26 +46,36 @@ class Serving:
 
 @contextlib.contextmanager
 def serving(
-    rule: Part = "coupled", *, key: str | None = None, port: int = 0, **bounds: Any
+    rule: Part = "coupled",
+    *,
+    served: Target | None = None,
+    key: str | None = None,
+    port: int = 0,
+    **bounds: Any,
 ) -> Iterator[Serving]:
+    """Raises at its end what the server ended of."""
     with bind("127.0.0.1", port) as bound:
-        verifier = Verifier(target(), rule, Bounds(**bounds))
+        verifier = Verifier(served or target(), rule, Bounds(**bounds))
         server = VerifyServer(verifier, bound, key)
-        thread = threading.Thread(target=server.run)
-        thread.start()
+        done = compute_apart(server.run, "server")
         server.wait()
         try:
             yield Serving(server, verifier)
         finally:
             server.stop()
-            thread.join()
+            done.result()
 
 
 @contextlib.contextmanager
 def edge(
-    url: str, *, key: str | None = None, stall: float = 1.0, **options: Any
+    url: str,
+    *,
+    key: str | None = None,
+    patience: float = 20,
+    stall: float = 1.0,
+    **options: Any,
 ) -> Iterator[EdgeClient]:
-    link = Link(url, key, patience=20, stall=stall)
+    link = Link(url, key, patience=patience, stall=stall)
     client = EdgeClient(link, options.pop("drafter", None) or near_drafter(), **options)
     try:
         yield client

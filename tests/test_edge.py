@@ -1,9 +1,10 @@
-"""Drafting at the edge against a server: texts, shared passes, broken lines, bounds."""
+"""Drafting at the edge against a server: texts, shared passes, bounds. Lines that break are in
+`test_edge_lines.py`."""
 
 import json
+import socket
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,19 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from benchmarks import edge as benchmark
-from benchmarks.parts.relay import Fate, Relay
+from benchmarks.parts.relay import Relay
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.rules.threshold import Threshold
 from decode.sampling import Sampling
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
 from tests.tiny import near_drafter, save_tiny
 from train.cli.main import app
-from train.edge.client import EdgeClient, summary
+from train.edge.client import summary
 from train.edge.link import Link
 from train.edge.protocol import FRAME_BYTES, UP, VERSION, ProtocolError, decode, encode, hash_ids
+from train.edge.server import Line
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 
@@ -94,104 +97,25 @@ def test_edges_share_passes() -> None:
         assert server.verifier.passes < 0.8 * server.verifier.drafts
 
 
+def test_messages_go_out_at_once() -> None:
+    """Nagle's algorithm would hold every second of two verdicts for some 40 ms."""
+    with serving() as server, edge(server.url) as client:
+        client.decode(PROMPTS[:1], 2)
+        (session,) = server.verifier._sessions
+        assert isinstance(session.connection, Line)
+        socket_of_server = session.connection.socket.transport.get_extra_info("socket")
+        line = client._lm.link.connection
+        assert line is not None
+        for end in (socket_of_server, line.socket):
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_more_texts_than_rows_take_turns() -> None:
     expected = plain_texts(SAMPLED, seed=1)
     with serving(max_rows=1) as server, edge(server.url, sampling=SAMPLED) as client:
         assert client.decode(PROMPTS, NEW, seed=1).outputs == expected
         # Under load the server asks for tokens without drafts.
         assert any(one.k == 0 for one in client.rounds)
-
-
-# --- lines that break -----------------------------------------------------------------------------
-
-
-def fate_of(kind: str, number: int, fate: Fate) -> Callable[[bytes, bool], Fate]:
-    """This fate for the given message of a kind (0, 1, …), once; all others pass."""
-    left = [number]
-
-    def choose(frame: bytes, up: bool) -> Fate:
-        if msgpack.unpackb(frame)["type"] != kind:
-            return "pass"
-        left[0] -= 1
-        return fate if left[0] == -1 else "pass"
-
-    return choose
-
-
-@pytest.mark.parametrize("fate", ["cut before", "cut after", "twice"])
-@pytest.mark.parametrize("kind", ["hello", "welcome", "open", "draft", "verdict", "cancel"])
-def test_a_text_is_unbroken_whatever_happens_to_a_message(kind: str, fate: Fate) -> None:
-    expected = plain_texts(SAMPLED, seed=2)
-    number = 3 if kind in ("draft", "verdict") else 0
-    choose = fate_of(kind, number, fate)
-    with (
-        serving() as server,
-        Relay(server.port, fate=choose) as relay,
-        edge(relay.url, sampling=SAMPLED) as client,
-    ):
-        assert client.decode(PROMPTS, NEW, seed=2).outputs == expected
-
-
-def test_a_line_that_stalls_is_made_again() -> None:
-    expected = plain_texts(GREEDY)
-    choose = fate_of("verdict", 2, "stall")
-    with (
-        serving() as server,
-        Relay(server.port, fate=choose) as relay,
-        edge(relay.url, stall=0.3) as client,
-    ):
-        assert client.decode(PROMPTS, NEW).outputs == expected
-        assert max(one.wall_ms for one in client.rounds) > 290
-
-
-def test_a_server_that_starts_again_continues_texts() -> None:
-    expected = plain_texts(SAMPLED, seed=6)
-    with serving() as first:
-        port = first.port
-        link = Link(first.url, patience=20)
-        begun = threading.Event()
-        drafter = near_drafter()
-        outputs = []
-
-        def run() -> None:
-            client = EdgeClient(link, drafter, sampling=SAMPLED)
-
-            def wait(row: int, tokens: list[int]) -> None:
-                begun.set()
-                time.sleep(0.02)
-
-            outputs.extend(client.decode(PROMPTS, NEW, seed=6, on_tokens=wait).outputs)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        begun.wait()
-    with serving(port=port) as second:
-        thread.join()
-        assert outputs == expected
-        assert second.verifier.drafts > 0
-        link.close()
-
-
-def test_keys_and_sessions_expire_and_the_text_goes_on() -> None:
-    expected = plain_texts(SAMPLED, seed=7)
-    with serving(kv_seconds=0.02, session_seconds=0.05) as server:
-        choose = fate_of("draft", 4, "cut before")
-        with Relay(server.port, fate=choose) as relay, edge(relay.url, sampling=SAMPLED) as client:
-            pauses = iter((0.1, 0.1, 0.1))
-
-            def wait(row: int, tokens: list[int]) -> None:
-                time.sleep(next(pauses, 0.0))
-
-            assert client.decode(PROMPTS, NEW, seed=7, on_tokens=wait).outputs == expected
-            read_again = [one for one in client.rounds if one.seq > 1 and one.prefill_ms > 0]
-            assert read_again
-
-
-def test_a_server_without_an_answer_is_one_clear_error() -> None:
-    with pytest.raises(UserError, match="does not answer"):
-        Link("ws://127.0.0.1:9", patience=0.2).ready()
-    with pytest.raises(UserError, match="expected ws://"):
-        Link("http://127.0.0.1:9")
 
 
 # --- what the server refuses ----------------------------------------------------------------------
@@ -356,6 +280,21 @@ def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
     assert heads_at_edge.exit_code == 2
 
 
+def test_the_calibrated_threshold_is_the_servers(tmp_path: Path) -> None:
+    directory, prompts = str(save_tiny(tmp_path / "target")), tmp_path / "dev.jsonl"
+    prompts.write_text(json.dumps({"prompt": "What?"}) + "\n")
+    command = ["calibrate", "--target", directory, "--drafter", directory, "--thresholds", "0.125"]
+    command += ["--prompts", str(prompts), "--max-new-tokens", "8"]
+    done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "figures.json")])
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    with serving(figures["rule"]) as server, edge(server.url) as client:
+        assert isinstance(server.verifier.rule, Threshold)
+        assert server.verifier.rule.threshold == figures["threshold"] == 0.125
+        assert client._lm.link.welcome["rule"] == figures["rule"]
+    assert f"--rule {figures['rule']}" in " ".join(done.output.split())
+
+
 def test_a_server_without_texts_rests() -> None:
     with serving() as server:
         begin = time.process_time()
@@ -364,7 +303,7 @@ def test_a_server_without_texts_rests() -> None:
     assert server.verifier.passes == 0
 
 
-def test_the_benchmark_measures_the_same_texts() -> None:
+def test_the_benchmark_measures_the_same_texts(tmp_path: Path) -> None:
     with serving() as server:
         rows = benchmark.measure(
             target(),
@@ -376,8 +315,13 @@ def test_the_benchmark_measures_the_same_texts() -> None:
             gamma=3,
             policy="fixed",
             sampling=SAMPLED,
+            jitter=1,
+            bandwidth=100,
         )
     assert all(row["identical"] for row in rows)
     assert rows[1]["rounds"]["rtt_ms"] - rows[0]["rounds"]["rtt_ms"] > 20
     for row in rows:
         assert set(benchmark.shown(row)) > {"round trip, ms", "edge", "formula", "edge pays"}
+        assert row[benchmark.EDGE] <= row[benchmark.FORMULA] <= row[benchmark.AHEAD]
+    benchmark.plot_rows(rows, tmp_path / "edge.png")
+    assert (tmp_path / "edge.png").stat().st_size

@@ -5,9 +5,9 @@ It forwards WebSocket frames, so it can tell one message from another.
 
 import asyncio
 import random
-import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,9 +15,22 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-# pass it on; cut the line before or after it is passed on; pass it on twice; pass nothing on from
-# here.
+from train.serve.server import bind
+
+# pass it on; cut the line before or after it is passed on; pass it on twice; hold it, and all after
+# it, for some time.
 Fate = Literal["pass", "cut before", "cut after", "twice", "stall"]
+ChooseFate = Callable[[bytes, bool], Fate]
+
+
+def random_fates(seed: int, *, cuts: int = 0, stalls: int = 0, share: float = 0.1) -> ChooseFate:
+    """So many cuts and stalls at random frames, and no more. share: of the frames that meet one of
+    them, until all have happened."""
+    rng = random.Random(seed)
+    left: list[Fate] = [rng.choice(("cut before", "cut after")) for _ in range(cuts)]
+    left += ["stall"] * stalls
+    rng.shuffle(left)
+    return lambda frame, up: left.pop() if left and rng.random() < share else "pass"
 
 
 class Relay:
@@ -26,7 +39,9 @@ class Relay:
     port: of the server, which may change. rtt: seconds of a round trip. jitter: each frame takes up
     to so many seconds longer, by a seed; frames stay in order. bandwidth: bytes per second in each
     direction; None: any. fate: of a frame, by its bytes and whether it goes up to the server.
-    frames, bytes: what was passed on.
+    stall: seconds that a stall lasts.
+
+    frames, bytes: what was passed on. fates: how many frames met each fate but "pass".
     """
 
     def __init__(
@@ -37,14 +52,16 @@ class Relay:
         jitter: float = 0.0,
         bandwidth: float | None = None,
         seed: int = 0,
-        fate: Callable[[bytes, bool], Fate] = lambda frame, up: "pass",
+        fate: ChooseFate = lambda frame, up: "pass",
+        stall: float = 1.0,
     ) -> None:
         self.port, self.rtt, self.jitter, self.bandwidth = port, rtt, jitter, bandwidth
-        self.fate = fate
+        self.fate, self.stall = fate, stall
+        self.fates: Counter[Fate] = Counter()
         self.frames = self.bytes = 0
         self._random = random.Random(seed)
         self._loop = asyncio.new_event_loop()
-        self._bound = socket.create_server(("127.0.0.1", 0))
+        self._bound = bind("127.0.0.1", 0)
         self._started, self._stopping = threading.Event(), asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
@@ -103,23 +120,28 @@ class Relay:
 
     async def _pump(self, source: Any, sink: Any, up: bool) -> None:
         """Pass frames on, each at its moment. Ends when the line is to be cut."""
-        queue: asyncio.Queue[tuple[float, bytes, bool]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[float, bytes | None]] = asyncio.Queue()  # None: the end
         writing = asyncio.create_task(self._write(queue, sink))
         free = due = 0.0  # when the line is free, and when the last frame arrives
         try:
             async for frame in source:
                 fate = self.fate(frame, up)
+                if fate != "pass":
+                    self.fates[fate] += 1
                 if fate == "cut before":
+                    queue.put_nowait((due, None))
+                    await writing
                     return
                 if fate == "stall":
-                    await asyncio.sleep(3600)
+                    await asyncio.sleep(self.stall)
                 free = max(free, time.monotonic())
                 if self.bandwidth is not None:
                     free += len(frame) / self.bandwidth
                 due = max(due, free + self.rtt / 2 + self._random.uniform(0, self.jitter))
                 for _ in range(2 if fate == "twice" else 1):
-                    queue.put_nowait((due, frame, fate == "cut after"))
+                    queue.put_nowait((due, frame))
                 if fate == "cut after":
+                    queue.put_nowait((due, None))
                     await writing
                     return
         except ConnectionClosed:
@@ -127,17 +149,17 @@ class Relay:
         finally:
             writing.cancel()
 
-    async def _write(self, queue: "asyncio.Queue[tuple[float, bytes, bool]]", sink: Any) -> None:
+    async def _write(self, queue: "asyncio.Queue[tuple[float, bytes | None]]", sink: Any) -> None:
         while True:
-            due, frame, last = await queue.get()
+            due, frame = await queue.get()
             wait = due - time.monotonic()
             if wait > 0:
                 await asyncio.sleep(wait)
+            if frame is None:
+                return
             try:
                 await sink.send(frame)
             except ConnectionClosed:
                 return
             self.frames += 1
             self.bytes += len(frame)
-            if last:
-                return

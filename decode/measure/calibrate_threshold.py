@@ -9,6 +9,7 @@ import numpy as np
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoded
+from decode.registry import Choice
 from decode.settings import DecodeSettings
 from decode.stats import Counts, finite
 from decode.target.loading import Target
@@ -42,10 +43,14 @@ class ThresholdCalibration:
     in_range: bool
 
     @property
+    def rule(self) -> str:
+        """The rule with the chosen θ, as `generate` and `verify-server` take it."""
+        return str(Choice("threshold", {"threshold": self.chosen.threshold}))
+
+    @property
     def verdict(self) -> str:
         low, high = self.within
-        text = f"θ = {self.chosen.threshold:g}: use --rule threshold:threshold="
-        text += f"{self.chosen.threshold:g}"
+        text = f"θ = {self.chosen.threshold:g}: use --rule {self.rule}"
         if self.in_range:
             return f"{text} (lowest latency with an acceptance rate of {low:g} to {high:g})"
         return (
@@ -56,7 +61,7 @@ class ThresholdCalibration:
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values."""
         return {
-            "rule": "threshold",
+            "rule": self.rule,
             "lossless": False,
             "threshold": self.chosen.threshold,
             "within": list(self.within),

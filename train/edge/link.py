@@ -12,6 +12,9 @@ from decode.errors import UserError
 from train.edge.protocol import DOWN, FRAME_BYTES, VERSION, Message, ProtocolError, decode, encode
 
 FIRST_WAIT, LONGEST_WAIT = 0.05, 2.0  # seconds between two attempts to connect
+# Fields of the welcome that must stay as they were. A text that goes on under another rule, or with
+# another target, is a mixture of two texts.
+LASTING = ("rule", "lossless", "couples", "max_positions", "token_count", "fingerprint", "weights")
 
 
 class LinkLost(Exception):
@@ -51,7 +54,8 @@ class Link:
         """Connect if there is no line, and resume the session or begin one.
 
         deadline: of `time.monotonic`. None: after `patience`. Raises UserError if the server cannot
-        be reached until then, refuses the key or speaks another version.
+        be reached until then, refuses the key, speaks another version, or after a break has another
+        rule or target than before it.
         """
         deadline = time.monotonic() + self.patience if deadline is None else deadline
         wait = FIRST_WAIT
@@ -99,11 +103,27 @@ class Link:
         if answer["type"] == "error" and answer["code"] == "session":
             self.send("hello", version=VERSION)
             answer = self.receive()
-        if answer["type"] == "error":
-            if answer["retry_ms"]:
-                raise LinkLost(answer["message"])
+        if answer["type"] == "error" and not answer["retry_ms"]:
+            self.lose()
             raise UserError(f"the verifier {self.url}: {answer['message']}")
+        if answer["type"] != "welcome":
+            raise LinkLost(answer.get("message", f"found {answer['type']}; expected welcome"))
+        self._require_same(answer)
         self.welcome = answer
+
+    def _require_same(self, welcome: Message) -> None:
+        before = self.welcome or welcome
+        changed = [
+            f"{name} was {before[name]!r:.80}, now {welcome[name]!r:.80}"
+            for name in LASTING
+            if welcome[name] != before[name]
+        ]
+        if changed:
+            self.close()
+            raise UserError(
+                f"the verifier {self.url} came back with another rule or target: "
+                f"{'; '.join(changed)}. Start it as it was, or begin the text again"
+            )
 
     def lose(self) -> None:
         """Give up the line, not the session."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-VERSION = 1
+VERSION = 2
 FRAME_BYTES = 1 << 16
 # Token ids in a frame: a msgpack integer below 2³² has up to 5 bytes, and other fields need space.
 FRAME_IDS = 12_000
@@ -47,7 +47,7 @@ CODES = {
     "order": "a draft whose number or text is not the next one",
     "limit": "more ids, requests or draft tokens than the server takes",
     "refused": "a text or settings that cannot be decoded",
-    "failed": "the pass failed",
+    "failed": "the server failed at the message or the text",
 }
 
 
@@ -114,6 +114,7 @@ DOWN: dict[str, dict[str, str]] = {
         "max_positions": "count",
         "fingerprint": "map",
         "token_count": "count",
+        "weights": "text",
         "kv_seconds": "number",
         "session_seconds": "number",
     },

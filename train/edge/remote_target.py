@@ -65,7 +65,8 @@ class Opening:
 @dataclass(eq=False)
 class _Remote:
     """A text at the server. ids: committed. session: in which it is open, '' for none. connection:
-    the line over which its draft was sent."""
+    the line over which its draft was sent. reopened: since the last verdict, because the server had
+    another text."""
 
     req: int
     opening: Opening
@@ -75,6 +76,7 @@ class _Remote:
     session: str = ""
     draft: list[int] | None = None
     connection: object = None
+    reopened: bool = False
     sent: float = 0.0
     bytes_up: int = 0
     verdict: tuple[int, int] = (0, 0)
@@ -229,10 +231,14 @@ class RemoteLM(CachedLM):
         text.connection = self.link.connection
 
     def _fail(self, text: _Remote | None, message: Message) -> None:
-        """An error of the server: open the text again if it is forgotten, else raise it."""
-        if message["code"] == "request" and text is not None:
+        """An error of the server: open the text again if it is forgotten, or if a part of its
+        prompt was lost with a line; else raise the error. An error about a text that waits for
+        nothing came too late."""
+        code = message["code"]
+        if text is not None and (code == "request" or (code == "order" and not text.reopened)):
             text.session, text.connection = "", None
-        elif message["code"] != "late":
+            text.reopened |= code == "order"
+        elif code != "late" and (text is not None or message["req"] < 0):
             raise UserError(f"the verifier {self.link.url}: {message['message']}")
 
     def _take(self, text: _Remote, message: Message) -> None:
@@ -252,6 +258,7 @@ class RemoteLM(CachedLM):
                 f"{text.seq}; this is an error of the server or of the line: begin again"
             )
         text.verdict, text.draft = (accepted, max(following, 0)), None
+        text.reopened = False
         self.credit = message["window"]
         wall = 1e3 * (time.monotonic() - text.sent)
         self.on_round(

@@ -71,7 +71,8 @@ class VerifyServer:
 
     def run(self, listening: Callable[[], None] = lambda: None, *, signals: bool = False) -> None:
         """Serve until `stop`. listening: called when edges can connect. signals: SIGTERM and Ctrl-C
-        stop it."""
+        stop it. If the verifying thread fails, the server ends too, and raises its error: who
+        started the process can start it again, and the edges go on."""
         try:
             asyncio.run(self._serve(listening, signals))
         finally:
@@ -101,6 +102,7 @@ class VerifyServer:
         ):
             self._started.set()
             listening()
+            self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()
 
     def _check_key(self, connection: ServerConnection, request: Request) -> Response | None:

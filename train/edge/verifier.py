@@ -3,16 +3,18 @@
 import logging
 import math
 import queue
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 
+from decode.device import compute_apart
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.parts import Part
 from decode.registry import Choice
+from decode.target.identity import weights_sha256
 from decode.target.loading import Target
 from decode.target.memory import affordable_slots
 from decode.verification import Verification
@@ -31,8 +33,12 @@ class Verifier:
     and values of a text stay for its next draft, and leave when they expire or another text needs
     the row; the text is then read again. Long texts are read in parts, with passes in between.
 
-    target, rule: as for `Decoder`. passes, drafts: how many there were so far. Raises UserError as
-    `Decoder` does, and for a rule that judges by the drafter's probabilities, which are not sent.
+    An error at one text or message ends that text or session. The other texts are read again. An
+    error of the thread itself ends it, and `done` has the error.
+
+    target, rule: as for `Decoder`. passes, drafts: how many there were so far. done: set when the
+    thread has ended. Raises UserError as `Decoder` does, and for a rule that judges by the
+    drafter's probabilities, which are not sent.
     """
 
     def __init__(
@@ -50,6 +56,9 @@ class Verifier:
         )
         self.rule = self.decoder.parts.rule
         self.rule_name = str(Choice.of(rule))
+        self._weights = ""  # those that are offloaded cannot be compared
+        with suppress(UserError):
+            self._weights = weights_sha256(target.model)
         self.passes = self.drafts = 0
         self._sessions = Sessions(self.bounds)
         self._rows: dict[int, tuple[Session, Text]] = {}
@@ -60,8 +69,7 @@ class Verifier:
         self._crowded = False  # texts with drafts waited for rows in the last pass
         self._ending = False
         self._decoding = self._new_decoding()
-        self._thread = threading.Thread(target=self._run, name="verify", daemon=True)
-        self._thread.start()
+        self.done = compute_apart(self._run, "verify")
 
     # --- called from other threads ----------------------------------------------------------------
 
@@ -75,9 +83,9 @@ class Verifier:
         return self._inbox.qsize()
 
     def end(self) -> None:
-        """End after the pass that runs."""
+        """End after the pass that runs. Raises what the thread ended of, if it has failed."""
         self._inbox.put(None)
-        self._thread.join()
+        self.done.result()
 
     # --- the verifying thread ---------------------------------------------------------------------
 
@@ -101,8 +109,6 @@ class Verifier:
                 self._read()
                 if any(text.draft is not None for _, text in self._texts()):
                     self._pass()
-        except BaseException:
-            logger.exception("the verifying thread has failed")
         finally:
             for session in self._sessions:
                 if session.connection is not None:
@@ -136,6 +142,13 @@ class Verifier:
             self._handle(connection, decode(frame, UP), arrived)
         except ProtocolError as error:
             _send_error(connection, error)
+        except Exception as error:
+            self._begin_anew([], error)
+            problem = ProtocolError("failed", f"the server failed at a message: {error}")
+            _send_error(connection, problem)
+            with suppress(ProtocolError):
+                self._sessions.end(self._sessions.of(connection))
+            connection.close()
 
     def _handle(self, connection: Connection, message: Message, arrived: float) -> None:
         kind = message["type"]
@@ -193,6 +206,7 @@ class Verifier:
                 max_positions=self.decoder.lm.max_positions,
                 fingerprint=target.fingerprint.to_dict(),
                 token_count=target.token_count,
+                weights=self._weights,
                 kv_seconds=self.bounds.kv_seconds,
                 session_seconds=self.bounds.session_seconds,
             )
@@ -239,6 +253,9 @@ class Verifier:
             session.texts.pop(text.req, None)
             self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
             return
+        except Exception as error:
+            self._begin_anew([(session, text)], error)
+            return
         self._rows[text.row] = session, text
 
     def _read(self) -> None:
@@ -258,6 +275,9 @@ class Verifier:
             self._forget(text)
             session.texts.pop(text.req, None)
             self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
+            return
+        except Exception as error:
+            self._begin_anew([(session, text)], error)
             return
         text.read = text.used = time.monotonic()
         text.prefill_s += text.read - started
@@ -309,18 +329,17 @@ class Verifier:
             (text for _, text in self._rows.values() if text.draft is None),
             key=lambda text: -text.used,
         )
-        seated = []
         for session, text in waiting:
             if text.row is None and len(self._rows) >= self.bounds.max_rows and idle:
                 self._leave(idle.pop())
             if text.row is None and len(self._rows) < self.bounds.max_rows:
                 self._admit(session, text)
-            if text.row in self._decoding.rows.numbers:
-                seated.append((session, text))
         self._crowded = any(
             text.row is None and text.req in session.texts for session, text in waiting
         )
-        return seated
+        # Only now: a text at which the server failed took all rows away.
+        read = set(self._decoding.rows.numbers.tolist())
+        return [(session, text) for session, text in waiting if text.row in read]
 
     def _pass(self) -> None:
         seated = self._seat()
@@ -344,16 +363,19 @@ class Verifier:
         for session, text in seated:
             self._answer(session, text, step, places[text.row], started, seconds)
 
-    def _begin_anew(self, seated: list[tuple[Session, Text]], error: Exception) -> None:
-        """After an error that leaves the rows as nobody knows: all texts are read again."""
+    def _begin_anew(self, failed: list[tuple[Session, Text]], error: Exception) -> None:
+        """After an error that leaves the rows as nobody knows: these texts end, and all others are
+        read again."""
         logger.error("the decode begins anew", exc_info=error)
         for _, text in self._rows.values():
             text.row = None
         self._rows.clear()
         self._decoding = self._new_decoding()
-        for session, text in seated:
+        for session, text in failed:
             session.texts.pop(text.req, None)
-            problem = ProtocolError("failed", f"the pass failed: {error}", req=text.req)
+            problem = ProtocolError(
+                "failed", f"the server failed at the text: {error}", req=text.req
+            )
             self._refuse(session, text, problem)
 
     def _refuse(self, session: Session, text: Text, error: ProtocolError) -> None:
