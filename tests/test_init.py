@@ -1,5 +1,6 @@
 """`draftsmith init` writes configs that run, and a plan needs no weights."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from decode.errors import UserError
 from tests.test_run import CONFIG, WORDS, fresh_accelerate  # noqa: F401  (a fixture)
 from tests.tiny import save_tiny
 from train import starter_config
-from train.cli.init import init
+from train.cli.init import GOAL_NAMES, MACHINE_NAMES, init
 from train.cli.main import app
 from train.cli.train import plan_target
 from train.config import load_config
@@ -71,14 +72,23 @@ def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, 
 
 
 @pytest.mark.slow
-def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("goal", GOALS)
+def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch, goal: str):
     monkeypatch.chdir(place)
-    assert write(place, "small-lm", "--machine", "cpu").exit_code == 0
-    small = ["stages.answers.max_new_tokens=8", "evaluation.timed_prompts=2", "trackers=[]"]
-    trained = command("train", "small-lm.yaml", *small, "data.limit=40", "threads=1")
+    assert write(place, goal, "--machine", "cpu").exit_code == 0
+    small = [
+        *("evaluation.timed_prompts=2", "evaluation.max_new_tokens=8", "evaluation.prompts=6"),
+        *("data.limit=40", "trackers=[]", "threads=1"),
+        *{
+            "small-lm": ["stages.answers.max_new_tokens=8"],
+            "heads": ["stages.answers.max_new_tokens=8", "stages.heads.tree.prompts=2"],
+            "online": ["stages.answers.max_new_tokens=8", "stages.online.max_new_tokens=8"],
+        }[goal],
+    ]
+    trained = command("train", f"{goal}.yaml", *small)
     assert trained.exit_code == 0, trained.stderr
     assert "split off from train" in trained.stdout
-    assert (place / "runs" / "small-lm" / "report.html").exists()
+    assert (place / "runs" / goal / "report.html").exists()
 
 
 def test_what_is_missing_or_wrong_is_named(place: Path, monkeypatch: pytest.MonkeyPatch):
@@ -99,6 +109,43 @@ def test_what_is_missing_or_wrong_is_named(place: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(MACHINES, "24gb", starter_config.replace(MACHINES["24gb"], memory=2**16))
     assert "at most 80% of that" in write(place, "heads", "--machine", "24gb").stderr
     assert not (place / "heads.yaml").exists()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_redirect_gets_the_config_alone(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Questions and what was done go to standard error; the data is named wherever the file is."""
+    moved = place / "me@host"
+    moved.mkdir()
+    rows = (place / "rows.json").rename(moved / "rows.json")
+    monkeypatch.setattr("sys.stdin", _Terminal(f"{place / 'target'}\n{rows}\nheads\n"))
+    init(machine="cpu")
+    out, err = capsys.readouterr()
+    (place / "my.yaml").write_text(out)
+    config = load_config(place / "my.yaml")
+    assert (config.name, config.data.train) == ("heads", str(rows))
+    assert "Target (hub id" in err
+    assert "the config: heads on the target's hidden states" in err
+    assert [kind for _, kind, _ in plan(place / "my.yaml")][-1] == "heads"
+
+
+def test_the_shell_completes_commands_goals_and_machines(monkeypatch: pytest.MonkeyPatch):
+    assert ([*GOALS], [*MACHINES]) == (GOAL_NAMES, MACHINE_NAMES)
+    for words, expected in (
+        ("draftsmith ca", ["calibrate", "calibrate-layers", "calibrate-tree"]),
+        ("draftsmith init --goal s", ["small-lm"]),
+        ("draftsmith init --machine 8", ["80gb", "8x80gb"]),
+        ("draftsmith chat --dtype b", ["bfloat16"]),
+    ):
+        count = str(len(words.split()) - 1)
+        asked = {"_DRAFTSMITH_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": count}
+        result = CliRunner().invoke(app, [], env=asked, prog_name="draftsmith")
+        assert sorted(result.stdout.split()) == expected, result.output
 
 
 def test_a_terminal_is_asked_for_what_is_not_given(place: Path, monkeypatch: pytest.MonkeyPatch):

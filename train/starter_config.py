@@ -16,6 +16,7 @@ import psutil
 import torch
 
 import train
+from decode.device import cpu_computes_bfloat16
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.target.memory import slot_bytes
@@ -88,7 +89,7 @@ def this_machine() -> tuple[str, Machine]:
     """The kind of this machine, and its sizes with the memory that this machine has."""
     count = torch.cuda.device_count()
     if not count:
-        dtype = "bfloat16" if _cpu_computes_bfloat16() else "float32"
+        dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
         memory = int(psutil.virtual_memory().total)
         return "cpu", replace(MACHINES["cpu"], memory=memory, dtype=dtype)
     memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))
@@ -103,20 +104,11 @@ def this_machine() -> tuple[str, Machine]:
     )
 
 
-def _cpu_computes_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself. Others are faster in float32."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
 @dataclass(frozen=True)
 class Starter:
     """A config to write. data: as it is named in the config. shapes: the target without weights.
     prompts: some rows of the data that have a prompt. rows: how many rows the data has; None: more
-    than were looked at. file: of the config."""
+    than were looked at. file: of the config; None: standard output."""
 
     goal: str
     target: str
@@ -125,7 +117,7 @@ class Starter:
     shapes: Target
     prompts: Sequence[Example]
     rows: int | None
-    file: Path
+    file: Path | None
 
     def text(self) -> str:
         """The YAML text. Raises UserError if the target does not fit the machine."""
@@ -218,16 +210,18 @@ class Starter:
             if self.rows is None or self.rows > rows
             else ""
         )
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", self.file.stem).lstrip("._-")
+        stem = self.file.stem if self.file else self.goal
+        name = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
         precision = "precision: bf16  # of the matrix products; weights stay float32\n"
+        file = self.file or "CONFIG"
         weights = f"{self._target_bytes / GIB:.1f} GiB"
         schema = Path(train.__file__).parent / "schema.json"
         config, model = self.shapes.model.config.get_text_config(), self.shapes.model
         return f"""\
 # yaml-language-server: $schema={schema}
 # Trains {GOALS[self.goal]}, on {machine.title}.
-#   draftsmith train {self.file} --dry-run     # the plan: memory, disk and time
-#   {machine.launch} {self.file}
+#   draftsmith train {file} --dry-run     # the plan: memory, disk and time
+#   {machine.launch} {file}
 # The target has {model.num_parameters() / 1e6:,.0f}M parameters in {config.num_hidden_layers} \
 layers and {self.shapes.vocab_size:,} tokens; its weights
 # take {weights} in {machine.dtype}. Sizes and rates without another source are those of
@@ -241,8 +235,8 @@ target:
 data:
   train: {_quoted(self.data)}
 {limit}\
-  # No test and no dev are named: so many prompts are split off from train for each, at most a
-  # tenth. Rows that repeat one of them are left out of train.
+  # No test and no dev are named: this number of prompts, at most a tenth, is split off from train
+  # for each. Rows that repeat one of them are left out of train.
   held_out: {max(machine.prompts, 2 * machine.timed)}
   on_bad: skip  # rows that cannot be read, up to max_bad_rate (1%), are counted and skipped
 evaluation:
@@ -343,7 +337,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def data_for(source: str, file: Path) -> str:
-    """How a config in `file` names a source of data: a file relative to the config."""
+def data_for(source: str, file: Path | None) -> str:
+    """How a config in `file` names a source of data: a file relative to the config, or by its
+    absolute path if nobody knows where the config will be (None)."""
     path = Path(source).expanduser()
-    return os.path.relpath(path, file.parent) if path.exists() else source
+    if not path.exists():
+        return source
+    return os.path.relpath(path, file.parent) if file else str(path.absolute())

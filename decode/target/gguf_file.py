@@ -4,10 +4,10 @@ import math
 import mmap
 import struct
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from decode.errors import UserError
@@ -60,12 +60,22 @@ class _Cursor:
         return count
 
 
+def require_gguf() -> None:
+    """Raises UserError if the optional package that knows GGUF's types is not installed."""
+    if find_spec("gguf") is None:
+        raise UserError(
+            "the package gguf, which reads GGUF files, is not installed; run "
+            "pip install 'draftsmith[gguf]'"
+        )
+
+
 def read_header(path: Path) -> dict[str, Any]:
     """The metadata of a GGUF file. An array is replaced by its length.
 
     Raises UserError if the file is not GGUF, or is shorter than its table of tensors says (as after
-    an interrupted download).
+    an interrupted download), and as `require_gguf`.
     """
+    require_gguf()
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _parse(path, data)
@@ -92,6 +102,8 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Any]:
             f"{path} is not a GGUF file: it starts with {data[:4]!r}, expected b'GGUF'. "
             "Name a GGUF file or a model directory."
         )
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
     cursor = _Cursor(data)
     cursor.at = 4
     version, tensors, entries = cursor.read("I"), cursor.read("Q"), cursor.read("Q")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 import torch.distributed as dist
 import transformers
@@ -216,6 +215,8 @@ def gguf_read_once() -> Iterator[None]:
     Without it, transformers parses the file separately for the config and for the weights, and
     builds the table of tensor names again for every module.
     """
+    import gguf  # optional, see `decode.target.gguf_file.require_gguf`
+
     with (
         _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
         _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),

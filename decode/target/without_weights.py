@@ -45,9 +45,10 @@ def load_config(
         source = str(embedded.find() or embedded.hub_id)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf" and path.is_file():
+        header = gguf_file.read_header(path)
         with no_progress_bars():
             config, tokenizer = config_and_tokenizer(str(path.parent), gguf_file=path.name)
-        gguf_file.correct_tokenizer(tokenizer, gguf_file.read_header(path))
+        gguf_file.correct_tokenizer(tokenizer, header)
         return config, tokenizer
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     if path.is_dir():

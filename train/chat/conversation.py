@@ -21,7 +21,7 @@ from decode.text_stream import TextStream
 from decode.trace import format_trace
 from decode.verification import Verification
 
-# Every so many steps one is plain and timed: often until ENOUGH are timed, then rarely.
+# One step in OFTEN is plain and timed until ENOUGH are timed, then one in RARELY.
 OFTEN, RARELY, ENOUGH = 6, 24, 8
 LATEST = 32  # the plain steps of late that count
 FEWEST = 3  # plain steps that a comparison needs
@@ -129,9 +129,16 @@ class Conversation:
         self.messages = list(self._system)
         self._last_drafted = None
 
-    def ask(self, text: str, write: Write, stopped: Callable[[], bool] = lambda: False) -> Answer:
+    def ask(
+        self,
+        text: str,
+        write: Write,
+        stopped: Callable[[], bool] = lambda: False,
+        follow: Callable[[Answer], None] | None = None,
+    ) -> Answer:
         """Answer a message. write: gets the pieces of the answer as they become final. stopped: is
-        asked before each step; True ends the answer, which stays in the conversation.
+        asked before each step; True ends the answer, which stays in the conversation. follow: gets
+        the answer so far after each step; the time that it takes is in no figure.
 
         Raises UserError, and forgets the message, if it cannot be answered.
         """
@@ -139,16 +146,14 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         try:
             prompt, forgotten = self._prompt()
-            decoder = self._ready(prompt)
             pieces = _Pieces(self.target.tokenizer, write)
-            decoding, plain, ended = self._decode(decoder, prompt, pieces, stopped)
+            answer = self._decode(prompt, pieces, forgotten, stopped, follow)
         except BaseException:
             self.messages = before
             raise
-        pieces.end()
         self._turn += 1
-        self.messages.append({"role": "assistant", "content": pieces.text})
-        return self._figures(decoding, plain, pieces.text, forgotten, not ended)
+        self.messages.append({"role": "assistant", "content": answer.text})
+        return answer
 
     def trace(self) -> str | None:
         """The drafts of the last answer's last step that drafted, with their verdicts. None: no
@@ -184,13 +189,13 @@ class Conversation:
 
     def _decode(
         self,
-        decoder: Decoder,
         prompt: list[int],
         pieces: "_Pieces",
+        forgotten: int,
         stopped: Callable[[], bool],
-    ) -> tuple[Decoding, set[int], bool]:
-        """Returns the decode, the numbers of its plain steps, and whether it came to an end."""
-        plain: set[int] = set()
+        follow: Callable[[Answer], None] | None,
+    ) -> Answer:
+        decoder = self._ready(prompt)
         # The first token comes from reading the prompt, before any pass is observed.
         self._last_drafted, self._accepted = None, 0
 
@@ -207,43 +212,60 @@ class Conversation:
             rows=1,
             slots=decoder.slots(len(prompt), self.max_new_tokens),
         )
+        figures = _Figures(decoding.setup.policy.max_depth, self._plain_seconds)
+
+        def answer(was_stopped: bool) -> Answer:
+            figures.count(decoding.steps)
+            return figures.answer(pieces.text, decoding.outputs[0], forgotten, was_stopped)
+
+        was_stopped = False
         while not decoding.finished:
             if stopped():
                 decoding.drop(0)
-                return decoding, plain, False
+                was_stopped = True
+                break
             pause = OFTEN if len(self._plain_seconds) < ENOUGH else RARELY
             is_plain = self.plain or self._since_plain + 1 >= pause
             self._since_plain = 0 if is_plain else self._since_plain + 1
-            if is_plain:
-                plain.add(len(decoding.steps))
+            figures.kinds.append(is_plain)
             decoding.step(plain=is_plain)
-        return decoding, plain, True
+            if follow is not None:
+                follow(answer(False))
+        pieces.end()
+        decoding.clock.finish()
+        return answer(was_stopped)
 
-    def _figures(
-        self, decoding: Decoding, plain: set[int], text: str, forgotten: int, stopped: bool
-    ) -> Answer:
-        decoded = decoding.result()
-        tally = Tally(1, decoding.setup.policy.max_depth)
-        seconds = 0.0
-        for number, step in enumerate(decoded.steps):
+
+class _Figures:
+    """The figures of an answer, step by step. plain_seconds: the times of plain steps in the
+    conversation; those of this answer are added to it."""
+
+    def __init__(self, max_depth: int, plain_seconds: deque[float]) -> None:
+        self.kinds: list[bool] = []  # of each step, whether it is plain
+        self._plain_seconds = plain_seconds
+        self._tally = Tally(1, max_depth)
+        self._seconds = 0.0
+        self._counted = 0
+
+    def count(self, steps: Sequence[Verification]) -> None:
+        """Count the steps that are new and have their times. On a CUDA device times come later."""
+        for step in steps[self._counted :]:
             taken = step.draft_s + step.verify_s + step.overhead_s
-            if number in plain:
+            if not taken:
+                return
+            if self.kinds[self._counted]:
                 self._plain_seconds.append(taken)
             else:
-                tally.add(step)
-                seconds += taken
+                self._tally.add(step)
+                self._seconds += taken
+            self._counted += 1
+
+    def answer(self, text: str, tokens: list[int], forgotten: int, stopped: bool) -> Answer:
+        """The answer with the figures of the steps that were counted."""
         known = len(self._plain_seconds)
         median = statistics.median(self._plain_seconds) if known >= FEWEST else None
-        return Answer(
-            text,
-            decoded.outputs[0],
-            tally.pooled(),
-            seconds,
-            median,
-            known,
-            forgotten,
-            stopped,
-        )
+        counts = self._tally.pooled()
+        return Answer(text, tokens, counts, self._seconds, median, known, forgotten, stopped)
 
 
 class _Pieces:

@@ -19,6 +19,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.stats import finite
 from train.chat.conversation import Answer, Conversation
+from train.chat.live_answer import LiveAnswer
 from train.report.format_figures import format_number
 
 DRAFTED, ASIDE = "green", "dim"
@@ -69,6 +70,9 @@ class Terminal:
             except KeyboardInterrupt:
                 self.say("(Ctrl-D or /quit ends the program)")
                 continue
+            except UserError as error:
+                self.say(f"error: {error}")
+                continue
             if line is None:
                 return
             text = line.strip()
@@ -114,20 +118,27 @@ class Terminal:
     def answer(self, text: str) -> None:
         """Ask the target, and show its answer and figures. Ctrl-C ends the answer."""
         colourful = Text()
+        live = LiveAnswer(self.console, colourful) if LiveAnswer.works_on(self.console) else None
 
         def write(piece: str, drafted: bool) -> None:
             style = DRAFTED if drafted else ""
             colourful.append(_CONTROLS.sub("�", piece), style)
-            self._write(piece, style)
+            if live is None:
+                self._write(piece, style)
+
+        def follow(answer: Answer) -> None:
+            if live is not None:
+                live.draw(Text(figures_line(answer), ASIDE))
 
         try:
-            with _interrupts() as interrupted:
-                answer = self.conversation.ask(text, write, interrupted)
+            with _interrupts() as interrupted, live or contextlib.nullcontext():
+                answer = self.conversation.ask(text, write, interrupted, follow)
+                if live is None:
+                    self._write("\n", "")
         except UserError as error:
             self.say(f"error: {error}")
             return
         self.answers.append(answer)
-        self._write("\n", "")
         figures = figures_line(answer)
         self.say(figures)
         self.transcript += [Text(PROMPT + text, "bold"), colourful, Text(figures, ASIDE), Text()]
@@ -138,8 +149,8 @@ class Terminal:
 
     def _write(self, piece: str, style: str) -> None:
         if self.console.is_terminal:
-            shown = Text(_CONTROLS.sub("�", piece), style)
-            self.console.print(shown, end="", soft_wrap=True)
+            visible = Text(_CONTROLS.sub("�", piece), style)
+            self.console.print(visible, end="", soft_wrap=True)
         else:
             self.console.file.write(piece)
         self.console.file.flush()
@@ -178,16 +189,23 @@ def write_svg(path: Path, transcript: list[Text], title: str) -> None:
 
 
 def read_line(prompt: str) -> str | None:
-    """A line of standard input, None at its end."""
-    if not sys.stdin.isatty():
-        return sys.stdin.readline() or None
-    # Lets `input` edit lines and recall earlier ones. Not every Python has it.
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
+    """A line of standard input, None at its end. Raises UserError for one that is not text in the
+    encoding of standard input."""
     try:
+        if not sys.stdin.isatty():
+            # Bytes: a text stream that met a wrong byte loses the lines after it.
+            return sys.stdin.buffer.readline().decode(sys.stdin.encoding) or None
+        # Lets `input` edit lines and recall earlier ones. Not every Python has it.
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401
         return input(prompt)
     except EOFError:
         return None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"a line has the byte 0x{error.object[error.start]:02x}, which is not "
+            f"{error.encoding}; expected a message in that encoding. The line was left out"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,6 +10,7 @@ import typer
 
 from decode.errors import UserError
 from train.cli.command import (
+    DTYPE_NAMES,
     DecodeOptions,
     Loading,
     TargetOption,
@@ -28,9 +29,26 @@ RUN = Path("runs/quickstart")
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTarget(Loading):
-    """`Loading`, with a target that needs no network."""
+    """`Loading`, with a target that needs no network, in the dtype that is fastest."""
 
     target: TargetOption = "embedded:smollm2-135m"
+    dtype: Annotated[
+        str,
+        typer.Option(
+            help="auto, float32, bfloat16 or float16; auto: bfloat16 where the device computes it, "
+            "else float32",
+            autocompletion=lambda: DTYPE_NAMES,
+        ),
+    ] = "auto"
+
+    def load(self, *, encoder: bool = False) -> "Target":
+        from decode.device import cpu_computes_bfloat16
+        from decode.target.loading import resolve_device
+
+        on_cpu = resolve_device(self.device).type == "cpu"
+        if self.dtype == "auto" and on_cpu and cpu_computes_bfloat16():
+            return Loading.load(replace(self, dtype="bfloat16"), encoder=encoder)
+        return Loading.load(self, encoder=encoder)
 
 
 @shows_errors
@@ -41,8 +59,8 @@ def chat(
     drafter: Annotated[
         str | None,
         typer.Option(
-            help="as for generate; default: ngram, then the newest trained drafter of "
-            f"{RUN}, or the one that comes with the target"
+            help="as for generate; default: ngram, then the drafter that comes with the target, or "
+            f"the newest trained one of {RUN}"
         ),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="begin without drafts")] = False,
@@ -91,7 +109,10 @@ def chat(
     terminal = Terminal(
         conversation, console, asides, read_line, lambda name: open_drafter(name, target)
     )
-    terminal.say(f"{loading.target} with the drafter {spec} ({why}). /help lists the commands.")
+    dtype = str(target.dtype).removeprefix("torch.")
+    terminal.say(
+        f"{loading.target} in {dtype} with the drafter {spec} ({why}). /help lists the commands."
+    )
     if console.color_system is not None:
         terminal.say("Green: draft tokens that the target accepted. Plain: its own tokens.")
     terminal.run()
@@ -103,27 +124,29 @@ def chat(
 
 
 def default_drafter(target: "Target", run: Path) -> tuple[str, "Drafter", str]:
-    """The drafter if none is named: prompt lookup, and in turn with it the newest trained drafter
-    of a run, or the one that comes with draftsmith. Returns its name, the drafter, and why it was
-    chosen."""
+    """The drafter if none is named: prompt lookup, and in turn with it the drafter that comes with
+    draftsmith for this target, else the newest trained one of a run. The first had far more text
+    than a quickstart. Returns its name, the drafter, and why it was chosen."""
     from decode.drafters.directory import describe_drafter, open_drafter
     from decode.drafters.shipped import SHIPPED, shipped_names
     from decode.target.loading import EMBEDDED_PREFIX
 
     files = run.glob("stages/*/drafter/drafter.json")
     newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    why = f"{run} has no trained drafter"
+    choices = [
+        (f"{EMBEDDED_PREFIX}{name}", "the drafter that comes along")
+        for name in shipped_names()
+        if describe_drafter(SHIPPED / name)["target"]["name"] == target.name
+    ]
     if newest is not None:
-        spec = f"ngram+{newest.parent}"
+        choices.append((str(newest.parent), f"the newest drafter of {run}"))
+    why = f"{run} has no trained drafter"
+    for number, (name, what) in enumerate(choices):
         try:
-            return spec, open_drafter(spec, target), f"lookup, then the newest drafter of {run}"
+            drafter = open_drafter(f"ngram+{name}", target)
         except UserError as error:
-            why = f"{newest.parent} does not fit: {error}"
-    for name in shipped_names():
-        if describe_drafter(SHIPPED / name)["target"]["name"] == target.name:
-            spec = f"ngram+{EMBEDDED_PREFIX}{name}"
-            try:
-                return spec, open_drafter(spec, target), "lookup, then the drafter that comes along"
-            except UserError as error:
-                why = f"{name} does not fit: {error}"
+            why = f"{name} does not fit: {error}"
+            continue
+        others = [f"; /drafter ngram+{other} takes {it}" for other, it in choices[number + 1 :]]
+        return f"ngram+{name}", drafter, "".join([f"lookup, then {what}", *others])
     return "ngram", open_drafter("ngram", target), why

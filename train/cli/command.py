@@ -39,7 +39,11 @@ DraftersOption = Annotated[
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
-DtypeOption = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16")]
+DTYPE_NAMES = ["auto", "float32", "bfloat16", "float16"]
+DtypeOption = Annotated[
+    str,
+    typer.Option(help="auto, float32, bfloat16 or float16", autocompletion=lambda: DTYPE_NAMES),
+]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]

@@ -1,5 +1,6 @@
 """`init`: a config for one's own target and data. `quickstart`: the shipped config."""
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -10,6 +11,9 @@ from decode.errors import UserError, nearest
 from train.cli.command import quieten, shows_errors
 
 DEFAULT_TARGET = "embedded:smollm2-135m"
+# Those of `train.starter_config`. A shell that completes them does not wait for torch.
+GOAL_NAMES = ["small-lm", "heads", "online"]
+MACHINE_NAMES = ["cpu", "24gb", "80gb", "8x80gb"]
 ROWS_READ = 2000  # to look at; their number and lengths set sizes
 
 
@@ -22,15 +26,28 @@ def init(
         str | None,
         typer.Option(help="prompts or conversations: a file, or a data set as org/name@split"),
     ] = None,
-    goal: Annotated[str | None, typer.Option(help="small-lm, heads or online")] = None,
-    out: Annotated[Path | None, typer.Option(help="the config to write; overwrites none")] = None,
+    goal: Annotated[
+        str | None, typer.Option(help=" or ".join(GOAL_NAMES), autocompletion=lambda: GOAL_NAMES)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="the config to write; overwrites none. Default: draftsmith.yaml, or standard "
+            "output if that is no terminal"
+        ),
+    ] = None,
     machine: Annotated[
-        str | None, typer.Option(help="cpu, 24gb, 80gb or 8x80gb; default: this machine")
+        str | None,
+        typer.Option(
+            help=f"{' or '.join(MACHINE_NAMES)}; default: this machine",
+            autocompletion=lambda: MACHINE_NAMES,
+        ),
     ] = None,
 ) -> None:
     """Write a config for a target and data. Asks for what is not given, if there is a terminal."""
-    out = Path(out or _ask("--out", "Config to write", "draftsmith.yaml"))
-    if out.exists():
+    if out is None and sys.stdout.isatty():
+        out = Path(_ask("--out", "Config to write", "draftsmith.yaml"))
+    if out is not None and out.exists():
         raise UserError(f"{out} exists; expected a new file. Give --out another name")
     target = target or _ask("--target", "Target (hub id, directory or GGUF file)", DEFAULT_TARGET)
     data = data or _ask("--data", "Prompts (a file, or org/name@split)", None)
@@ -38,6 +55,7 @@ def init(
 
     from decode.target.without_weights import load_shapes
     from train.data.read import read_examples
+    from train.data.sources import name_and_split
     from train.starter_config import GOALS, MACHINES, Starter, data_for, this_machine
 
     for option, value, known in (("--goal", goal, GOALS), ("--machine", machine, MACHINES)):
@@ -48,8 +66,8 @@ def init(
     quieten()
     kind, detected = this_machine()
     chosen = detected if machine in (None, kind) else MACHINES[machine or kind]
-    path, _, split = data.partition("@")
-    examples, report = read_examples(path, split=split or None, limit=ROWS_READ, on_bad="skip")
+    path, split = name_and_split(data)
+    examples, report = read_examples(path, split=split, limit=ROWS_READ, on_bad="skip")
     prompts = [example for example in examples if example.messages is not None]
     if len({example.user_texts()[0] for example in prompts}) < 20:
         raise UserError(
@@ -62,15 +80,14 @@ def init(
     source = data_for(path, out) + (f"@{split}" if split else "")
     rows = report.kept if report.kept < ROWS_READ else None
     text = Starter(goal, target, source, chosen, shapes, prompts, rows, out).text()
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"{out} cannot be written: {error.strerror}; give another --out") from error
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        _write(out, text)
     typer.echo(
-        f"{out}: {GOALS[goal]}, sized for {chosen.title}, after a look at {report.kept} "
-        f"rows. Next: draftsmith train {out} --dry-run"
+        f"{out or 'the config'}: {GOALS[goal]}, sized for {chosen.title}, after a look at "
+        f"{report.kept} rows. Next: draftsmith train {out or 'CONFIG'} --dry-run",
+        err=out is None,
     )
 
 
@@ -89,10 +106,21 @@ def quickstart(
     train(shipped, overrides, dry_run=dry_run)
 
 
+def _write(out: Path, text: str) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{out} cannot be written: {error.strerror}; give another --out") from error
+
+
 def _ask(option: str, question: str, default: str | None) -> str:
     """The user's answer. Without a terminal the default, or a UserError that names the option."""
     if sys.stdin.isatty():
-        answer: str = typer.prompt(question, default=default)
+        # Standard output may be the config.
+        with contextlib.redirect_stdout(sys.stderr):
+            answer: str = typer.prompt(question, default=default)
         return answer
     if default is None:
         raise UserError(f"{option} is missing, and there is no terminal to ask; give {option}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from decode.errors import UserError, nearest
-from train.data.rows import FIELDS
+from train.data.rows import EXPECTED, FIELDS, short
 
 # The builder of `datasets` for each type of file. This module reads the other types itself: in a
 # table of Arrow, all rows of a column have one type, and contents of messages have several.
@@ -35,6 +35,15 @@ class Place(NamedTuple):
     number: int
     start: int
     size: int
+
+
+def name_and_split(source: str) -> tuple[str, str | None]:
+    """The name of a source, and the split that is named behind its last @; None if there is none.
+    A path that exists has no split, and a split has no slash: directories may have an @."""
+    name, _, split = source.rpartition("@")
+    if not name or not split or "/" in split or Path(source).expanduser().exists():
+        return source, None
+    return name, split
 
 
 class Source(ABC):
@@ -57,13 +66,20 @@ class Source(ABC):
 
 def sources_of(names: list[str], split: str | None, base_dir: Path) -> Iterator[Source]:
     """The sources with these names. Relative paths start at `base_dir`. Raises UserError for a
-    split of a file that has none."""
+    split of a file that has none, and for a type of files that is not read."""
     files = Counter(Path(name).name for name in names)
     for name in names:
         # With the bare file name, ids stay the same when the data moves. Files with equal names
         # need their paths as well.
         path = base_dir / Path(name).expanduser()
         label = path.name if path.exists() and files[path.name] == 1 else name
+        if path.is_file() and path.suffix not in (*OWN_TYPES, *BUILDERS):
+            raise UserError(
+                f'{name}: cannot read files ending in "{path.suffix}" (this one begins with '
+                f"{_first_words(path)}); expected {', '.join([*OWN_TYPES, *BUILDERS])} or a "
+                f"directory. Make it a .csv with a header, or a .jsonl file with a line such as "
+                f"{EXPECTED}"
+            )
         if path.suffix not in OWN_TYPES or path.is_dir():
             yield _DataSet(name, label, path, split)
             continue
@@ -229,6 +245,13 @@ def _stamp(file: Any) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
+def _first_words(path: Path) -> str:
+    """What the first line of a file begins with, for a message."""
+    with path.open("rb") as file:
+        line = file.readline(200).decode(errors="replace").strip()
+    return short(line) if line.replace("\t", "").isprintable() else "bytes that are no text"
+
+
 def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
     """The number of each line, from 1, its first byte in the file, and the line."""
     start = 0
@@ -259,11 +282,6 @@ def _load(path: Path, source: str, split: str | None) -> tuple[Any, str | None]:
         elif path.is_dir():
             data = datasets.load_dataset(str(path), split=split)
         elif path.is_file():
-            if path.suffix not in BUILDERS:
-                raise UserError(
-                    f'{source}: cannot read files ending in "{path.suffix}"; expected '
-                    f"{', '.join([*OWN_TYPES, *BUILDERS])} or a directory."
-                )
             data = datasets.load_dataset(
                 BUILDERS[path.suffix], data_files=str(path), split=split or "train"
             )

@@ -20,8 +20,8 @@ class ExportOptions:
 
     target: default the one that the drafter was trained for. dtype: of the weights. gamma: the
     default γ for readers; None takes that of the drafter's evaluation in its run, else 4, but at
-    most the drafter's max depth. repository: the future location, for the README. backbone: where
-    to write the target of a drafter that was trained together with it.
+    most the drafter's max depth. repository: the future location, for the README. licence: of the
+    weights. backbone: where to write the target of a drafter that was trained together with it.
     """
 
     target: Annotated[
@@ -41,6 +41,10 @@ class ExportOptions:
     dtype: Annotated[str | None, typer.Option(help="dtype of the weights; default: as stored")] = (
         None
     )
+    licence: Annotated[
+        str | None,
+        typer.Option(help="licence of the drafter, for the README: apache-2.0, mit, … or any name"),
+    ] = None
     data_licence: Annotated[
         str | None, typer.Option(help="licence of the training data, for the README")
     ] = None

@@ -36,6 +36,7 @@ from train.export.trained_drafter import (
     describe_trained,
     evaluation_in_run,
     is_reduced,
+    training_in_run,
 )
 
 FORMAT = 1
@@ -114,7 +115,6 @@ def export_drafter(
         job.target = load_target(layout.target_to_load(job))
         require_same_target(description["target"], job.target, f"drafter {drafter}")
     acceptance = [_acceptance_row("in its run", evaluation)] if evaluation else []
-    repository = options.repository or out.name
 
     def fill(directory: Path) -> None:
         facts = layout.write(job, directory)
@@ -126,6 +126,10 @@ def export_drafter(
             "facts": facts | {"max_depth": max_depth},
             "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
             "backbone": job.backbone,
+            "repository": options.repository or out.name,
+            "licence": options.licence,
+            "data_licence": options.data_licence,
+            "training": training_in_run(drafter, description.get("provenance") or {}),
         }
         record_file = directory / EXPORT_FILE
         record_file.write_text(json.dumps(record, indent=2, default=str))
@@ -136,13 +140,9 @@ def export_drafter(
             acceptance.extend(rows)
         record |= {"acceptance": acceptance, "example": example}
         record_file.write_text(json.dumps(record, indent=2, default=str))
-        card = drafter_card(
-            layout, job, facts, acceptance, repository, options.data_licence, example
-        )
-        (directory / README).write_text(card)
+        (directory / README).write_text(drafter_card(record))
         if backbone is not None and options.backbone is not None:
-            card = target_card(layout, job, repository, options.data_licence)
-            write_backbone(backbone, options.backbone, card)
+            write_backbone(backbone, options.backbone, target_card(record))
 
     write_directory(out, fill)
 
@@ -314,8 +314,8 @@ def _measure(
 
 def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
     rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
-    settings = ("gamma", "dtype")
-    return {"where": where} | {key: figures.get(key) for key in (*rates, *settings)}
+    others = ("gamma", "dtype", "timed_prompts", "speedup")
+    return {"where": where} | {key: figures.get(key) for key in (*rates, *others)}
 
 
 def _sha256(file: Path) -> str:

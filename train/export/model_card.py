@@ -1,39 +1,47 @@
 """Writes the README of an export, for its page on a model hub."""
 
 import json
+import shlex
 from typing import Any
 
-from train.export.formats import ExportJob, Format
+from train.export.formats import FORMATS, Format
 from train.export.trained_drafter import public_name, target_hub_id
 
 UNSTATED = "not stated"
+# The licences that a hub knows by name. Another one is `other`, with its name beside it.
+KNOWN_LICENCES = """
+apache-2.0 mit openrail bigscience-openrail-m creativeml-openrail-m bigcode-openrail-m afl-3.0
+artistic-2.0 bsl-1.0 bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear cc cc0-1.0 cc-by-2.0 cc-by-2.5
+cc-by-3.0 cc-by-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nd-4.0
+cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0 cc-by-nc-sa-4.0 cdla-permissive-2.0
+wtfpl epl-2.0 etalab-2.0 eupl-1.2 agpl-3.0 gfdl gpl gpl-2.0 gpl-3.0 lgpl lgpl-2.1 lgpl-3.0 isc ms-pl
+mpl-2.0 odc-by odbl osl-3.0 postgresql ofl-1.1 ncsa unlicense zlib pddl llama2 llama3 llama3.1
+llama3.2 llama3.3 llama4 gemma
+"""
 
 
-def drafter_card(
-    layout: Format,
-    job: ExportJob,
-    facts: dict[str, Any],
-    acceptance: list[dict[str, Any]],
-    repository: str,
-    data_licence: str | None,
-    example: dict[str, str] | None = None,
-) -> str:
-    """Return the README.md of a drafter.
+def drafter_card(record: dict[str, Any]) -> str:
+    """Return the README.md of a drafter. record: its `export.json`.
 
-    acceptance: rows of figures, each {where, prompts, gamma, dtype, drafted, accepted,
-    draft_efficiency, acceptance_rate, tokens_per_step}. repository: the future location of the
-    export. example: {prompt, text} of the measurement; the model's page shows it.
+    Its `acceptance` are rows of figures, each {where, prompts, gamma, dtype, drafted,
+    draft_efficiency, acceptance_rate, tokens_per_step, timed_prompts, speedup}. `training`: see
+    `train.export.trained_drafter.training_in_run`. `repository`: the future location of the export.
+    `example`: {prompt, text} of the measurement; the model's page shows it.
     """
-    target, provenance = job.description["target"], job.description.get("provenance") or {}
+    layout, description, backbone = FORMATS[record["layout"]], record["drafter"], record["backbone"]
+    target, provenance = description["target"], description.get("provenance") or {}
     name = public_name(target["name"])
-    hub_id = job.backbone or target_hub_id(target["name"])
-    lines = _front_matter(hub_id, data_licence, example)
+    hub_id = backbone or target_hub_id(target["name"])
+    # Our own heads are refused for other weights than those that they were trained on.
+    served = name if layout.is_ours and hub_id else hub_id or "TARGET"
+    lines = _front_matter(hub_id, record["licence"], record["example"])
     lines += [
         f"# Drafter for {hub_id or name}",
         "",
-        f"A drafter (`{job.kind}`) for speculative decoding, written by draftsmith in "
-        f"format `{layout.name}`: {_size(facts)}. Alone it is not a useful language model. "
-        "Served with its target, it makes generation faster. The text is still the target's.",
+        f"A drafter (`{record['kind']}`) for speculative decoding, written by draftsmith in "
+        f"format `{layout.name}`: {_size(record['facts'])}. Alone it is not a useful language "
+        "model. Served with its target, it makes generation faster. The text is still the "
+        "target's.",
         "",
         "## Target",
         "",
@@ -42,18 +50,18 @@ def drafter_card(
         f"- vocabulary: {target['fingerprint']['vocab_size']} tokens, hash "
         f"`{target['fingerprint']['vocab_sha256'][:16]}`",
     ]
-    if job.backbone:
+    if backbone:
         lines += [
             "- this target was trained together with the drafter; the drafter does not work "
             "with any other model",
             _drift(provenance),
         ]
     lines.append("")
-    if facts.get("kept"):
-        lines += ["## Vocabulary", "", _vocabulary(facts), ""]
-    lines += _serving(layout, hub_id or "TARGET", repository, job.gamma)
-    lines += ["## Measured acceptance", "", *_acceptance(acceptance), ""]
-    lines += _training(provenance, data_licence)
+    if record["facts"].get("kept"):
+        lines += ["## Vocabulary", "", _vocabulary(record["facts"]), ""]
+    lines += _serving(layout, served, record["repository"], record["gamma"])
+    lines += ["## Measurements", "", *_acceptance(record["acceptance"]), ""]
+    lines += _training(record)
     lines += [
         "",
         "`export.json` has the full description; `manifest.json` has a SHA-256 of every file.",
@@ -62,29 +70,28 @@ def drafter_card(
     return "\n".join(lines)
 
 
-def target_card(
-    layout: Format, job: ExportJob, drafter_repository: str, data_licence: str | None
-) -> str:
-    """Return the README.md of a target that was trained together with its drafter."""
-    provenance = job.description["provenance"]
+def target_card(record: dict[str, Any]) -> str:
+    """Return the README.md of a target that was trained together with its drafter. record: the
+    `export.json` of the drafter."""
+    provenance = record["drafter"]["provenance"]
     original = provenance.get("original")
     base = target_hub_id(original) if original else None
-    repository = job.backbone or ""
+    repository = record["backbone"] or ""
     lines = [
-        *_front_matter(base, data_licence),
+        *_front_matter(base, record["licence"], None),
         f"# {repository}",
         "",
         f"{base or (public_name(original) if original else 'A model')}, trained together with the "
-        f"{job.kind} heads in `{drafter_repository}` (Medusa-2, arXiv 2401.10774, section 2.2.2). "
-        "It is not the original model any more, and generates different text. With those heads "
-        "it generates this text faster.",
+        f"{record['kind']} heads in `{record['repository']}` (Medusa-2, arXiv 2401.10774, section "
+        "2.2.2). It is not the original model any more, and generates different text. With those "
+        "heads it generates this text faster.",
         "",
         "## Drift",
         "",
         _drift(provenance),
         "",
-        *_serving(layout, repository, drafter_repository, job.gamma),
-        *_training(provenance, data_licence),
+        *_serving(FORMATS[record["layout"]], repository, record["repository"], record["gamma"]),
+        *_training(record),
         "",
     ]
     return "\n".join(lines)
@@ -108,20 +115,38 @@ def _serving(layout: Format, target: str, repository: str, gamma: int) -> list[s
     return lines
 
 
-def _training(provenance: dict[str, Any], data_licence: str | None) -> list[str]:
-    lines = ["## Training", "", f"- licence of the training data: {data_licence or UNSTATED}"]
-    return lines + [f"- {line}" for line in _provenance(provenance)]
+def _training(record: dict[str, Any]) -> list[str]:
+    training = record["training"] or {}
+    provenance = record["drafter"].get("provenance") or {}
+    lines = [f"licence of the training data: {record['data_licence'] or UNSTATED}"]
+    lines += [f"{split} rows: `{name}`" for split, name in training.get("data", {}).items()]
+    lines += [_text(text) for text in training.get("texts", ())]
+    lines += _provenance(provenance)
+    if command := training.get("command"):
+        lines.append(f"the command that trained it: `{shlex.join(command)}`")
+    return ["## Training", "", *(f"- {line}" for line in lines)]
+
+
+def _text(text: dict[str, Any]) -> str:
+    """A text that it learnt from, in words."""
+    if "answers" not in text:
+        return f"text `{text['name']}`: the rows as they are"
+    prompts = "that the target wrote itself" if text["self_prompts"] else "of the train rows"
+    drawn = f"temperature {text['temperature']}" if text["temperature"] else "greedy"
+    return (
+        f"text `{text['name']}`: {text['answers']:,} answers that the target wrote to "
+        f"{text['prompts']:,} prompts {prompts} ({drawn}; {text['tokens']:,} tokens)"
+    )
 
 
 def _front_matter(
-    hub_id: str | None, data_licence: str | None, example: dict[str, str] | None = None
+    hub_id: str | None, licence: str | None, example: dict[str, str] | None
 ) -> list[str]:
     # JSON is YAML, and quotes whatever a prompt has in it.
     widget = [{"text": example["prompt"], "output": {"text": example["text"]}}] if example else None
     return [
         "---",
-        "license: other",
-        f"license_name: {json.dumps(data_licence or UNSTATED)}",
+        *_licence(licence),
         *([f"base_model: {hub_id}"] if hub_id else []),
         "pipeline_tag: text-generation",
         "tags: [speculative-decoding, draft-model, draftsmith]",
@@ -129,6 +154,15 @@ def _front_matter(
         "---",
         "",
     ]
+
+
+def _licence(licence: str | None) -> list[str]:
+    """The lines for the licence of the weights. None: none, which a hub shows as unknown."""
+    if licence is None:
+        return []
+    if licence.lower() in KNOWN_LICENCES.split():
+        return [f"license: {licence.lower()}"]
+    return ["license: other", f"license_name: {json.dumps(licence)}"]
 
 
 def _vocabulary(facts: dict[str, Any]) -> str:
@@ -151,20 +185,24 @@ def _acceptance(rows: list[dict[str, Any]]) -> list[str]:
         return ["Not measured."]
     lines = [
         "In draftsmith's loop, greedy. Acceptance rate: accepted / positions reached; draft "
-        "efficiency: accepted / drafted, which engines print as acceptance.",
+        "efficiency: accepted / drafted, which engines print as acceptance. Speed-up: over plain "
+        "decoding in the same loop, with its 95% interval.",
         "",
         "| drafter | prompts | dtype | γ | drafted | acceptance rate | draft efficiency "
-        "| tokens/step |",
-        "|---|---|---|---|---|---|---|---|",
+        "| tokens/step | speed-up | timed prompts |",
+        "|" + "---|" * 10,
     ]
     for row in rows:
         figures = " | ".join(
-            "–" if row.get(key) is None else f"{row[key]:.3f}"
+            "–" if row.get(key) is None else f"{round(row[key], 3):g}"
             for key in ("acceptance_rate", "draft_efficiency", "tokens_per_step")
         )
+        speedup, drafted = row.get("speedup"), row.get("drafted")
+        faster = "{value:.2f}× [{low:.2f}, {high:.2f}]".format(**speedup) if speedup else "–"
         lines.append(
             f"| {row['where']} | {row['prompts']} | {row['dtype']} | {row['gamma']} "
-            f"| {row['drafted']} | {figures} |"
+            f"| {'–' if drafted is None else drafted} | {figures} | {faster} "
+            f"| {row.get('timed_prompts') or '–'} |"
         )
     return lines
 

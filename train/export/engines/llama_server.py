@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import gguf
-
 from decode.errors import UserError
 from train.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask, environment_of
 from train.export.engines.child_process import Server, serving
@@ -108,6 +106,8 @@ def server_version() -> str:
 
 
 def _is_float32(file: Path) -> bool:
+    import gguf
+
     return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
 
 

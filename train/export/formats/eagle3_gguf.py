@@ -12,9 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
-from gguf import GGUFValueType as Value
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -126,11 +124,11 @@ class Eagle3GGUF(GGUFLayout):
         described = metadata(config, ARCH, dtype) | {
             f"{ARCH}.target_layers": (
                 [layer + 1 for layer in heads.captured_layers],
-                Value.ARRAY,
+                "ARRAY",
             ),
-            f"{ARCH}.target_hidden_size": (heads.hidden_size, Value.UINT32),
-            f"{ARCH}.norm_before_residual": (False, Value.BOOL),
-            f"{ARCH}.norm_before_fc": (False, Value.BOOL),
+            f"{ARCH}.target_hidden_size": (heads.hidden_size, "UINT32"),
+            f"{ARCH}.norm_before_residual": (False, "BOOL"),
+            f"{ARCH}.norm_before_fc": (False, "BOOL"),
         }
         write_gguf(directory, ARCH, described, copied, tensors, dtype)
         return {
@@ -180,7 +178,9 @@ class Eagle3GGUF(GGUFLayout):
         return [f"{D2T} does not hold distinct token ids in ascending order"]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        reader = gguf.GGUFReader(directory / FILE)
+        from gguf import GGUFReader
+
+        reader = GGUFReader(directory / FILE)
         keys, weights = read_keys(reader), read_weights(reader)
         sizes = {
             "hidden_size": keys[f"{ARCH}.embedding_length"],

@@ -9,17 +9,14 @@ import json
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import gguf
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType as Quantization
-from gguf import GGUFValueType as Value
 from torch import Tensor
 
 from decode.errors import UserError
-from decode.target.gguf_file import read_header
+from decode.target.gguf_file import read_header, require_gguf
 from decode.target.loading import EMBEDDED, EMBEDDED_PREFIX
 from train.export.file_schema import (
     StoredTensor,
@@ -31,17 +28,13 @@ from train.export.file_schema import (
 )
 from train.export.formats import EXPORT_FILE, Format
 
+if TYPE_CHECKING:
+    import gguf
+
 FILE = "drafter.gguf"
-TYPES = {
-    "float32": Quantization.F32,
-    "bfloat16": Quantization.BF16,
-    "float16": Quantization.F16,
-}
-FILE_TYPES = {
-    "float32": gguf.LlamaFileType.ALL_F32,
-    "bfloat16": gguf.LlamaFileType.MOSTLY_BF16,
-    "float16": gguf.LlamaFileType.MOSTLY_F16,
-}
+# The names of members of GGMLQuantizationType and LlamaFileType, in the optional package gguf.
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16"}
 COPIED = "tokenizer."
 # The only tensor that is not a weight: the token ids of a reduced draft vocabulary.
 D2T = "d2t"
@@ -91,6 +84,9 @@ class GGUFLayout(Format):
         return []
 
     def problems(self, directory: Path) -> list[str]:
+        require_gguf()
+        import gguf
+
         try:
             read_header(directory / FILE)  # Our own reader, because it detects truncated files.
             reader = gguf.GGUFReader(directory / FILE)
@@ -108,7 +104,7 @@ class GGUFLayout(Format):
         if problems:
             return problems
         specs = {
-            name: TensorSpec(shape, (_tensor_type(name, len(shape), facts["dtype"]).name,))
+            name: TensorSpec(shape, (_tensor_type(name, len(shape), facts["dtype"]),))
             for name, shape in self.shapes(arch, keys, facts).items()
         }
         problems = tensor_problems(specs, {t.name: _stored_tensor(t) for t in reader.tensors})
@@ -127,7 +123,9 @@ class GGUFLayout(Format):
 
 
 def target_gguf(spec: str) -> Path:
-    """Return the GGUF file of a target. Raises UserError if the target is not one."""
+    """Return the GGUF file of a target. Raises UserError if the target is not one, and as
+    `require_gguf`."""
+    require_gguf()
     if spec.startswith(EMBEDDED_PREFIX):
         embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
         file = embedded.find()
@@ -143,10 +141,12 @@ def target_gguf(spec: str) -> Path:
     return path
 
 
-def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
+def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, "gguf.ReaderField"]:
     """Return all `tokenizer.*` keys of a GGUF file. Raises UserError if it has no tokens, or not as
     many as the drafter."""
     read_header(path)
+    import gguf
+
     fields = gguf.GGUFReader(path).fields
     copied = {name: field for name, field in fields.items() if name.startswith(COPIED)}
     if "tokenizer.ggml.tokens" not in copied:
@@ -161,50 +161,54 @@ def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, gguf.ReaderField]:
     return copied
 
 
-def metadata(config: Any, arch: str, dtype: str) -> dict[str, tuple[Any, Value]]:
-    """Return the keys that describe a model, with their types."""
+def metadata(config: Any, arch: str, dtype: str) -> dict[str, tuple[Any, str]]:
+    """Return the keys that describe a model, with the names of their types (GGUFValueType)."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return {
-        "general.type": ("model", Value.STRING),
-        "general.name": ("drafter", Value.STRING),
-        "general.file_type": (int(FILE_TYPES[dtype]), Value.UINT32),
-        f"{arch}.block_count": (config.num_hidden_layers, Value.UINT32),
-        f"{arch}.context_length": (config.max_position_embeddings, Value.UINT32),
-        f"{arch}.embedding_length": (config.hidden_size, Value.UINT32),
-        f"{arch}.feed_forward_length": (config.intermediate_size, Value.UINT32),
-        f"{arch}.attention.head_count": (config.num_attention_heads, Value.UINT32),
-        f"{arch}.attention.head_count_kv": (config.num_key_value_heads, Value.UINT32),
-        f"{arch}.attention.key_length": (head, Value.UINT32),
-        f"{arch}.attention.value_length": (head, Value.UINT32),
-        f"{arch}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, Value.FLOAT32),
-        f"{arch}.rope.dimension_count": (head, Value.UINT32),
+        "general.type": ("model", "STRING"),
+        "general.name": ("drafter", "STRING"),
+        "general.file_type": (_file_type(dtype), "UINT32"),
+        f"{arch}.block_count": (config.num_hidden_layers, "UINT32"),
+        f"{arch}.context_length": (config.max_position_embeddings, "UINT32"),
+        f"{arch}.embedding_length": (config.hidden_size, "UINT32"),
+        f"{arch}.feed_forward_length": (config.intermediate_size, "UINT32"),
+        f"{arch}.attention.head_count": (config.num_attention_heads, "UINT32"),
+        f"{arch}.attention.head_count_kv": (config.num_key_value_heads, "UINT32"),
+        f"{arch}.attention.key_length": (head, "UINT32"),
+        f"{arch}.attention.value_length": (head, "UINT32"),
+        f"{arch}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, "FLOAT32"),
+        f"{arch}.rope.dimension_count": (head, "UINT32"),
         f"{arch}.rope.freq_base": (
             float(config.rope_parameters["rope_theta"]),
-            Value.FLOAT32,
+            "FLOAT32",
         ),
-        f"{arch}.vocab_size": (config.vocab_size, Value.UINT32),
+        f"{arch}.vocab_size": (config.vocab_size, "UINT32"),
     }
 
 
 def write_gguf(
     directory: Path,
     arch: str,
-    described: Mapping[str, tuple[Any, Value]],
-    copied: Mapping[str, gguf.ReaderField],
+    described: Mapping[str, tuple[Any, str]],
+    copied: Mapping[str, "gguf.ReaderField"],
     tensors: Mapping[str, Tensor],
     dtype: str,
 ) -> None:
-    """Write `FILE` into a directory. described: keys with their types. copied: the tokenizer's
-    keys. tensors: by GGUF's names."""
+    """Write `FILE` into a directory. described: keys with the names of their types. copied: the
+    tokenizer's keys. tensors: by GGUF's names."""
+    import gguf
+    from gguf import GGMLQuantizationType, GGUFValueType
+
     writer = gguf.GGUFWriter(directory / FILE, arch)
     for key, (value, kind) in described.items():
         # All lists that we write contain layer numbers.
-        writer.add_key_value(key, value, kind, Value.INT32 if kind == Value.ARRAY else None)
+        sub_type = GGUFValueType.INT32 if kind == "ARRAY" else None
+        writer.add_key_value(key, value, GGUFValueType[kind], sub_type)
     for name, field in copied.items():
-        sub_type = field.types[-1] if field.types[0] == Value.ARRAY else None
+        sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type)
     for name, tensor in tensors.items():
-        stored_type = _tensor_type(name, tensor.dim(), dtype)
+        stored_type = GGMLQuantizationType[_tensor_type(name, tensor.dim(), dtype)]
         data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
         if name != D2T:
             data = gguf.quants.quantize(data, stored_type)
@@ -228,17 +232,18 @@ def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
     return pairs.transpose(1, 2).flatten(0, 2).contiguous()
 
 
-def read_keys(reader: gguf.GGUFReader) -> dict[str, Any]:
+def read_keys(reader: "gguf.GGUFReader") -> dict[str, Any]:
     """Return a file's metadata."""
     return {name: field.contents() for name, field in reader.fields.items()}
 
 
-def read_weights(reader: gguf.GGUFReader) -> dict[str, Tensor]:
+def read_weights(reader: "gguf.GGUFReader") -> dict[str, Tensor]:
     """Return a file's tensors in float32, except token ids, which stay int64."""
+    import gguf
 
-    def values(tensor: gguf.ReaderTensor) -> Tensor:
+    def values(tensor: "gguf.ReaderTensor") -> Tensor:
         shape = tuple(int(size) for size in reversed(tensor.shape))
-        is_ids = tensor.tensor_type == Quantization.I64
+        is_ids = tensor.tensor_type == gguf.GGMLQuantizationType.I64
         data = tensor.data if is_ids else gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         return torch.tensor(data).reshape(shape)
 
@@ -268,11 +273,17 @@ def layer_shapes(arch: str, keys: Mapping[str, Any], input_size: int) -> dict[st
     }
 
 
-def _tensor_type(name: str, dimensions: int, dtype: str) -> Quantization:
+def _tensor_type(name: str, dimensions: int, dtype: str) -> str:
     if name == D2T:
-        return Quantization.I64
+        return "I64"
     # llama.cpp adds and multiplies vectors only in float32.
-    return TYPES[dtype] if dimensions > 1 else Quantization.F32
+    return TYPES[dtype] if dimensions > 1 else TYPES["float32"]
+
+
+def _file_type(dtype: str) -> int:
+    from gguf import LlamaFileType
+
+    return int(LlamaFileType[FILE_TYPES[dtype]])
 
 
 def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -292,7 +303,7 @@ def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any])
     }
     return expected | {
         "general.type": "model",
-        "general.file_type": int(FILE_TYPES[facts["dtype"]]),
+        "general.file_type": _file_type(facts["dtype"]),
         f"{arch}.block_count": facts["layers"],
         f"{arch}.vocab_size": len(tokens),
         f"{arch}.attention.layer_norm_rms_epsilon": is_positive,
@@ -302,11 +313,13 @@ def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any])
     }
 
 
-def _stored_tensor(tensor: gguf.ReaderTensor) -> StoredTensor:
+def _stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
+    import gguf
+
     # GGUF lists the innermost dimension first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
     finite = True
-    if tensor.tensor_type in TYPES.values():
+    if tensor.tensor_type.name in TYPES.values():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         finite = bool(np.isfinite(values).all())
     return StoredTensor(shape, tensor.tensor_type.name, finite)

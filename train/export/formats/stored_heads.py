@@ -16,7 +16,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import DRAFTER_FILE
 from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
-from decode.target.loading import DTYPES, Target
+from decode.target.loading import DTYPES, EMBEDDED_PREFIX, Target
 from decode.trees import Chain
 from decode.trees.static import TREE
 from heads.heads_directory import CONFIG, IDS, SAMPLE, WEIGHTS, stored_options
@@ -85,15 +85,11 @@ class StoredHeads(Format):
         return drafter.with_shape(Chain())
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        local = repository.rpartition("/")[2]
-        return [
-            (
-                "draftsmith",
-                "",
-                f"hf download {repository} --local-dir {local}\n"
-                f"draftsmith generate --target {target} --drafter ./{local} 'A question'",
-            )
-        ]
+        owner, _, local = repository.rpartition("/")
+        download = f"hf download {repository} --local-dir {local}\n" if owner else ""
+        drafter = repository if repository.startswith(EMBEDDED_PREFIX) else f"./{local}"
+        use = f"draftsmith generate --target {target} --drafter {drafter} 'A question'"
+        return [("draftsmith", "", download + use)]
 
 
 FORMATS.register("draftsmith")(StoredHeads())

@@ -6,6 +6,19 @@
 >>> drafters = train("my.yaml").drafters                               # doctest: +SKIP
 """
 
+# ruff: noqa: E402  (the imports come after a check of what they would find)
+from importlib.util import find_spec
+from pathlib import Path
+
+for _package in ("configs", "decode", "distill", "heads", "train"):
+    _spec = find_spec(_package)
+    _file = Path(_spec.origin) if _spec and _spec.origin else None
+    if _file is None or _file.parents[1] != Path(__file__).parents[1]:
+        raise ImportError(
+            f"{_file or 'nothing'} is what Python imports as {_package}, and draftsmith has a "
+            "package of that name; rename the file or the directory, or start Python elsewhere"
+        )
+
 import heads  # noqa: F401  (registers the drafters that read the target's hidden states)
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.errors import UserError
