@@ -20,6 +20,7 @@ import draftsmith
 from tests.tiny import save_tiny
 from train.config import load_config
 from train.launcher import environment_of_one
+from train.tracking.trackers import PACKAGES, chosen_trackers
 
 STAGE = {
     "name": "heads",
@@ -98,9 +99,14 @@ def test_a_run_from_a_mapping_gives_its_report_and_a_drafter_that_decodes(
         ("none.yaml", "cannot read the config none.yaml"),
         ({"nme": "x"}, "config key 'nme' is unknown."),
         ({"trackers": ["swanlab"]}, "trackers names swanlab, which is not installed"),
+        ({"trackers": ["tensorboard"]}, "trackers names tensorboard, which is not installed"),
     ],
 )
-def test_bad_input_is_one_error_before_any_work(base: Path, config: Any, message: str) -> None:
+def test_bad_input_is_one_error_before_any_work(
+    base: Path, config: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PACKAGES, "tensorboard", ("no_such_package",))
+    assert chosen_trackers(None) == []
     if isinstance(config, dict):
         config = settings(base, **config)
     with pytest.raises(draftsmith.UserError) as raised:

@@ -496,8 +496,10 @@ def test_the_command(tmp_path: Path, target: Target) -> None:
 
     drafter, out = tmp_path / "drafter", tmp_path / "out"
     assert ask(drafter, "--format", "hf", "--out", out)[0] == 0
-    status, said = ask("--check", out)
+    status, said = ask("--check", out, "--json", tmp_path / "figures.json")
     assert status == 0
+    figures = {"layout": "hf", "kind": "small_lm", "acceptance": []}
+    assert json.loads((tmp_path / "figures.json").read_text()) == figures
     assert "a valid hf export of a small_lm drafter" in said
     for words, message in (
         ((drafter,), "nothing to do"),

@@ -106,7 +106,7 @@ CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {
     "decode": ["gguf"],
-    "train": ["deepspeed", "gguf", "plots", "serve", "tensorboard"],
+    "train": ["deepspeed", "gguf", "plots", "serve"],
     "benchmarks": ["benchmarks", "plots", "serve"],
     "tests": ["deepspeed", "dev", "gguf", "plots", "serve", "tensorboard"],
 }

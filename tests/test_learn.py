@@ -268,6 +268,7 @@ def test_a_better_drafter_is_trained_and_swapped_in(
         site.traffic()
     learner = site.learner(verify="vllm")
     assert "40 new" in "\n".join(learner.describe())
+    assert json.loads(json.dumps(learner.figures()))["new_records"] == 40
     assert learner._due()
     site.traffic()
     learner.once()

@@ -401,7 +401,9 @@ def test_forget_by_user_and_by_request(tmp_path: Path) -> None:
         return CliRunner().invoke(app, ["forget", "--dir", str(tmp_path), *options])
 
     assert forget().exit_code == 2
-    assert "b: 1 records deleted" in forget("--request", "r3").output
+    counts = tmp_path.with_suffix(".json")
+    assert "b: 1 records deleted" in forget("--request", "r3", "--json", str(counts)).output
+    assert json.loads(counts.read_text()) == {"deleted": {"a": 1, "b": 1}, "learnt_from": {}}
     assert left() == ["x", "y"] * 2
     assert forget("--user", "ann").exit_code == 0
     assert left() == ["y"] * 2

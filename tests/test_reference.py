@@ -1,5 +1,6 @@
 """The generated files are current, and the early check knows all that the schema says."""
 
+import re
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
-from tests.reference import ROOT, make_files, make_schema
+from tests.reference import ROOT, cli_reference, make_files, make_schema
 
 # What describes a value, and what `train.config_file` checks.
 DESCRIBES = {"description", "default", "title", "$defs"}
@@ -38,6 +39,25 @@ def test_every_drafter_and_every_lossless_rule_is_in_a_joint_test_or_has_a_reaso
     for test in ELSEWHERE:
         file, _, name = test.partition("::")
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
+
+
+# Commands without `--json`, and why.
+WITHOUT_JSON = {
+    "quickstart": "writes report.json into its run",
+    "train": "writes report.json into its run",
+    "init": "prints a config",
+    "watch": "shows the files of a run",
+    "serve": "has its figures at /metrics",
+    "verify-server": "its edges have the figures",
+    "record": "counts nothing",
+}
+
+
+def test_every_command_that_prints_figures_writes_them_as_json() -> None:
+    sections = re.split(r"^## draftsmith ", cli_reference(), flags=re.MULTILINE)[1:]
+    without = {text.split("\n")[0] for text in sections if "| `--json` |" not in text}
+    # Those that write a report may have the option too.
+    assert without | {"quickstart", "train"} == set(WITHOUT_JSON)
 
 
 def test_every_keyword_of_the_schema_is_checked() -> None:

@@ -4,15 +4,21 @@ import json
 import os
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import yaml
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import LoggerType
 from click.testing import Result
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 from typer.testing import CliRunner
 
 import train.run_evaluation
@@ -32,6 +38,7 @@ from train.data.training_text import FixedText
 from train.report.report_summary import footnotes
 from train.run import Run
 from train.stages.generate import GenerateStage
+from train.tracking.curve_file import CURVES_FILE, CurveReader
 from train.training.optimizer import OptimizerConfig
 from train.training.trainer import Trainer
 from train.training.training_task import LoopConfig, TrainingTask
@@ -121,7 +128,13 @@ def start(base: Path, *overrides: str) -> dict[str, Any]:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     config = load_config(base / "config.yaml", overrides)
-    return Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
+    accelerator = Accelerator(
+        cpu=True, log_with=config.trackers or None, project_dir=config.run_dir / "logs"
+    )
+    try:
+        return Run(config, accelerator, Reporter(silent=True)).execute()
+    finally:
+        accelerator.end_training()
 
 
 def weights(base: Path, stage: str = "02-distill", run: str = "tiny") -> dict[str, torch.Tensor]:
@@ -154,9 +167,60 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     monkeypatch.setattr(Trainer, "_optimizer_step", step)
 
 
+class WandB(ModuleType):
+    """What accelerate calls of wandb, with its rules: an id is one run, and a step before the last
+    one is dropped."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.__spec__ = ModuleSpec("wandb", None)
+        self.starts: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.rows: dict[int, dict[str, float]] = {}
+        self.first = 0  # step that is not dropped
+
+    def init(self, **options: Any) -> "WandB":
+        self.starts.append(options)
+        self.first = max(self.rows, default=-1) + 1
+        self.config = Settings()
+        return self
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        if step >= self.first:
+            self.first = step
+            self.rows.setdefault(step, {}).update(values)
+
+    def finish(self) -> None: ...
+
+
+class Settings(dict[str, Any]):
+    def update(self, values: dict[str, Any], allow_val_change: bool) -> None:
+        super().update(values)
+
+
+def logged_scalars(directory: Path) -> dict[str, dict[int, float]]:
+    """What tensorboard's files in a directory hold, by tag and step."""
+    points: dict[str, dict[int, float]] = {}
+    for path in directory.glob("events.out.tfevents.*"):
+        for raw in RawEventFileLoader(str(path)).Load():
+            event = Event.FromString(raw)
+            for value in event.summary.value:
+                points.setdefault(value.tag, {})[event.step] = value.simple_value
+    return points
+
+
 def test_a_run_leaves_everything_behind(base):
-    report = start(base)
+    report = start(base, "trackers=[tensorboard]", "tracking.project=trials")
     run = base / "runs" / "tiny"
+    scalars = logged_scalars(run / "logs" / "trials")
+    first, second = scalars["words/loss"], scalars["distill/loss"]
+    assert max(first) < min(second)
+    history = [entry["loss"] for entry in report["stages"][2]["summary"]["training"]["history"]]
+    assert list(second.values()) == pytest.approx(history)
+    (rate,) = scalars["evaluation/ngram_distill/acceptance_rate"].values()
+    assert rate == pytest.approx(report["rows"][-1]["evaluation"]["acceptance_rate"])
+    (values,) = (run / "logs" / "trials").glob("*/hparams.yml")
+    assert yaml.safe_load(values.read_text())["stages.words.loop.tokens_per_batch"] == 120
     assert [row["stage"] for row in report["rows"]] == [
         "before",
         "words (start)",
@@ -256,12 +320,16 @@ def test_an_interrupted_run_ends_with_the_same_weights(base, monkeypatch):
     monkeypatch.setattr(Trainer, "_optimizer_step", counted)
     start(base, "name=whole")
     whole, taken[:] = list(taken), []
+    wandb = WandB()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [LoggerType.WANDB])
+    tracked = ("trackers=[wandb]", "tracking.tags=[trial]")
     for count in (2, 4, 3):  # in the first training, in the second, and again
         with monkeypatch.context() as patch:
             kill_at(patch, count)
             with pytest.raises(Killed):
-                start(base)
-    start(base)
+                start(base, *tracked)
+    start(base, *tracked)
     assert_same(weights(base), weights(base, run="whole"))
     # Each kill repeats at most the step since the last checkpoint (save_every is 2) and its own.
     assert set(taken) == set(whole)
@@ -271,6 +339,33 @@ def test_an_interrupted_run_ends_with_the_same_weights(base, monkeypatch):
         for name in ("whole", "tiny")
     )
     assert whole["training"]["history"] == resumed["training"]["history"]
+
+    # One run in wandb, and in the file of curves each step once.
+    assert len(wandb.starts) == 4
+    assert all(options == wandb.starts[0] for options in wandb.starts)
+    options = wandb.starts[0]
+    assert (options["project"], options["name"], options["tags"]) == (
+        "draftsmith",
+        "tiny",
+        ["trial"],
+    )
+    assert options["resume"] == "allow"
+    assert wandb.config["stages.distill.drafter.stage"] == "words"
+    history = {entry["step"]: entry["loss"] for entry in whole["training"]["history"]}
+    losses = {
+        step: row["distill/loss"] for step, row in wandb.rows.items() if "distill/loss" in row
+    }
+    assert list(losses.values()) == list(history.values())
+    evaluations = {name for row in wandb.rows.values() for name in row if "evaluation/" in name}
+    assert {f"evaluation/{label}/speedup" for label in ("ngram", "words", "distill")} <= evaluations
+    curves, whole_curves = (
+        CurveReader(base / "runs" / name / "logs" / CURVES_FILE).read()
+        for name in ("tiny", "whole")
+    )
+    assert curves["distill"]["loss"] == history
+    for stage in ("words", "distill"):
+        assert curves[stage]["loss"] == whole_curves[stage]["loss"]
+        assert curves[stage]["lr"] == whole_curves[stage]["lr"]
 
 
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(base, monkeypatch):

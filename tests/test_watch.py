@@ -12,14 +12,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from tensorboard.compat.proto.event_pb2 import Event
-from tensorboard.compat.proto.summary_pb2 import Summary
-from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from typer.testing import CliRunner
 
 from decode.errors import UserError
 from train.cli.main import app
 from train.console import Reporter
+from train.tracking.curve_file import CURVES_FILE
 from train.watch.run_state import LOG_LINES, POINTS, RunState
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
@@ -45,15 +43,9 @@ class WrittenRun:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(value))
 
-    def log(self, step: int, **figures: float) -> None:
-        writer = EventFileWriter(str(self.directory / "logs" / "trial"))
-        values = [
-            Summary.Value(tag=tag.replace("__", "/"), simple_value=value)
-            for tag, value in figures.items()
-        ]
-        writer.add_event(Event(step=step, summary=Summary(value=values), wall_time=time.time()))
-        writer.close()
-        time.sleep(0.01)  # the writer names its file by pid and time
+    def log(self, step: int, stage: str = "heads", **figures: float) -> None:
+        named = {name.replace("__", "/"): value for name, value in figures.items()}
+        self.reporter.log_figures(stage, step, named)
 
     def end_stage(self, index: int, name: str) -> None:
         summary = {"seconds": 61.0, "peak_memory_bytes": 3 * 2**30}
@@ -90,8 +82,9 @@ def test_the_state_follows_the_files(run: WrittenRun) -> None:
         bar.update(0)
         time.sleep(0.02)
         bar.update(10, "loss 0.5")
-    run.log(5, heads__loss=2.0, heads__dev__head1__top1=0.4, heads__lr=1.0, other__loss=9.0)
-    run.log(10, heads__loss=1.0, heads__tokens_per_second=7.0, heads__memory_gib=float("nan"))
+    run.log(5, loss=2.0, dev__head1__top1=0.4, lr=1.0)
+    run.log(5, "other", loss=9.0)
+    run.log(10, loss=1.0, tokens_per_second=7.0, memory_gib=float("nan"))
     second = state.read()
     assert [stage["state"] for stage in second["stages"]] == ["done", "begun"]
     assert second["stages"][0]["seconds"] == 61.0
@@ -108,13 +101,21 @@ def test_the_state_follows_the_files(run: WrittenRun) -> None:
     assert second["curves"][0]["lines"]["loss"] == [(5, 2.0), (10, 1.0)]
     assert any(line.endswith(" stage heads (heads)") for line in second["log"])
 
-    run.log(10, heads__loss=0.5)  # again, after an interruption
+    # A second start goes on after step 5, from a line that the first left incomplete.
+    curves = run.directory / "logs" / CURVES_FILE
+    with curves.open("a") as file:
+        file.write('{"stage": "heads", "step": 15')
+    assert state.read()["curves"] == second["curves"]
+    run.reporter.follow(run.directory / "logs")
+    run.reporter.continue_figures("heads", 5)
+    run.log(6, loss=0.5)
     for number in range(2 * LOG_LINES):
         run.reporter.say(f"line {number}")
     run.end_stage(1, "heads")
     run.evaluate(0.6)
     third = state.read()
-    assert third["curves"][0]["lines"]["loss"] == [(5, 2.0), (10, 0.5)]
+    assert third["curves"][0]["lines"]["loss"] == [(5, 2.0), (6, 0.5)]
+    assert RunState(run.directory).read()["curves"] == third["curves"]
     assert len(third["log"]) == LOG_LINES
     assert third["evaluations"][0]["acceptance_rate"] == 0.6
     assert not third["finished"]  # the report is not written yet
@@ -123,7 +124,7 @@ def test_the_state_follows_the_files(run: WrittenRun) -> None:
 
 
 def test_reading_changes_nothing_and_half_written_files_are_passed_over(run: WrittenRun) -> None:
-    run.log(5, heads__loss=2.0)
+    run.log(5, loss=2.0)
     (run.directory / "evaluations/00-x").mkdir(parents=True)
     (run.directory / "evaluations/00-x/evaluation.json").write_text('{"stage": "he')
     (run.directory / "logs/progress.json").write_text("")
@@ -136,7 +137,8 @@ def test_reading_changes_nothing_and_half_written_files_are_passed_over(run: Wri
 
 def test_long_curves_are_thinned_and_keep_their_end(run: WrittenRun) -> None:
     state = RunState(run.directory)
-    state._logged["heads/loss"] = {step: float(step) for step in range(10 * POINTS + 7)}
+    for step in range(10 * POINTS + 7):
+        run.log(step, loss=step)
     line = state.read()["curves"][0]["lines"]["loss"]
     assert len(line) <= POINTS
     assert line[-1] == (10 * POINTS + 6, 10.0 * POINTS + 6)
@@ -201,7 +203,7 @@ def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
         pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     run.end_stage(0, "text")
     (run.directory / "stages/01-heads").mkdir()
-    run.log(5, heads__loss=2.0)
+    run.log(5, loss=2.0)
     with playwright.sync_playwright() as session:
         browser = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page()
@@ -220,7 +222,7 @@ def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
             time.sleep(1.1)
             bar.update(50, HOSTILE)
         run.reporter.say(HOSTILE)
-        run.log(10, heads__loss=1.25)
+        run.log(10, loss=1.25)
         run.evaluate(0.63)
         page.wait_for_selector("#what:has-text('training: 50 of 100')")
         assert "left of this" in page.text_content("#what")

@@ -17,22 +17,10 @@ from train.config_file import ConfigSource, read_config
 from train.online.learners import heads_stage
 from train.schema import SamplingConfig, StageConfig, Strict, name_in, one_of, part_of
 from train.stages import STAGES
+from train.tracking.trackers import Tracker, TrackingConfig
 
 SPLITS = ("train", "dev", "test", "stream")
 
-
-Tracker = Literal[
-    "all",
-    "aim",
-    "clearml",
-    "comet_ml",
-    "dvclive",
-    "mlflow",
-    "swanlab",
-    "tensorboard",
-    "trackio",
-    "wandb",
-]
 Untrained = Annotated[str, name_in(name for name in DRAFTERS if not DRAFTERS[name].trained)]
 
 
@@ -205,8 +193,11 @@ class RunConfig(Strict):
     """The parent of run directories."""
     seed: int = 0
     """The seed of the process and of every stage. Some stages also have a `seed` setting."""
-    trackers: list[Tracker] = ["tensorboard"]
-    """Where figures are logged during the run, named as in accelerate. `[]`: nowhere."""
+    trackers: list[Tracker] | None = None
+    """Where figures are logged during the run, named as in accelerate, beside the run's own
+    `logs/curves.jsonl`. None: tensorboard, if it is installed. `[]`: nowhere else."""
+    tracking: TrackingConfig = TrackingConfig()
+    """How the run appears there."""
     precision: Literal["no", "bf16", "fp16"] | None = None
     """The precision of the training's matrix products; weights stay float32. None: the precision
     given to `accelerate launch`."""

@@ -3,7 +3,7 @@ same in files, for programs that follow the run."""
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from rich.table import Table
 
 from decode.artifact import write_file
 from decode.errors import UserError
+from train.tracking.curve_file import CURVES_FILE, CurveWriter
 
 LOG_FILE, PROGRESS_FILE = "log.txt", "progress.json"
 JOURNAL_EVERY_SECONDS = 1.0
@@ -41,12 +42,14 @@ class Reporter:
         if not self.console.is_terminal:
             self.console.width = LOG_WIDTH
         self._journal: Path | None = None
+        self._curves: CurveWriter | None = None
         self._written = -JOURNAL_EVERY_SECONDS
 
     def follow(self, directory: Path) -> None:
-        """From now on, also append every line to log.txt in this directory, and write progress.json
-        there, at most once in JOURNAL_EVERY_SECONDS."""
+        """From now on, also append every line to log.txt in this directory and every figure to
+        curves.jsonl, and write progress.json there, at most once in JOURNAL_EVERY_SECONDS."""
         self._journal = directory
+        self._curves = CurveWriter(directory / CURVES_FILE)
 
     def say(self, text: str) -> None:
         """Print one line without wrapping it at the console's width, so paths stay in one piece."""
@@ -66,6 +69,20 @@ class Reporter:
         self._written = now
         with suppress(UserError):
             write_file(self._journal / PROGRESS_FILE, json.dumps(progress))
+
+    def continue_figures(self, stage: str, step: int) -> None:
+        """A stage goes on after this step. What was logged for its later steps does not count."""
+        if self._curves is not None:
+            with suppress(OSError):
+                self._curves.continue_after(stage, step)
+
+    def log_figures(self, stage: str, step: int, figures: Mapping[str, float]) -> int:
+        """Log figures at a step of a stage, if a run is followed. Returns the step's number in the
+        run, or `step` itself if none is followed."""
+        if self._curves is not None:
+            with suppress(OSError):
+                return self._curves.append(stage, step, figures)
+        return step
 
     def table(self, table: Table) -> None:
         """Print a table, up to LOG_WIDTH columns wide if there is no terminal to fit it into."""

@@ -7,7 +7,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from train.config_file import ConfigSource, read_config
 from train.console import Reporter
 from train.launcher import end_with_launcher, local_processes
 from train.run import Run
+from train.tracking.trackers import chosen_trackers
 from train.training import parallel
 
 ConfigLike = str | Path | Mapping[str, Any] | RunConfig
@@ -93,7 +93,6 @@ def begun(
     another run may use another precision.
     """
     quieten()
-    require_trackers(settings.trackers)
     borrowed = is_initialized()
     if borrowed and settings.precision not in (None, AcceleratorState().mixed_precision):
         raise UserError(
@@ -113,26 +112,16 @@ def begun(
                 state._reset_state()
 
 
-def require_trackers(trackers: Sequence[str]) -> None:
-    """Raise UserError for a tracker that is not installed: accelerate would leave it out without a
-    word. The default one, tensorboard, may be missing."""
-    for name in trackers:
-        if name not in ("all", "tensorboard") and find_spec(name) is None:
-            raise UserError(
-                f"trackers names {name}, which is not installed; run pip install {name}, or leave "
-                "it out"
-            )
-
-
 def start_accelerator(settings: RunConfig) -> Accelerator:
     """This process's part of the launched engine, with its threads set. It ends with its
-    launcher."""
+    launcher. Raises UserError for a tracker that is not installed."""
+    trackers = chosen_trackers(settings.trackers)
     end_with_launcher()
     accelerator = parallel.start(
         # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
         mixed_precision=settings.precision,
-        log_with=settings.trackers or None,
+        log_with=trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )
     if accelerator.device.type == "cpu":

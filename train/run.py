@@ -5,7 +5,8 @@ runs/NAME/config.json          the resolved config
           stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter
           data.json, data_notes.json     the splits' hashes, and what was left out of them
-          logs/                tensorboard; the lines and the progress that the console shows
+          logs/                curves.jsonl, and the lines and the progress that the console
+                               shows; tensorboard
           report.json, report.html
 """
 
@@ -45,6 +46,7 @@ from train.schema import StageConfig
 from train.shared_disk import require_shared
 from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
+from train.tracking.trackers import start_trackers
 from train.training.trainer import peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
@@ -155,7 +157,13 @@ class Run:
             self.prepare(fingerprints)
         self.accelerator.wait_for_everyone()
         require_shared(self.directory, ranks)
-        self.accelerator.init_trackers(self.config.name)
+        start_trackers(
+            self.accelerator,
+            self.config.tracking,
+            self.config.name,
+            self.directory / "logs",
+            dump_config(self.config),
+        )
         finished: dict[str, Path] = {}
         evaluation = RunEvaluation(
             self.config, lambda: self.target, examples, self.accelerator, self.reporter

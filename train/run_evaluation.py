@@ -2,10 +2,12 @@
 stage, and the last trained drafter once more, in turn with an untrained drafter."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 
@@ -32,6 +34,8 @@ from train.training.trained_target import load_like
 SAMPLES = 3
 # Number of prompts for choosing a baseline's γ, unless a timed batch has more.
 GAMMA_PROMPTS = 4
+# Figures that trackers get, beside the speed-up.
+LOGGED = ("acceptance_rate", "tokens_per_step", "c", "v")
 
 
 @dataclass(frozen=True)
@@ -168,7 +172,7 @@ class RunEvaluation:
                 bar.update(done, what=f"evaluating {row.stage}: {what}")
 
             evaluation = evaluate(target, drafter, prompts, protocol, progress, ranks)
-        record = {
+        record: dict[str, Any] = {
             "stage": row.stage,
             "drafter": row.kind,
             "order": row.order,
@@ -180,6 +184,16 @@ class RunEvaluation:
             (path / "evaluation.json").write_text(json.dumps(record, indent=2))
 
         write_directory(directory, fill)
+        self._log(row.label, record["evaluation"])
+
+    def _log(self, label: str, evaluation: dict[str, Any]) -> None:
+        """Log the main figures of a drafter, where the figures of trainings are logged."""
+        place = "evaluation/" + re.sub(r"[^\w./ -]", "_", label)  # mlflow takes no other characters
+        values = {key: evaluation[key] for key in LOGGED}
+        values["speedup"] = evaluation["speedup"] and evaluation["speedup"]["value"]
+        figures = {key: float(value) for key, value in values.items() if value is not None}
+        step = self.reporter.log_figures(place, 1, figures)
+        self.accelerator.log({f"{place}/{key}": value for key, value in figures.items()}, step)
 
     def _samples(self, evaluation: Evaluation, examples: Sequence[Example]) -> list[dict[str, str]]:
         tokenizer = self.load_target().tokenizer

@@ -55,7 +55,10 @@ def export(
         int, typer.Option(help="fewest drafted tokens to judge an engine by")
     ] = MIN_DRAFTED,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="write the results of --verify here")
+        Path | None,
+        typer.Option(
+            "--json", help="write the export's measured acceptance and the results of --verify here"
+        ),
     ] = None,
 ) -> None:
     """Write a drafter in a layout that inference engines read, and prove that they use it.
@@ -109,6 +112,9 @@ def export(
     if check:
         kind = record["kind"]
         reporter.say(f"{directory}: a valid {record['layout']} export of a {kind} drafter")
+    figures = {key: record.get(key) for key in ("layout", "kind", "acceptance")}
+    if json_file and verify is None:
+        write_file(json_file, json.dumps(figures, indent=2))
     if verify is not None:
         engine_for(verify, record["layout"])
         default_target = options.backbone or record["drafter"]["target"]["name"]
@@ -128,7 +134,7 @@ def export(
         for failure in verification.failures:
             reporter.say(f"FAILED: {failure}")
         if json_file:
-            write_file(json_file, json.dumps(verification.to_dict(), indent=2))
+            write_file(json_file, json.dumps(figures | verification.to_dict(), indent=2))
         if verification.failures:
             raise typer.Exit(ExitStatus.FAILED)
     if options.repository is not None:

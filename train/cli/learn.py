@@ -1,10 +1,12 @@
 """`learn`: a drafter beside an inference engine learns from what the engine answers."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from decode.errors import UserError
 from train.cli.command import key_from, quieten, shows_errors
 from train.exit_status import ExitStatus
 
@@ -18,12 +20,26 @@ def learn(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print what would be done, and stop")
     ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json",
+            help="for --once and --dry-run: write the state of learning and the figures of all "
+            "cycles here",
+        ),
+    ] = None,
 ) -> None:
     """Train a better drafter from recorded answers, and swap it into a running engine.
 
     A command that was killed goes on where it stopped. Exit status 3: --once found that no cycle is
     due.
     """
+    if json_file and not (once or dry_run):
+        raise UserError(
+            "--json is written at the end, and without --once or --dry-run the command has none; "
+            "give one of them too"
+        )
+    from decode.artifact import write_file
     from train.learn.learn_config import read_learn_config
 
     settings = read_learn_config(config)
@@ -44,17 +60,26 @@ def learn(
     learner = Learner(
         settings, engines, recorder, reporter, start_accelerator, engine_key=engine_key
     )
+
+    def write_figures() -> None:
+        if json_file:
+            write_file(json_file, json.dumps(learner.figures(), indent=2))
+
     if dry_run:
         for line in learner.describe():
             reporter.say(line)
+        write_figures()
         return
     with only_learner(Path(settings.directory)):
         try:
             if not once:
                 learner.follow()
-            elif learner.once() is None:
-                reporter.say("no cycle is due")
-                raise typer.Exit(ExitStatus.NOT_DUE)
+            else:
+                outcome = learner.once()
+                write_figures()
+                if outcome is None:
+                    reporter.say("no cycle is due")
+                    raise typer.Exit(ExitStatus.NOT_DUE)
         except Stopped as stopped:
             reporter.say(f"{stopped}; run the same command again to continue")
             raise typer.Exit(ExitStatus.STOPPED) from None

@@ -97,19 +97,29 @@ def forget(
             help="directory of draftsmith learn, to list the versions that learnt from it"
         ),
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write what was deleted, in numbers, here")
+    ] = None,
 ) -> None:
     """Delete the records of a user or of one request, of all tenants."""
     if (user is None) == (request is None):
         raise UserError("give --user NAME or --request ID, and not both")
     if not directory.is_dir():
         raise UserError(f"{directory} is no directory; expected the --out of draftsmith record")
+    from decode.artifact import write_file
     from train.record.records import LEARNT_FILE, Records, tenants
 
     forgotten: set[str] = set()
+    deleted: dict[str, int] = {}
+    learnt: dict[str, int] = {}
     for tenant in tenants(directory):
         ids = Records(tenant).forget(user=user, request=request)
         forgotten.update(ids)
+        deleted[tenant.name] = len(ids)
         typer.echo(f"{tenant.name}: {len(ids)} records deleted")
     for file in sorted(learner.glob(f"versions/*/{LEARNT_FILE}")) if learner else ():
         if count := len(forgotten.intersection(json.loads(file.read_text()))):
+            learnt[str(file.parent)] = count
             typer.echo(f"{file.parent} learnt from {count} of them")
+    if json_file:
+        write_file(json_file, json.dumps({"deleted": deleted, "learnt_from": learnt}, indent=2))

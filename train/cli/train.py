@@ -1,5 +1,6 @@
 """`train`: run the stages of a config."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -93,12 +94,18 @@ def train(
 @shows_errors
 def verify_cache(
     directory: Annotated[Path, typer.Argument(help="of a teacher_cache or feature_cache stage")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the number of parts here")
+    ] = None,
 ) -> None:
     """Hash all files of a cache, also those that did not change since they were hashed."""
+    from decode.artifact import write_file
     from train.training.open_caches import check_directory
 
     count = check_directory(directory, "cache", again=True)
     typer.echo(f"{directory}: {count} parts, all sound")
+    if json_file:
+        write_file(json_file, json.dumps({"directory": str(directory), "parts": count}, indent=2))
 
 
 def plan_target(settings: "RunConfig") -> "Target":

@@ -104,16 +104,32 @@ class Learner:
     def describe(self) -> list[str]:
         """What the next step would be, and why, in lines. Changes nothing."""
         state, window = self.state, self.state.window
-        records = self._new_records()
+        figures = self.figures()
         lines = [
-            f"serving: version {state.serving}, {self._drafter(state.serving)}",
-            f"records: {len(records)} new; a cycle begins at {self.config.trigger.records}",
+            f"serving: version {figures['serving']}, {figures['drafter']}",
+            f"records: {figures['new_records']} new; a cycle begins at "
+            f"{self.config.trigger.records}",
             f"accepted ÷ drafted: {_rate(window.first)} in the first window, "
             f"{_rate(window.newest)} in the newest; a cycle begins at a drop of "
             f"{self.config.trigger.drop}",
-            f"next step: {state.step}",
+            f"next step: {figures['step']}",
         ]
         return lines + [f"version {x.version}: {x.reason}" for x in state.history[-3:]]
+
+    def figures(self) -> dict[str, Any]:
+        """The state as JSON values: the version that serves and its drafter, the number of new
+        records, accepted ÷ drafted in the first and the newest window (None: no drafts yet), the
+        next step, and all cycles (`Outcome`). Changes nothing."""
+        state, window = self.state, self.state.window
+        return {
+            "serving": state.serving,
+            "drafter": str(self._drafter(state.serving)),
+            "new_records": len(self._new_records()),
+            "first_window": window.first,
+            "newest_window": window.newest,
+            "step": state.step,
+            "cycles": [cycle.model_dump() for cycle in state.history],
+        }
 
     def step(self) -> None:
         """Do the current step and save the state."""

@@ -178,6 +178,7 @@ class Trainer:
             progress.time_share = progress.seconds / limit
         begin = time.perf_counter() - progress.seconds
         self.total_steps = self._total_steps()
+        self.reporter.continue_figures(self.task.label, progress.step)
         if stored:
             self.reporter.say(f"  continuing after step {progress.step} of {self.total_steps}")
         if not self._ended():
@@ -370,7 +371,8 @@ class Trainer:
 
     def _log(self, figures: dict[str, float]) -> None:
         labelled = {f"{self.task.label}/{k}": v for k, v in figures.items()}
-        self.accelerator.log(labelled, self.progress.step)
+        step = self.reporter.log_figures(self.task.label, self.progress.step, figures)
+        self.accelerator.log(labelled, step)
 
     def _save_average(self, directory: Path) -> None:
         if self.average:

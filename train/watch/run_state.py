@@ -1,22 +1,19 @@
 """What a run has done so far and does now, read from its directory. Nothing is written."""
 
 import json
-import math
 import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.proto.event_pb2 import Event
-
 from decode.errors import UserError
 from train.console import LOG_FILE, PROGRESS_FILE
+from train.tracking.curve_file import CURVES_FILE, CurveReader, Points
 
 LOG_LINES, LOG_BYTES = 200, 1 << 16
 POINTS = 300  # of a curve
-# The logged figures that are drawn, by their names after the stage's.
+# The logged figures that are drawn, by their names.
 CURVES = {
     "loss": re.compile(r"loss"),
     "agreement": re.compile(r"dev/(?:head\d+/)?top1|dev/expected_acceptance"),
@@ -41,9 +38,7 @@ class RunState:
                 f"{directory} has no config.json; expected the directory of a run that has begun"
             )
         self.directory = directory
-        self._readers: dict[Path, RawEventFileLoader] = {}
-        # By tag: {step: value}. A step that is logged again, after an interruption, counts once.
-        self._logged: dict[str, dict[int, float]] = {}
+        self._reader = CurveReader(directory / "logs" / CURVES_FILE)
 
     def read(self) -> dict[str, Any]:
         """The state as JSON values.
@@ -86,32 +81,18 @@ class RunState:
         return progress | {"age": max(time.time() - progress.pop("time"), 0.0)}
 
     def _curves(self, stages: list[str]) -> list[dict[str, Any]]:
-        self._read_events()
+        logged = self._reader.read()
         curves = []
         for stage in reversed(stages):
-            tags = {
-                tag.removeprefix(f"{stage}/"): points
-                for tag, points in self._logged.items()
-                if tag.startswith(f"{stage}/")
-            }
             for figure, pattern in CURVES.items():
                 lines = {
                     name: _thinned(points)
-                    for name, points in sorted(tags.items())
-                    if pattern.fullmatch(name)
+                    for name, points in sorted(logged.get(stage, {}).items())
+                    if points and pattern.fullmatch(name)
                 }
                 if lines:
                     curves.append({"stage": stage, "figure": figure, "lines": lines})
         return curves
-
-    def _read_events(self) -> None:
-        for path in sorted((self.directory / "logs").rglob("events.out.tfevents.*")):
-            reader = self._readers.setdefault(path, RawEventFileLoader(str(path)))
-            for raw in reader.Load():
-                event = Event.FromString(raw)
-                for value in event.summary.value:
-                    if value.HasField("simple_value") and math.isfinite(value.simple_value):
-                        self._logged.setdefault(value.tag, {})[event.step] = value.simple_value
 
     def _evaluations(self) -> Iterator[dict[str, Any]]:
         for path in sorted((self.directory / "evaluations").glob("*/evaluation.json")):
@@ -130,7 +111,7 @@ class RunState:
         return text.splitlines()[-LOG_LINES:]
 
 
-def _thinned(points: dict[int, float]) -> list[tuple[int, float]]:
+def _thinned(points: Points) -> list[tuple[int, float]]:
     """At most about POINTS points, the last one among them."""
     ordered = sorted(points.items())
     stride = -(-len(ordered) // POINTS)

@@ -1,0 +1,1 @@
+"""Where the figures of a run go while it runs: its own file of curves, and trackers."""
