@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parent.parent
 WORDS = ["the", "a", "dog", "fox", "sea", "shell", "target", "drafter", "token", "sells", "jumps"]
-STAGES = {"00-tied": 50, "01-reduced": 50, "02-frozen": 10, "03-own": 8}
+STAGES = {"00-tied": 20, "01-reduced": 20, "02-frozen": 10, "03-own": 8}
 STAGES |= {"04-medusa": 8, "05-blockwise": 8, "06-both": 6, "07-tuned": 6}
 STAGES |= {"08-eagle1": 4, "09-eagle3": 6, "10-hydra": 4, "11-hydra_plus": 4}
 STAGES |= {"12-eagle31": 2, "13-p_eagle": 2, "14-dflash": 2, "15-dspark": 2, "16-kangaroo": 2}
@@ -55,14 +55,14 @@ stages:
   - name: tied
     kind: distill
     drafter: {{layers: [0]}}
-    loop: {{epochs: 99, max_steps: 50, tokens_per_batch: 120, save_every: 50, log_every: 1}}
+    loop: {{epochs: 99, max_steps: 20, tokens_per_batch: 120, save_every: 20, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
   - name: reduced
     kind: distill
     drafter: {{layers: [1]}}
     draft_vocabulary: 120
     losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
-    loop: {{epochs: 99, max_steps: 50, tokens_per_batch: 120, accumulation: 2, save_every: 15,
+    loop: {{epochs: 99, max_steps: 20, tokens_per_batch: 120, accumulation: 2, save_every: 6,
       log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
   - name: frozen
@@ -182,8 +182,8 @@ stages:
     loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
 """
-# 50 steps of the first training and 24 of the second, whose newest checkpoint is then step 15.
-DIE_BEFORE = 75
+# 20 steps of the first training and 9 of the second, whose newest checkpoint is then step 6.
+DIE_BEFORE = 30
 
 LAUNCH = """
 compute_environment: LOCAL_MACHINE
@@ -326,12 +326,12 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine):
         assert largest(probe["weights"], one["weights"]) < 1e-4
         assert largest(probe["averaged"], one["averaged"]) < 1e-4
     stages = base / "runs" / engine / "stages"
-    assert (stages / "00-tied/checkpoints/step-50" / file).exists()
-    assert [p.name for p in (stages / "01-reduced/checkpoints").glob("step-*")] == ["step-15"]
+    assert (stages / "00-tied/checkpoints/step-20" / file).exists()
+    assert [p.name for p in (stages / "01-reduced/checkpoints").glob("step-*")] == ["step-6"]
 
     resumed = launch(base, engine, "-m", "train", str(config), "threads=1", SHARDED)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert "continuing after step 15 of 50" in resumed.stdout
+    assert "continuing after step 6 of 20" in resumed.stdout
     for stage, steps in STAGES.items():
         ours, theirs = stages / stage, base / "runs/one/stages" / stage
         training, reference = (
