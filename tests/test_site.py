@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,20 @@ def test_a_quoted_error_is_one_of_the_code(quoted: str) -> None:
     # A value of the message may be a text of its own, as the problem with a config's key is.
     missing = [part for part in parts if len(part) > 3 and part not in messages()]
     assert not missing
+
+
+def test_the_drawings_are_those_of_the_script() -> None:
+    """And its figures are those that the page states."""
+    drawings = runpy.run_path(str(DOCS / "drawings.py"))
+    for name, draw in drawings["DRAWINGS"].items():
+        assert (DOCS / name).read_text() == draw(), "run `python docs/drawings.py`"
+    assert round(drawings["tokens_per_step"](0.6, 4), 2) == 2.31
+    assert round(drawings["speedup"](0.6, 4, 0.1), 2) == 1.54
+    for gamma, cost in ((4, 0.1), (8, 0.02)):
+        even = drawings["break_even"](gamma, cost)
+        assert drawings["speedup"](even, gamma, cost) == pytest.approx(1)
+    crossing = [drawings["speedup"](0.5705, gamma, 0.1) for gamma in (2, 4)]
+    assert crossing[0] == pytest.approx(crossing[1], rel=1e-3)
 
 
 def test_every_figure_of_a_report_is_explained() -> None:

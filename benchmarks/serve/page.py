@@ -5,7 +5,6 @@
 Needs the extras serve and benchmarks, and a Chromium or Chrome.
 """
 
-import shutil
 import threading
 from pathlib import Path
 from typing import Annotated
@@ -13,36 +12,22 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import TARGET, DeviceOption, TargetOption, run_command, start_benchmark
+from benchmarks.parts.browser import find_browser, opened
 from decode.drafters.directory import open_drafter
-from decode.errors import UserError
 from decode.settings import DecodeSettings
 from decode.target.loading import load_target
 from train.serve.requests import Bounds
 from train.serve.server import Server, bind, make_service
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUESTION = "Why is the sky blue?"
 LONGEST_MS = 300_000  # for one answer
 TOKENS = 160  # of the answer
 
 
-def find_browser() -> str:
-    """The path of a browser. Raises UserError if there is none."""
-    for name in BROWSERS:
-        if path := shutil.which(name):
-            return path
-    raise UserError(f"no browser is installed; expected one of {', '.join(BROWSERS)}")
-
-
 def take_picture(url: str, out: Path, question: str) -> None:
     """Ask a question on the page at this address, and write what it looks like as a PNG file."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as session:
-        browser = session.chromium.launch(executable_path=find_browser(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1200, "height": 760}, device_scale_factor=2)
+    with opened(url, 1200, 760, scale=2) as page:
         page.set_default_timeout(LONGEST_MS)
-        page.goto(url)
         page.wait_for_selector("#setting-gamma")
         page.check("#show-rejected")
         page.fill("#max-tokens", str(TOKENS))
@@ -50,7 +35,6 @@ def take_picture(url: str, out: Path, question: str) -> None:
         page.press("#prompt", "Enter")
         page.wait_for_selector(".assistant .figures")
         page.screenshot(path=out)
-        browser.close()
 
 
 def main(
