@@ -32,6 +32,12 @@ from heads.heads_module import (
 TOP = 5
 
 
+def captured_with(heads: Heads, loss: WeightedLoss) -> tuple[int, ...]:
+    """The layers whose hidden states a training of heads reads: theirs, and those of a teacher."""
+    reads_teacher = loss.needs_teacher and FINAL not in heads.captured_layers
+    return (*heads.captured_layers, FINAL) if reads_teacher else heads.captured_layers
+
+
 class HeadTraining(nn.Module):
     """Computes the losses of `heads` on a batch. The target is not trained here.
 
@@ -83,8 +89,7 @@ class HeadTraining(nn.Module):
     @property
     def captured_layers(self) -> tuple[int, ...]:
         """The layers whose hidden states this module needs, including those of the heads."""
-        reads_teacher = self.weighted_loss.needs_teacher and FINAL not in self.heads.captured_layers
-        return (*self.heads.captured_layers, FINAL) if reads_teacher else self.heads.captured_layers
+        return captured_with(self.heads, self.weighted_loss)
 
     @property
     def _names(self) -> tuple[str, ...]:

@@ -384,12 +384,15 @@ def open_for_rank(directory: Path, rank: int) -> None:
     open_features(cache, context.target, samples, [FINAL], context.accelerator)
 
 
-def check_ranks(directory: Path) -> None:
-    """In a process that has computed nothing yet, as its forks compute."""
+def check_ranks(directory: Path, url: str) -> None:
+    """In a process that has computed nothing yet, as its forks compute. url: of a server that hands
+    out states."""
     window = {"tokens_per_pass": 140}
+    server = {"features": {"server": {"url": url, "directory": str(directory / "files")}}}
     alone = forked(lambda: train_heads(directory / "one", "cached", features="cache"))
     assert status_of(alone) == 0
-    for name, settings in (("cached", {"features": "cache"}), ("window", window)):
+    sources = {"cached": {"features": "cache"}, "window": window, "served": server}
+    for name, settings in sources.items():
         done = two_ranks(lambda _: train_heads(directory / "two", name, **settings))  # noqa: B023
         assert done == [0, 0]
     shutil.copytree(directory / "two" / "cache", directory / "two" / "copy")
@@ -399,25 +402,36 @@ def check_ranks(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_train_as_one_and_must_see_the_same_files(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            f"from tests.test_feature_cache import *\ncheck_ranks(Path({str(tmp_path)!r}))",
-        ],
-        cwd=Path(__file__).parent.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    pytest.importorskip("httpx2", reason="the extra serve is not installed")
+    from tests.state_server import StatesEngine
+    from tests.upstream import served
+
+    (tmp_path / "files").mkdir()
+    engine = StatesEngine(tmp_path / "files", [2])
+    with served(engine.app()) as url:
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-c",
+                "from tests.test_feature_cache import *\n"
+                f"check_ranks(Path({str(tmp_path)!r}), {url!r})",
+            ],
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stderr.count("UserError: rank 1 sees other files in") == 2
-    one, cached, window = (
+    one, *others = (
         load_file(tmp_path / name / "drafter" / "heads.safetensors")
-        for name in ("one/cached", "two/cached", "two/window")
+        for name in ("one/cached", "two/cached", "two/window", "two/served")
     )
     for name, weights in one.items():
-        for other in (cached, window):
+        for other in others:
             torch.testing.assert_close(other[name], weights, rtol=1e-3, atol=1e-4)
+    # Each rank asked for its own samples: ten in two epochs, and two to check the server.
+    assert engine.asked.total() == 2 * 10 + 2
+    assert engine.left() == []

@@ -102,7 +102,11 @@ def test_a_right_import_is_not(source: str) -> None:
 # --- what pyproject.toml declares -----------------------------------------------------------------
 
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
-CHILDREN = {"train/export/engines/vllm_child.py", "train/export/engines/openvino_child.py"}
+CHILDREN = {
+    "train/export/engines/openvino_child.py",
+    "train/export/engines/vllm_child.py",
+    "train/states/vllm_connector.py",
+}
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {
     "decode": ["gguf"],

@@ -156,7 +156,9 @@ def write_server_parts(
     reader = AnswerReader.of_target(target, settings)
     writer = PartWriter(corpus, parts, config.max_unusable, progress)
     limit = longest + settings.max_new_tokens
-    with launched(config, target, limit, directory, ranks) as urls:
+    many = config.logprobs if config.launch == "vllm" else None
+    options = {"max_logprobs": many} if many else {}
+    with launched(config, target, limit, directory, ranks, options=options) as urls:
         if config.probe_prompts and parts:
             probes = corpus.prompts(spread(examples, config.probe_prompts))
             check_model(urls, probes, target, config, settings)

@@ -5,17 +5,17 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
-from typing import Any
+from typing import Any, ClassVar, Self
 
 import httpx2
 
 from decode.errors import UserError
 from train.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Row
-from train.answers.server_config import ServerConfig
+from train.answers.server_config import EngineServer, ServerConfig
 
 CONNECT_SECONDS = 10.0
 RETRIED = (408, 409, 429)
@@ -30,14 +30,16 @@ class ServerLost(UserError):
     """A server does not answer any more. Others can take its rows."""
 
 
-class AnswerServer:
-    """One server. Enter it before the first request; it closes its connections at the end."""
+class ServerClient:
+    """One server. Enter it before the first request; it closes its connections at the end.
 
-    def __init__(
-        self, url: str, config: ServerConfig, settings: AskSettings, reader: AnswerReader
-    ) -> None:
-        self.url, self._config, self._settings, self._reader = url, config, settings, reader
-        self._protocol = PROTOCOLS[config.spoken]
+    kept: what is not lost with the server, and what to do then, for messages.
+    """
+
+    kept: ClassVar[str]
+
+    def __init__(self, url: str, config: EngineServer) -> None:
+        self.url, self._config = url, config
         key = config.key()
         self._client = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -48,50 +50,37 @@ class AnswerServer:
             trust_env=False,
         )
 
-    async def __aenter__(self) -> "AnswerServer":
-        if self._config.spoken == "completions":
-            model = self._config.model or await self._first_model()
-            self._settings = replace(self._settings, model=model)
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def answer(self, row: Row) -> Answer:
-        """The answer to a row's prompt. Raises ServerLost if the server does not answer, and
-        UserError if it refuses every request, or replies something else."""
-        body = self._protocol.body(row, self._settings)
-        response = await self._send("POST", self._protocol.path, body)
-        if response.status_code in REFUSED_ROW:
-            return Answer([], _excerpt(response), REFUSED)
-        try:
-            reply = self._protocol.read(self._accepted(response).json())
-            return self._reader.answer(reply, row.prompt, self.url)
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{self.url}{self._protocol.path} replied what is no answer "
-                f"({type(error).__name__}: {error}): {_excerpt(response)}. "
-                f"Does it speak the protocol {self._config.spoken!r}?"
-            ) from error
-
-    async def _first_model(self) -> str:
-        response = self._accepted(await self._send("GET", "/v1/models"))
+    async def model(self) -> str:
+        """The name that the server has for the model. Raises UserError as `send`, and for a server
+        that lists none."""
+        if self._config.model is not None:
+            return self._config.model
+        response = self.accepted(await self.send("GET", "/v1/models"))
         try:
             return str(response.json()["data"][0]["id"])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise UserError(
-                f"{self.url}/v1/models lists no model: {_excerpt(response)}. Set server.model"
+                f"{self.url}/v1/models lists no model: {excerpt(response)}. Set server.model"
             ) from error
 
-    def _accepted(self, response: httpx2.Response) -> httpx2.Response:
+    def accepted(self, response: httpx2.Response) -> httpx2.Response:
+        """The response. Raises UserError if its status is not 200."""
         if response.status_code != 200:
             raise UserError(
                 f"{response.request.url} refuses with status {response.status_code}: "
-                f"{_excerpt(response)}. Check server.url, server.model and server.key_env"
+                f"{excerpt(response)}. Check server.url, server.model and server.key_env"
             )
         return response
 
-    async def _send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+    async def send(
+        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
+    ) -> httpx2.Response:
         """The first response that is no reason to try again. Raises ServerLost after the last
         attempt, and for a server that wants to be left alone for longer than an answer may take."""
         limit, tries = self._config.timeout_seconds, 0
@@ -103,7 +92,9 @@ class AnswerServer:
             tries += 1
             try:
                 async with asyncio.timeout(limit):
-                    response = await self._client.request(method, self.url + path, json=body)
+                    response = await self._client.request(
+                        method, self.url + path, json=body, headers=headers
+                    )
             except TimeoutError:
                 problem = f"no complete answer in {limit:g} s (server.timeout_seconds)"
                 continue
@@ -112,14 +103,48 @@ class AnswerServer:
                 continue
             if response.status_code not in RETRIED and response.status_code < 500:
                 return response
-            problem = f"status {response.status_code}: {_excerpt(response)}"
+            problem = f"status {response.status_code}: {excerpt(response)}"
             wait = max(wait, _retry_after(response))
         if wait > limit:
             problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
-        raise ServerLost(
-            f"{self.url} did not answer in {tries} attempts ({problem}). Finished answers are "
-            "kept: when the server is up, the same command goes on with the others"
-        )
+        raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")
+
+
+class AnswerServer(ServerClient):
+    """A server that answers prompts."""
+
+    kept = (
+        "Finished answers are kept: when the server is up, the same command goes on with the others"
+    )
+
+    def __init__(
+        self, url: str, config: ServerConfig, settings: AskSettings, reader: AnswerReader
+    ) -> None:
+        super().__init__(url, config)
+        self._settings, self._reader = settings, reader
+        self._spoken, self._protocol = config.spoken, PROTOCOLS[config.spoken]
+
+    async def __aenter__(self) -> Self:
+        if self._spoken == "completions":
+            self._settings = replace(self._settings, model=await self.model())
+        return self
+
+    async def answer(self, row: Row) -> Answer:
+        """The answer to a row's prompt. Raises ServerLost if the server does not answer, and
+        UserError if it refuses every request, or replies something else."""
+        body = self._protocol.body(row, self._settings)
+        response = await self.send("POST", self._protocol.path, body)
+        if response.status_code in REFUSED_ROW:
+            return Answer([], excerpt(response), REFUSED)
+        try:
+            reply = self._protocol.read(self.accepted(response).json())
+            return self._reader.answer(reply, row.prompt, self.url)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{self.url}{self._protocol.path} replied what is no answer "
+                f"({type(error).__name__}: {error}): {excerpt(response)}. "
+                f"Does it speak the protocol {self._spoken!r}?"
+            ) from error
 
 
 def ask_servers(
@@ -193,7 +218,8 @@ async def _ask(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _excerpt(response: httpx2.Response) -> str:
+def excerpt(response: httpx2.Response) -> str:
+    """The beginning of a response, for messages."""
     return response.text[:300]
 
 

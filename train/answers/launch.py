@@ -8,16 +8,17 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from decode.artifact import temporary
 from decode.errors import UserError
 from decode.measure.ranks import ALONE, Ranks
 from decode.target.loading import EMBEDDED_PREFIX, Target
-from train.answers.server_config import ServerConfig
+from train.answers.server_config import EngineServer
 from train.cli.command import cores
 from train.exit_status import ExitStatus
 from train.export.engines.child_process import (
@@ -32,7 +33,7 @@ from train.export.formats.gguf_layout import target_gguf
 from train.launcher import environment_of_one, on_several_machines
 
 
-def require_server(config: ServerConfig, target: Target) -> None:
+def require_server(config: EngineServer, target: Target) -> None:
     """Raise UserError for everything that is known to be missing before a server is asked. Servers
     that are up are not asked yet: they may start while earlier stages run."""
     config.key()
@@ -63,15 +64,23 @@ def require_server(config: ServerConfig, target: Target) -> None:
 
 @contextmanager
 def launched(
-    config: ServerConfig, target: Target, longest: int, directory: Path, ranks: Ranks = ALONE
+    config: EngineServer,
+    target: Target,
+    longest: int,
+    directory: Path,
+    ranks: Ranks = ALONE,
+    *,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    modules: Path | None = None,
 ) -> Iterator[list[str]]:
     """The address of a started engine in a list; of servers that are up, their addresses.
 
     longest: prompt and answer in tokens. directory: for the engine's log, and for the target as a
     model directory if it has none. ranks: the processes that ask. The first one starts the engine
-    and stops it when all have left this context. Raises UserError with the end of the log and its
-    path if the engine does not start. It is stopped at the end, also after errors and SIGTERM, and
-    it does not outlive the process that started it.
+    and stops it when all have left this context. options: of the engine, before those of the
+    config. modules: a directory that vLLM can import from. Raises UserError with the end of the log
+    and its path if the engine does not start. It is stopped at the end, also after errors and
+    SIGTERM, and it does not outlive the process that started it.
     """
     name = config.launch
     if name is None:
@@ -82,7 +91,10 @@ def launched(
         def start() -> str:
             if not ranks.is_main:
                 return ""
-            return stack.enter_context(_engine(config, name, target, longest, directory))
+            arguments = _as_arguments({**options, **config.options})
+            return stack.enter_context(
+                _engine(config, name, target, longest, directory, arguments, modules)
+            )
 
         url = ranks.together(start)
         yield [ranks.gather(url)[0]]
@@ -91,20 +103,29 @@ def launched(
 
 @contextmanager
 def _engine(
-    config: ServerConfig, name: str, target: Target, longest: int, directory: Path
+    config: EngineServer,
+    name: str,
+    target: Target,
+    longest: int,
+    directory: Path,
+    arguments: Sequence[str],
+    modules: Path | None,
 ) -> Iterator[str]:
     """The address of a started engine."""
     env = environment_of_one(cores())
     with temporary(directory / "served-target") as copy:
         if name == "vllm":
-            command = _vllm_command(target, longest, copy)
-            command += ["--max-logprobs", str(config.logprobs)] if config.logprobs else []
+            # Nothing that is not its own is imported, but for `modules`.
+            flags = ["-I"]
+            if modules is not None:
+                flags, env["PYTHONPATH"] = ["-s", "-P"], str(modules)
+            command = [str(python_of("vllm")), *flags, *_vllm_arguments(target, longest, copy)]
             if package_version("vllm", VLLM.package):
                 env = dict(VLLM.env) | env  # vLLM's build for CPUs
                 env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         else:
             command = _llama_command(target, longest, config.concurrency)
-        command += _as_arguments(config.options)
+        command += arguments
         with (
             _sigterm_raises(),
             serving(
@@ -133,14 +154,14 @@ def _sigterm_raises() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _vllm_command(target: Target, longest: int, directory: Path) -> list[str]:
+def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
     """directory: for the target, if it is neither a model directory nor a hub id."""
     name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
     if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
         name, revision = str(model_directory(target, name, directory)), []
     return [
         # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
-        str(python_of("vllm")), "-I", "-m", "vllm.entrypoints.openai.api_server",
+        "-m", "vllm.entrypoints.openai.api_server",
         "--model", name, *revision,
         "--host", "127.0.0.1", "--port", "{port}",
         "--dtype", str(target.dtype).removeprefix("torch."),

@@ -1,4 +1,5 @@
-"""The settings of a server that answers prompts in place of the decode loop."""
+"""The settings of a server that runs the target, and of one that answers prompts in place of the
+decode loop."""
 
 import os
 from typing import Any, Literal
@@ -10,20 +11,17 @@ from decode.errors import UserError
 from train.schema import Strict
 
 
-class ServerConfig(Strict):
+class EngineServer(Strict):
     """A server that runs the target: one that is up (`url`), or one for this stage (`launch`)."""
 
     url: str | list[str] | None = None
     """The address of the server, `http://HOST:PORT`, without `/v1`. Several servers share the
-    prompts."""
+    work."""
     launch: Literal["vllm", "llama-server"] | None = None
     """Start this engine for the stage and stop it at the end. It comes from the environment that
     `make engine-vllm` or `make engine-llama` makes."""
     options: dict[str, Any] = {}
     """Options of the engine that is started, such as `{gpu_memory_utilization: 0.6}`."""
-    protocol: Literal["completions", "llama-server"] = "completions"
-    """`completions`: `/v1/completions` of vLLM, SGLang and others. `llama-server`: its own
-    `/completion`."""
     model: str | None = None
     """The name that the server has for the model. None: the first that it lists."""
     key_env: str | None = None
@@ -34,24 +32,13 @@ class ServerConfig(Strict):
     """The number of further attempts after a broken connection or a status 408, 409, 429 or 5xx."""
     timeout_seconds: float = Field(600.0, gt=0)
     """The longest wait for one answer, and for a started engine until it is ready."""
-    probe_prompts: int = Field(4, ge=0)
-    """The number of prompts that are first answered greedily, to see that the server runs the
-    target. 0: not checked."""
-    logprobs: int | None = Field(None, ge=1)
-    """Keep this many of the likeliest tokens' log-probabilities at each token of an answer, for a
-    `teacher_cache` stage with `source: answers`. None: not asked for. vLLM gives at most 20, unless
-    it was started with `--max-logprobs`."""
-    max_unusable: float = Field(0.1, ge=0, le=1)
-    """The share of a part's answers that may be left out as unusable before the stage stops."""
 
     @model_validator(mode="after")
-    def _fits(self) -> "ServerConfig":
+    def _has_server(self) -> "EngineServer":
         if (self.url is None) == (self.launch is None):
             raise ValueError("a server has either url or launch; give one of them")
         if self.options and self.launch is None:
             raise ValueError("options are for an engine that is started; they need launch")
-        if self.logprobs and (self.spoken != "completions" or not self.probe_prompts):
-            raise ValueError("logprobs need the protocol completions, and probe_prompts above 0")
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
@@ -66,11 +53,6 @@ class ServerConfig(Strict):
         urls = [self.url] if isinstance(self.url, str) else self.url or []
         return [url.rstrip("/") for url in urls]
 
-    @property
-    def spoken(self) -> str:
-        """The protocol, also of an engine that is started."""
-        return "llama-server" if self.launch == "llama-server" else self.protocol
-
     def key(self) -> str | None:
         """The API key. Raises UserError if its variable is not set."""
         key = None if self.key_env is None else os.environ.get(self.key_env)
@@ -80,3 +62,31 @@ class ServerConfig(Strict):
                 "name of a variable with the server's API key"
             )
         return key
+
+
+class ServerConfig(EngineServer):
+    """A server that answers prompts."""
+
+    protocol: Literal["completions", "llama-server"] = "completions"
+    """`completions`: `/v1/completions` of vLLM, SGLang and others. `llama-server`: its own
+    `/completion`."""
+    probe_prompts: int = Field(4, ge=0)
+    """The number of prompts that are first answered greedily, to see that the server runs the
+    target. 0: not checked."""
+    logprobs: int | None = Field(None, ge=1)
+    """Keep this many of the likeliest tokens' log-probabilities at each token of an answer, for a
+    `teacher_cache` stage with `source: answers`. None: not asked for. vLLM gives at most 20, unless
+    it was started with `--max-logprobs`."""
+    max_unusable: float = Field(0.1, ge=0, le=1)
+    """The share of a part's answers that may be left out as unusable before the stage stops."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ServerConfig":
+        if self.logprobs and (self.spoken != "completions" or not self.probe_prompts):
+            raise ValueError("logprobs need the protocol completions, and probe_prompts above 0")
+        return self
+
+    @property
+    def spoken(self) -> str:
+        """The protocol, also of an engine that is started."""
+        return "llama-server" if self.launch == "llama-server" else self.protocol

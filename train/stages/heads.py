@@ -6,8 +6,8 @@ only in their computation (`heads.heads_module`), not in the training around it.
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,22 @@ from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.feature_sources import CachedFeatures, LiveFeatures, bytes_per_token
+from distill.teacher.feature_sources import bytes_per_token
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from train.data.batches import Inputs
 from train.data.chat import Sample
+from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
+from train.stages.heads_features import open_source, planned_source
+from train.states.states_config import ServedFeatures
 from train.text_stages import TrainingStage
-from train.training.backbone import Backbone, FrozenBackbone, TrainedBackbone
+from train.training.backbone import Backbone, FrozenBackbone, Source, TrainedBackbone
 from train.training.dev_slice import DevSlice, Judging
 from train.training.estimates import (
     batch_share,
@@ -47,9 +50,7 @@ from train.training.estimates import (
     training_disk_bytes,
 )
 from train.training.head_tree import calibrated_tree, require_tree
-from train.training.live_window import WINDOW_PASSES, LiveWindow
 from train.training.meters.stage_flops import heads_flops
-from train.training.open_caches import open_features
 from train.training.trained_target import PREFIX, held_out_samples
 from train.training.trainer import Clock, Trainer
 from train.training.training_task import TrainingTask
@@ -77,6 +78,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             "tokens_per_pass": config.tokens_per_pass is not None,
             # Its embeddings learn through all layers of the target.
             "heads.type: pass": config.heads.type == "pass",
+            "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
+            and config.features.server.probe_samples > 0,
             "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
         }
         return next((name for name, is_used in used.items() if is_used), None)
@@ -112,8 +115,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         memory += 2 * 4 * config.chunk_tokens * heads.rows
         disk = training_disk_bytes(trained, trained, average=ema, loop=loop)
         states = bytes_per_token(target, heads.captured_layers)
-        if config.tokens_per_pass is not None:
-            memory += states * max(WINDOW_PASSES * config.tokens_per_pass, batch)
+        held, files, source = planned_source(config, target, heads, batch)
+        memory, disk = memory + held, disk + files
         if config.remember_features:
             memory += self.planned_text_tokens(plans) * states
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
@@ -127,7 +130,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             memory += 12 * trained_backbone + 2 * 4 * target.model.num_parameters()
             what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
         return StagePlan(
-            f"{what}{config.loop.epochs} epochs",
+            f"{what}{source}{config.loop.epochs} epochs",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory_bytes=memory,
@@ -144,11 +147,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         full_heads = copy.deepcopy(heads)
         clock = Clock(self.accelerator.device)
         training = self._prepare(heads)
-        backbone = self._backbone(samples, clock)
-        module = backbone.join(training, chunk=self.config.chunk_tokens)
-        dev = self._dev_slice(module, full_heads, backbone)
-        trainer = self._trainer(module, heads, backbone, samples, dev, clock)
-        progress = trainer.fit()
+        with ExitStack() as stack:  # a server is up as long as the training needs it
+            backbone = self._backbone(samples, clock, stack)
+            module = backbone.join(training, chunk=self.config.chunk_tokens)
+            dev = self._dev_slice(module, full_heads, backbone)
+            trainer = self._trainer(module, heads, backbone, samples, dev, clock)
+            progress = trainer.fit()
         weights = trainer.drafter_weights()
         full_heads.load_state_dict(backbone.heads_weights(weights))
         summary = self.summary(trainer, counts, sum(p.numel() for p in full_heads.parameters()))
@@ -212,33 +216,13 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             smoothing=self.config.place_smoothing,
         )
 
-    def _backbone(self, samples: Sequence[Sample], clock: Clock) -> Backbone:
+    def _backbone(self, samples: StoredSamples, clock: Clock, stack: ExitStack) -> Backbone:
         config, target = self.config, self.target
         if config.backbone is not None:
             return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
 
-        def features(
-            captured_layers: Sequence[int],
-        ) -> LiveFeatures | LiveWindow | CachedFeatures:
-            if config.features != "live":
-                directory = self.cache_directory(config.features)
-                return open_features(directory, target, samples, captured_layers, self.accelerator)
-            live = LiveFeatures(
-                target.model,
-                captured_layers,
-                remember=config.remember_features,
-                timed=partial(clock, "teacher"),
-                sources={s.id: s.source for s in samples} if target.has_encoder else None,
-            )
-            if config.tokens_per_pass is None:
-                return live
-            return LiveWindow(
-                live,
-                config.loop,
-                self.accelerator,
-                tokens_per_pass=config.tokens_per_pass,
-                pad_id=target.tokenizer.pad_token_id or 0,
-            )
+        def features(captured_layers: Sequence[int]) -> Source:
+            return open_source(self, samples, captured_layers, clock, stack)
 
         return FrozenBackbone(target, features)
 

@@ -11,6 +11,7 @@ from heads import HEADS
 from heads.heads_module import HeadOptions
 from train.data.corpus import stages_of
 from train.schema import Losses, StageConfig, closest_stage, one_of
+from train.states.states_config import ServedFeatures
 from train.text_stages import LossConfig
 from train.training.backbone import BackboneConfig
 from train.training.dev_slice import DevConfig
@@ -46,8 +47,9 @@ class HeadsConfig(LossConfig):
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of `start`."""
-    features: str = "live"
-    """The source of hidden states: live, or the name or directory of a feature_cache stage."""
+    features: str | ServedFeatures = "live"
+    """The source of hidden states: live, the name or directory of a feature_cache stage, or a
+    server, as {server: {launch: vllm}}."""
     remember_features: bool = False
     """Keep live hidden states in memory after their first use."""
     dev: DevConfig | None = None
@@ -81,11 +83,14 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
     if config.backbone is not None:
         _check_backbone(config, config.backbone, earlier)
     if config.features != "live":
-        if not Path(config.features).is_dir():
-            closest_stage(config.features, earlier, "feature_cache")
+        source = "a server"
+        if isinstance(config.features, str):
+            source = "a cache"
+            if not Path(config.features).is_dir():
+                closest_stage(config.features, earlier, "feature_cache")
         for key in _live_settings(config):
             raise UserError(
-                f"stage {config.name}: {key} cannot be set here: a cache replaces the live "
+                f"stage {config.name}: {key} cannot be set here: {source} replaces the live "
                 "target; leave it out"
             )
 
@@ -95,7 +100,7 @@ def require_decoder_only_parts(config: HeadsConfig) -> None:
     used = {
         "backbone": config.backbone is not None,
         "dev": config.dev is not None,
-        f"features: {config.features}": config.features != "live",
+        "another source of features than the live target": config.features != "live",
         "a loss that reads the teacher": config.weighted_loss.needs_teacher,
     }
     for name, is_used in used.items():

@@ -15,11 +15,15 @@ from heads.head_training import HeadTraining, JointTraining
 from train.data.batches import Inputs
 from train.data.corpus import Corpus
 from train.schema import Losses, StageConfig
+from train.states.served_states import ServedStates
 from train.training.live_window import LiveWindow, look_ahead_of
 from train.training.optimizer import GroupConfig, OptimizerConfig
 from train.training.trained_target import PREFIX, TrainedTarget, TrainedTargetConfig
 from train.training.trainer import Clock
 from train.training.training_task import LookAhead
+
+# Of a frozen target's hidden states.
+Source = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
 
 
 class BackboneConfig(TrainedTargetConfig):
@@ -105,7 +109,7 @@ class FrozenBackbone(Backbone):
     def __init__(
         self,
         target: Target,
-        features: Callable[[Sequence[int]], LiveFeatures | LiveWindow | CachedFeatures],
+        features: Callable[[Sequence[int]], Source],
     ) -> None:
         self.target, self._make_source = target, features
         self._dev_source: FeatureSource | None = None
@@ -117,8 +121,7 @@ class FrozenBackbone(Backbone):
 
     @property
     def look_ahead(self) -> LookAhead | None:
-        source = self._source
-        return look_ahead_of(source) if isinstance(source, LiveWindow | CachedFeatures) else None
+        return look_ahead_of(self._source)
 
     def forward(
         self,

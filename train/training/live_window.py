@@ -12,6 +12,7 @@ from distill.teacher.feature_sources import LiveFeatures, join_rows, split_rows
 from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText, bucket_batches, collate, inputs
 from train.data.chat import Sample
+from train.states.served_states import ServedStates
 from train.training.open_caches import Cache
 from train.training.training_task import LookAhead, LoopConfig
 
@@ -94,12 +95,14 @@ class LiveWindow:
             del self._held[batch]
 
 
-def look_ahead_of(source: LiveWindow | LiveFeatures | Cache | None) -> LookAhead | None:
-    """What the trainer calls before each batch: a window is filled, and a cache is read ahead.
-    None: nothing."""
+def look_ahead_of(
+    source: LiveWindow | ServedStates | LiveFeatures | Cache | None,
+) -> LookAhead | None:
+    """What the trainer calls before each batch: a window is filled, servers are asked, and a cache
+    is read ahead. None: nothing."""
     if source is None or isinstance(source, LiveFeatures):
         return None
-    if isinstance(source, LiveWindow):
+    if isinstance(source, LiveWindow | ServedStates):
         return source.look_ahead
     cache = source
 

@@ -1,0 +1,261 @@
+"""Training of heads on hidden states that a server hands out, and the server's faults."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from starlette.responses import Response
+
+pytest.importorskip("httpx2", reason="the extra serve is not installed")
+
+from decode.errors import UserError
+from decode.target.hidden_states import FINAL
+from decode.target.loading import Target
+from distill.teacher.feature_sources import LiveFeatures
+from tests.export import save_target
+from tests.stages import (
+    drafter_weights,
+    examples,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+    with_examples,
+)
+from tests.state_server import StatesEngine, Tensors
+from tests.tiny import tiny_target
+from tests.training import assert_equal
+from tests.upstream import served
+from train.answers import ask_servers
+from train.export.engines.child_process import python_of
+from train.stage import StageInputs
+from train.states import ask_states
+from train.states.states_config import ServedFeatures
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+HEADS: dict[str, Any] = {
+    "heads": {"type": "eagle3", "steps": 2, "captured_layers": [0, 1]},
+    # Reads the last hidden states too. To vLLM these are those of layer 1, before the norm.
+    "losses": {"forward_kl": 1.0},
+    "loop": {"epochs": 2, "tokens_per_batch": 150, "log_every": 1, "save_every": 1},
+    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (ask_servers, ask_states):
+        monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> StageInputs:
+    return stage_context(tmp_path, tiny_target())
+
+
+def engine_of(context: StageInputs, name: str = "files", **settings: Any) -> StatesEngine:
+    directory = context.directory / name
+    directory.mkdir()
+    return StatesEngine(directory, [1, 2], **settings)
+
+
+def train_with(context: StageInputs, url: Any, name: str = "served", **server: Any) -> Any:
+    server = {"directory": str(context.directory / "files"), "retries": 2} | server
+    return run_stage(context, stage_with(url, name, server))
+
+
+def stage_with(url: Any, name: str, server: dict[str, Any]) -> Any:
+    return make_stage("heads", name, features={"server": {"url": url} | server}, **HEADS)
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weights in theirs.items():
+        torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
+
+
+def test_training_from_servers_is_training_beside_the_target(
+    context: StageInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are few and small, none stays, and a kill changes no bit."""
+    live = drafter_weights(run_stage(context, make_stage("heads", "live", **HEADS)))
+    engine, other = engine_of(context), engine_of(context, "unused")
+    other.directory = engine.directory
+    texts = [tuple(sample.tokens) for sample in context.corpus.samples("data")]
+    with served(engine.app()) as one, served(other.app()) as two:
+        outcome = train_with(context, [one, two], concurrency=2)
+        assert_close(drafter_weights(outcome), live)
+        assert engine.asked + other.asked >= Counter(2 * texts)
+        assert (engine.asked + other.asked).total() == 2 * len(texts) + 2 * 2  # and probes
+        assert min(engine.asked.total(), other.asked.total()) > 4
+        assert engine.left() == []
+        assert engine.most <= 4
+        # Room for one file at a time.
+        engine.most = 0
+        largest = 4096 + max(map(len, texts)) * (2 * 32 * 4 + 8)
+        stage = stage_with(
+            one, "killed", {"directory": str(engine.directory), "max_gib": 1.5 * largest / 2**30}
+        )
+        again = drafter_weights(run_killed(context, stage, monkeypatch, 3))
+    assert_equal(again, drafter_weights(outcome))
+    assert engine.most == 1
+    assert engine.left() == []
+    assert outcome.summary["training"]["clock"]["teacher"] > 0
+
+
+def test_faults_that_pass_lose_no_sample(context: StageInputs) -> None:
+    def not_finite(tensors: Tensors) -> Tensors:
+        tensors["hidden_states"][1, 1, 5] = float("inf")
+        return tensors
+
+    engine, other = engine_of(context), engine_of(context, "unused")
+    other.directory = engine.directory
+    with served(engine.app()) as one, served(other.app()) as two:
+        plain = drafter_weights(train_with(context, one, "plain"))
+        engine.faults = [lambda tensors: None, not_finite, Response(status_code=503)]
+        (engine.directory / "cmpl-of-another-run.safetensors").touch()
+        weights = drafter_weights(train_with(context, one, "faulty", concurrency=1))
+        assert not engine.faults
+        assert_equal(weights, plain)
+        # One of two servers ends on the way.
+        other.faults = [Response(status_code=500) for _ in range(99)]
+        weights = drafter_weights(train_with(context, [one, two], "lost", probe_samples=0))
+        assert_equal(weights, plain)
+    assert str(context.reporter).count("The other servers take its samples") == 1
+    assert f"{two} did not answer in 3 attempts" in str(context.reporter)
+    assert engine.left() == ["cmpl-of-another-run.safetensors"]
+
+
+def not_finite(tensors: Tensors) -> Tensors:
+    return tensors | {"hidden_states": tensors["hidden_states"] * float("nan")}
+
+
+def cut(tensors: Tensors) -> Tensors:
+    return {name: x[:-3].clone() for name, x in tensors.items()}
+
+
+def other_tokens(tensors: Tensors) -> Tensors:
+    return tensors | {"token_ids": tensors["token_ids"] + 1}
+
+
+def fewer_layers(tensors: Tensors) -> Tensors:
+    return tensors | {"hidden_states": tensors["hidden_states"][:, :1].clone()}
+
+
+def half(tensors: Tensors) -> Tensors:
+    return tensors | {"hidden_states": tensors["hidden_states"].half()}
+
+
+def next_layer(tensors: Tensors) -> Tensors:
+    return tensors | {"hidden_states": tensors["hidden_states"].roll(1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (not_finite, r"no usable hidden states of sample .* in 3 attempts: .*NaN"),
+        (lambda tensors: None, r"in 3 attempts: .*safetensors is not complete"),
+        (cut, r"are \d+ of \d+; switch its prefix caching off"),
+        (other_tokens, "tokens of the server's hidden states are others"),
+        (fewer_layers, r"are \[\d+, 1, 32\] .* expected \[\d+, 2, 32\].*_ids \[1, 2\]"),
+        (half, r"in torch.float16, expected .* in torch.float32"),
+        (next_layer, "does not give the hidden states of tiny-llama: those of layer 0 differ"),
+        (Response(b'{"choices": [{}]}'), r"replied without hidden states.*extract_hidden_states"),
+        (Response(b"too long", 400), r"refuses sample .* tokens: too long.*max-model-len"),
+    ],
+)
+def test_faults_that_stay_end_the_stage(context: StageInputs, fault: Any, message: str) -> None:
+    engine = engine_of(context)
+    if isinstance(fault, Response):
+        engine.faults = [fault] * 99
+    else:
+        engine.always = fault
+    with served(engine.app()) as url, pytest.raises(UserError, match=message):
+        train_with(context, url)
+    assert engine.left() == []
+
+
+def test_disks_and_directories(context: StageInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(context)
+    (context.directory / "other").mkdir()
+    with served(engine.app()) as url:
+        with pytest.raises(UserError, match=r"longest sample.*raise features.server.max_gib"):
+            train_with(context, url, max_gib=1e-6)
+        with pytest.raises(UserError, match="which is no directory here"):
+            train_with(context, url, directory="/no/such")
+        with monkeypatch.context() as patch:
+            patch.setattr(ask_states, "SEEN_SECONDS", 0.0)
+            with pytest.raises(UserError, match=r"does not have it; set server\.directory"):
+                train_with(context, url, directory=str(context.directory / "other"))
+        with monkeypatch.context() as patch:
+            engine.always = lambda tensors: None
+            patch.setattr(ask_states, "free_space", lambda _: 100)
+            with pytest.raises(UserError, match=r"the disk of .*files is full"):
+                train_with(context, url)
+        with monkeypatch.context() as patch:
+            patch.setattr("decode.artifact.free_space", lambda _: 100)
+            with pytest.raises(UserError, match=r"on their way .features.server.max_gib"):
+                train_with(context, url)
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        ({"url": "http://a"}, "a directory; give its path here"),
+        ({"launch": "vllm", "options": {"kv-transfer-config": {}}}, "the stage sets itself"),
+        ({"launch": "llama-server"}, "Input should be 'vllm'"),
+    ],
+)
+def test_settings_that_do_not_fit(server: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ServedFeatures.model_validate({"server": server})
+
+
+def test_a_plan_names_the_layers_and_counts_the_window(context: StageInputs) -> None:
+    live = plan_stage(context, make_stage("heads", "live", **HEADS))
+    plan = plan_stage(context, stage_with("http://a", "served", {"directory": "/x"}))
+    assert "eagle_aux_hidden_state_layer_ids [1, 2]" in plan.what
+    assert plan.memory_bytes > live.memory_bytes
+    assert plan.disk_bytes == live.disk_bytes
+    server = {"server": {"url": "http://a", "directory": "/x"}}
+    with pytest.raises(UserError, match="a server replaces the live target"):
+        make_stage("heads", "both", features=server, remember_features=True, **HEADS)
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(280)
+def test_vllm_hands_out_the_states_of_the_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not python_of("vllm").exists():
+        pytest.skip("vLLM is not installed")
+    target: Target = save_target(tmp_path / "target")
+    context = with_examples(stage_context(tmp_path, target), train=examples("train", 6))
+    stage = HEADS | {"loop": HEADS["loop"] | {"epochs": 1, "max_steps": 2}}
+    off: list[float] = []
+
+    def compared(servers: Any, source: Any, chosen: Any, *_: Any) -> None:
+        # All of them are read in parts of 16 tokens.
+        for sample in chosen:
+            ids = torch.tensor([sample.tokens])
+            expected = LiveFeatures(target.model, [0, 1, FINAL]).features(ids, ids > -1, [])
+            ((_, states),) = servers.ask_each(sample)
+            for layer, x in source.joined([states], target.device).items():
+                off.append(float((x - expected[layer]).norm() / expected[layer].norm()))
+
+    monkeypatch.setattr("train.states.open_states._check", compared)
+    options = {"enforce_eager": True, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    server = {"launch": "vllm", "options": options, "concurrency": 2}
+    outcome = run_stage(context, make_stage("heads", "s", features={"server": server}, **stage))
+    live = run_stage(context, make_stage("heads", "live", **stage))
+    assert len(off) == 2 * 3
+    assert max(off) < 1e-5
+    assert_close(drafter_weights(outcome), drafter_weights(live))
+    history = [run.summary["training"]["history"] for run in (outcome, live)]
+    for theirs, ours in zip(*history, strict=True):
+        assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)
+    assert not [path for path in (tmp_path / "s").iterdir() if path.name.startswith(".tmp-")]

@@ -1,0 +1,90 @@
+"""Where the hidden states for a training of heads come from."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING
+
+from decode.target.loading import Target
+from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
+from distill.teacher.read_ahead import READ_AHEAD
+from heads.head_training import captured_with
+from heads.heads_module import Heads
+from train.answers.launch import require_server
+from train.data.stored_samples import StoredSamples
+from train.stages.heads_config import HeadsConfig
+from train.states.served_states import engine_ids, last_norm
+from train.states.states_config import ServedFeatures
+from train.training.backbone import Source
+from train.training.live_window import WINDOW_PASSES, LiveWindow
+from train.training.open_caches import open_features
+from train.training.trainer import Clock
+
+if TYPE_CHECKING:
+    from train.stages.heads import HeadsStage
+
+
+def planned_source(
+    config: HeadsConfig, target: Target, heads: Heads, batch: int
+) -> tuple[int, int, str]:
+    """The memory of a process and the disk that a window of states takes, in bytes, and words on a
+    server. batch: the tokens of a process in a batch. Raises UserError for a server that cannot be
+    used."""
+    if isinstance(config.features, ServedFeatures):
+        server = config.features.server
+        require_server(server, target)
+        last_norm(target)
+        layers = captured_with(heads, config.weighted_loss)
+        held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
+        what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
+        return held, server.max_bytes if server.launch else 0, what
+    if config.tokens_per_pass is not None:
+        states = bytes_per_token(target, heads.captured_layers)
+        return states * max(WINDOW_PASSES * config.tokens_per_pass, batch), 0, ""
+    return 0, 0, ""
+
+
+def open_source(
+    stage: "HeadsStage",
+    samples: StoredSamples,
+    captured_layers: Sequence[int],
+    clock: Clock,
+    stack: ExitStack,
+) -> Source:
+    """The source of a frozen target's hidden states. stack: ends what it starts. Every rank must
+    call this. Raises UserError as the sources do."""
+    config, target, accelerator = stage.config, stage.target, stage.accelerator
+    timed = partial(clock, "teacher")
+    if isinstance(config.features, ServedFeatures):
+        from train.states.open_states import served_states  # needs the extra serve
+
+        served = served_states(
+            config.features.server,
+            target,
+            samples,
+            captured_layers,
+            accelerator,
+            stage.directory,
+            timed=timed,
+            say=lambda problem: stage.reporter.say(f"  {problem}"),
+        )
+        return stack.enter_context(served)
+    if config.features != "live":
+        directory = stage.cache_directory(config.features)
+        return open_features(directory, target, samples, captured_layers, accelerator)
+    live = LiveFeatures(
+        target.model,
+        captured_layers,
+        remember=config.remember_features,
+        timed=timed,
+        sources={s.id: s.source for s in samples} if target.has_encoder else None,
+    )
+    if config.tokens_per_pass is None:
+        return live
+    return LiveWindow(
+        live,
+        config.loop,
+        accelerator,
+        tokens_per_pass=config.tokens_per_pass,
+        pad_id=target.tokenizer.pad_token_id or 0,
+    )

@@ -1,0 +1,2 @@
+"""Hidden states from an inference server: requests, files and their checks, a window, and what vLLM
+loads for it."""

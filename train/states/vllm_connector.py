@@ -1,0 +1,49 @@
+"""Writes hidden states from inside vLLM. vLLM loads this file; it must not import ours.
+
+vLLM's own connector needs CUDA. This one does the same on a CPU, and leaves everything else to it.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connector import (
+    ExampleHiddenStatesConnector,
+    extract_from_kv_cache,
+)
+
+
+class _Done:
+    """The event of a copy that is over, in place of a CUDA event."""
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class StatesConnector(ExampleHiddenStatesConnector):
+    """Writes a safetensors file for each request: `hidden_states` [n, layers, H] and `token_ids`
+    [n]. The file beside it that ends in `.lock` is locked until the first one is complete."""
+
+    def _submit_async_write(self, pending: Any) -> None:
+        cache = self._kv_cache
+        if cache is None or cache.device.type != "cpu":
+            super()._submit_async_write(pending)
+            return
+        if not self._is_tp_rank_zero:
+            return
+        size = self._block_size
+        blocks = torch.tensor(pending.block_ids, dtype=torch.long)
+        slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+        tensors = {
+            # A copy: the blocks are free for other requests from now on.
+            "hidden_states": extract_from_kv_cache(cache, slots, len(pending.token_ids)).clone(),
+            "token_ids": pending.token_ids.clone(),
+        }
+        done, lock = _Done(), self._lock_fds.pop(pending.req_id, None)
+        self._req_copy_events[pending.req_id] = done
+        written = self._executor.submit(self._write_tensors, tensors, done, pending.filename, lock)
+        # Logs what went wrong.
+        written.add_done_callback(partial(self._on_write_done, pending.req_id))
