@@ -20,6 +20,8 @@ from decode.device import settled, to_device
 Drawn = Literal["independent", "distinct", "mixed"]
 # chosen: nothing was drawn, so q = 1 for each child.
 Siblings = Literal["chosen", "independent", "distinct", "mixed"]
+# See `Limits.stops`.
+Stops = Callable[[int, Tensor, Tensor, Tensor | None], Tensor]
 
 
 @dataclass
@@ -112,7 +114,7 @@ class Limits:
     """
 
     depths: np.ndarray
-    stops: Callable[[int, Tensor, Tensor, Tensor | None], Tensor] | None = None
+    stops: Stops | None = None
     stops_after: bool = False
 
     @property

@@ -209,10 +209,12 @@ def argmax(logits: Tensor) -> Tensor:
     parts = [logits[..., :aligned].unflatten(-1, (-1, BLOCK)).amax(-1)]
     if aligned < size:
         parts.append(logits[..., aligned:].amax(-1, keepdim=True))
-    block = torch.cat(parts, -1).argmax(-1)
-    ids = block[..., None] * BLOCK + torch.arange(BLOCK)
-    inside = logits.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, -torch.inf)
-    return block * BLOCK + inside.argmax(-1)
+    maxima = torch.cat(parts, -1) if aligned < size else parts[0]
+    # The last block begins earlier if it would end past the last logit. What it then shares with
+    # the block before it is smaller than its own maximum, so it is not the first maximum.
+    start = (maxima.argmax(-1) * BLOCK).clamp_(max=size - BLOCK)
+    inside = logits.gather(-1, start[..., None] + torch.arange(BLOCK))
+    return start + inside.argmax(-1)
 
 
 def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

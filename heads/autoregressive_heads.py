@@ -95,11 +95,9 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
         [1, n], the positions of `states`.
         """
-        states = states.to(self.dtype)
-        position_embeddings = self._rotary(positions, states)
-        return self.advance(
-            states, self.embeddings(tokens).to(self.dtype), position_embeddings, attend
-        )
+        dtype = self.dtype
+        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
+        return self.advance(states, embedded, self._rotary(positions, states), attend)
 
     def body_flops(self) -> TextFlops:
         """Each of the `parts` steps goes through all weights but those of `fuse`."""

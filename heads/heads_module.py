@@ -168,10 +168,10 @@ class Heads(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the states are computed."""
-        device = next(self.parameters()).device.type
-        if torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-        return next(self.parameters()).dtype
+        parameter = next(self.parameters())
+        device = parameter.device.type
+        autocast = torch.is_autocast_enabled(device)
+        return torch.get_autocast_dtype(device) if autocast else parameter.dtype
 
     def recomputed(self, compute: Callable[..., Tensor], *inputs: Any) -> Tensor:
         """compute(*inputs), a part of `predictions` that draws no random numbers.

@@ -4,6 +4,7 @@ It is traced on the CPU by the frontend of `torch.compile`. The graph is the sam
 need the same number of slots, and the logits are those of transformers' forward.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -13,19 +14,21 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from decode.draft import Draft
+from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling, draw
+from decode.sampling import CounterRNG, Sampling
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
 from decode.target.forward.lean_parts import PackedLinear
 from decode.target.forward.prepare_model import prepare
 from decode.target.forward.recognition import lean_forward
 from decode.target.hidden_states import FINAL
+from decode.trees import Growth, chain_of
 from decode.verification import Scores
+from tests.test_device import LAYERS, headed
 from tests.test_packed import LEAN
 from tests.tiny import VOCAB, forbid_packing, tiny_model
 
@@ -134,6 +137,57 @@ def test_passes_over_trees_are_one_graph(family: str) -> None:
     assert counter.frame_count == 2
 
 
+class OverSlots(Growth):
+    """A chain over static slots that the host has placed for all of the draft."""
+
+    def __init__(self, lm: CachedLM, last: Tensor, first: Tensor, sampling: Sampling) -> None:
+        super().__init__(Contexts.of([[0]] * ROWS, 1), sampling, lm.device, VOCAB)
+        self.lm, self.last, self.next = lm, last, first
+
+    def _first(self) -> Tensor:
+        return self._run(self.last)[:, 1]
+
+    def _extend(self, count: int) -> Tensor:
+        return self._run(self.fed[:, -count:])
+
+    def _run(self, ids: Tensor) -> Tensor:
+        logits, _ = self.lm.run(ids, self.next)
+        self.next = self.next + ids.shape[1]
+        return logits
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["medusa", "blockwise", "hydra", "dflash", "dspark", "p_eagle"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
+def test_heads_draft_a_chain_as_one_graph(kind: str, sampling: Sampling) -> None:
+    """From the growth on, in every step the same graph: the growths of a decode are drawn again."""
+    target = tiny_model("llama", layers=LAYERS)
+    drafter: Any = headed(kind)(target, lambda module: module)
+    begun: list[Growth] = []
+    plain = drafter.growth
+
+    def growth(*args: Any) -> Growth:
+        begun.append(plain(*args))
+        return copy.copy(begun[-1])
+
+    drafter.growth = growth
+    prompts = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11]]
+    Decoder(target, drafter, gamma=2, sampling=sampling).decode(prompts, 14)
+    steps = [growth for growth in begun if growth.rows == ROWS][:3]
+    assert len(steps) == 3
+
+    def draft(growth: Growth, rng: CounterRNG) -> tuple[list[Tensor], list[Tensor]]:
+        return chain_of(growth, 2, sampling, rng)
+
+    draft_once, counter = traced(draft)
+    rng = CounterRNG(0, torch.arange(ROWS))
+    for step in steps:
+        rng.next_round(step.contexts.lengths)
+        results, expected = draft_once(copy.copy(step), rng), draft(copy.copy(step), rng)
+        torch.testing.assert_close(results, expected, rtol=0, atol=1e-6)
+    assert counter.frame_count == 1
+
+
 @torch.inference_mode()
 def test_a_traced_step_gives_the_text_of_the_loop() -> None:
     """Two graphs in each step: the draft of a chain, and its verification with the verdict."""
@@ -151,13 +205,7 @@ def test_a_traced_step_gives_the_text_of_the_loop() -> None:
 
     def draft(last: Tensor, first: Tensor, rng: CounterRNG) -> tuple[Tensor, Tensor]:
         """last: [B, 2], the last tokens of the texts, of which the cache may lack both."""
-        tokens, q = [], []
-        logits = drafter.run(last, first)[0][:, 1]
-        for position in range(GAMMA):
-            q.append(sampling.probs(logits))
-            tokens.append(draw(q[-1], rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0]))
-            if position + 1 < GAMMA:
-                logits = drafter.run(tokens[-1][:, None], first + 2 + position)[0][:, 0]
+        tokens, q = chain_of(OverSlots(drafter, last, first, sampling), GAMMA, sampling, rng)
         return torch.stack(tokens, 1), torch.stack(q, 1)
 
     def verify(ids: Tensor, first: Tensor, drafted: Draft, rng: CounterRNG) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device import to_device
+from decode.device import reads_are_free, to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
@@ -333,7 +333,11 @@ class SmallLMDrafter(VerifyingDrafter):
         if last is None or verification.draft is last[0]:
             return
         # Beside another drafter, that one's tokens may have been accepted, and not those fed.
-        self._cached = np.minimum(self._cached, text.standing(last[1].cpu().numpy(), last[2]))
+        _, fed, stays = last
+        if reads_are_free(fed.device):
+            stays = text.standing(fed.cpu().numpy(), stays)
+        # Elsewhere, a read would take longer than feeding these few tokens again.
+        self._cached = np.minimum(self._cached, stays)
 
     def rewind(self, lengths: np.ndarray) -> None:
         self._cached, self._fed = np.minimum(self._cached, lengths), None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.device import reads_are_free, to_device
-from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.errors import UserError
 from decode.logits import penalise, tokens_before
 from decode.registry import Registry
@@ -217,41 +217,63 @@ class Chain(Shape):
         return gamma
 
     def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
-        sizes = limits.depths.copy()
-        lengths = to_device(sizes, growth.device)
-        tokens: list[Tensor] = []
-        q: list[Tensor] = []
-        logits = growth.first()
-        for position in range(limits.max_depth):
-            if limits.stops is not None:
-                drafting = lengths > position
-                ended = limits.stops(position, logits, drafting, growth.estimate()) & drafting
-                lengths = lengths.masked_fill(ended, position + limits.stops_after)
-                # A tensor on an accelerator is read once, at the end. Tokens past it are left out.
-                if reads_are_free(lengths.device):
-                    sizes = lengths.numpy()
-                    if not (sizes > position).any():
-                        break
-            if sampling.greedy:
-                drawn = argmax(logits)
-            elif rng.couples:
-                place = torch.arange(position, position + 1, device=growth.device)
-                keys = rng.text_keys(place)[:, 0]
-                drawn = sampling.race(logits, keys, growth.vocabulary)
-            else:
-                probs = sampling.probs(logits)
-                drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
-                q.append(growth.over_vocabulary(probs))
-            tokens.append(drawn)
-            if position + 1 < int(sizes.max()):
-                logits = growth.extend(drawn[:, None])[:, 0]
-        if limits.stops is not None:
-            sizes = lengths.cpu().numpy()
+        ends = None if limits.stops is None else _Ends(limits.stops, limits, growth)
+        drawn, q = chain_of(growth, int(limits.depths.max()), sampling, rng, ends)
+        sizes = limits.depths.copy() if ends is None else ends.lengths.cpu().numpy()
         width = int(sizes.max(initial=0))
         if not width:
             return Draft.none(growth.rows, growth.device)
-        drafted = growth.ids(torch.stack(tokens[:width], 1))
-        return Draft(drafted, sizes, q=torch.stack(q[:width], 1) if q else None)
+        tokens = growth.ids(torch.stack(drawn[:width], 1))
+        return Draft(tokens, sizes, q=torch.stack(q[:width], 1) if q else None)
+
+
+class _Ends:
+    """Where the chains of a draft end, as a policy decides token by token. lengths: int64 [B]."""
+
+    def __init__(self, stops: Stops, limits: Limits, growth: Growth) -> None:
+        self._stops, self._after, self._growth = stops, limits.stops_after, growth
+        self._depth = limits.max_depth
+        self.lengths = to_device(limits.depths.copy(), growth.device)
+
+    def at(self, position: int, logits: Tensor) -> int:
+        """The depth of the draft, as far as the host knows it, before the token at `position` is
+        chosen. A tensor on an accelerator is read once, at the end. Tokens past it are left out."""
+        drafting = self.lengths > position
+        stopped = self._stops(position, logits, drafting, self._growth.estimate()) & drafting
+        self.lengths = self.lengths.masked_fill(stopped, position + self._after)
+        return int(self.lengths.max()) if reads_are_free(self.lengths.device) else self._depth
+
+
+def chain_of(
+    growth: Growth, depth: int, sampling: Sampling, rng: CounterRNG, ends: _Ends | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Choose `depth` tokens, one after the other: rows of the draft vocabulary, int64 [B] each; and
+    what each was drawn from, float32 [B, V] each, without tokens that were not drawn.
+
+    Without `ends` it is work for the device only: if the growth computes its logits from tensors,
+    it is a part of one graph (`tests/test_static_step.py`).
+    """
+    tokens: list[Tensor] = []
+    q: list[Tensor] = []
+    logits = growth.first()
+    for position in range(depth):
+        if ends is not None:
+            depth = ends.at(position, logits)
+            if depth <= position:
+                break
+        if sampling.greedy:
+            drawn = argmax(logits)
+        elif rng.couples:
+            place = torch.arange(position, position + 1, device=growth.device)
+            drawn = sampling.race(logits, rng.text_keys(place)[:, 0], growth.vocabulary)
+        else:
+            probs = sampling.probs(logits)
+            drawn = draw(probs, rng.uniforms(CounterRNG.DRAFT, position, 1)[:, 0])
+            q.append(growth.over_vocabulary(probs))
+        tokens.append(drawn)
+        if position + 1 < depth:
+            logits = growth.extend(drawn[:, None])[:, 0]
+    return tokens, q
 
 
 from decode.trees import (  # noqa: E402, F401  (each registers itself)

@@ -51,7 +51,11 @@ class BlockAttention(Attention):
 
 class BlockLayer(nn.Module):
     """Attention and a feed-forward network, each with a norm before it and added to the residual
-    stream. The context is not normed here: all layers read the same context."""
+    stream. The context is not normed here: all layers read the same context.
+
+    Packing replaces its products and norms one by one. It is no `LeanLayer`: the context needs keys
+    and values without queries, so one packed product of all three would be a second copy of their
+    weights."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

@@ -263,6 +263,8 @@ class Slots(FedRows):
         # No row has written a slot from this one on. Rows that move or join need not touch them.
         self._written = 0
         self._window = _Window()
+        # bool [2 C]: what a token sees of the slots is a part of it, C times True and then False.
+        self._past = torch.zeros(0, dtype=torch.bool)
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
         self.layers = [
             SlotLayer(number, self._stores, capacity, self._window) for number in range(layers)
@@ -281,9 +283,10 @@ class Slots(FedRows):
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
         window = self._window
-        window.fresh = not start.any()
+        first, last = int(start.min()), int(start.max())
+        window.fresh = not last
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
-        end = int(start.max()) + n
+        end = last + n
         self.wrote(end)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
@@ -295,8 +298,8 @@ class Slots(FedRows):
             capacity = self.allocated[1]
             read = sliding.slots(base, start + n, window.end, capacity, self._step)
             window.read = read if isinstance(read, slice) else to_device(read, self.device)
-        if bool((start == start[0]).all()):
-            window.begin = int(start[0])
+        if first == last:
+            window.begin = first
         else:
             self.locate(to_device(start, self.device)[:, None], n)
 
@@ -330,9 +333,13 @@ class Slots(FedRows):
         alone = n == 1 and self._step == 1 and self._window.begin is not None
         if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
             return None
-        read = self._window.read
+        read, begin = self._window.read, self._window.begin
         slots = read  # [S] or [B, S]
         if isinstance(slots, slice):
+            if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
+                first = self.allocated[1] - 1 - begin
+                seen = self._past[first + slots.start : first + slots.stop]
+                return seen.expand(len(base_B1), 1, 1, -1)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
         offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
         if ancestors_BNM is None:
@@ -451,6 +458,9 @@ class Slots(FedRows):
 
     def _look_up(self, first: int, end: int) -> None:
         self._fed = slice(first, end)
+        capacity = self.allocated[1]
+        if len(self._past) != 2 * capacity:
+            self._past = torch.arange(2 * capacity, device=self.device) < capacity
         for layer in self.layers:
             layer.look_up(self._fed, self.allocated[1])
 

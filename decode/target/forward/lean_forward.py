@@ -157,8 +157,10 @@ class AttentionMask:
         group, tokens = query.shape[2:4]
         form = self._forms.get(("rows", group, begin))
         if form is None:
-            mask = self.additive[:, :, begin : begin + tokens]
-            form = self._forms["rows", group, begin] = mask.repeat(1, 1, group, 1)
+            form = self.additive[:, :, begin : begin + tokens]
+            if tokens > 1:  # the kernel itself repeats the mask of a single token
+                form = form.repeat(1, 1, group, 1)
+            self._forms["rows", group, begin] = form
         out = scaled_dot_product_attention(
             query.flatten(2, 3), key, value, attn_mask=form, scale=scale
         )

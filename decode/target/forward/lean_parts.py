@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, rms_norm
+from torch.nn.functional import rms_norm
 from transformers.pytorch_utils import Conv1D
 
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
@@ -150,5 +150,6 @@ class LeanNorm(Packed):
             # The kernel takes one dtype, and 1 + weight is float32.
             normed = rms_norm(x.to(self._gain.dtype), (size,), self._gain, self.eps)
             return normed.to(x.dtype)
-        normed = layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
+        # Without the function of `torch.nn`, whose checks take as long as the sums of a token.
+        normed = torch.layer_norm(torch.cat([x, -x], -1), (2 * size,), self._gain, None, self.eps)
         return normed[..., :size]
