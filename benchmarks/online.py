@@ -88,7 +88,7 @@ def main(
 ) -> None:
     """Distil, serve with every arm, print the table."""
     reporter = start_benchmark()
-    files = _domain_files(data, maths, code, general)
+    files = domain_files(data, maths, code, general)
     size = requests or (100 if quick else 400)
     directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
     settings = Settings(quick, runs, directory.absolute(), size, temperature)
@@ -97,13 +97,13 @@ def main(
     begin = time.perf_counter()
     first, _ = execute_run(first_config(settings), reporter)
     additional_steps = {
-        family: offline_steps(len(_summary(first, Arm(family, MAIN).stage)["rounds"]))
+        family: offline_steps(len(read_summary(first, Arm(family, MAIN).stage)["rounds"]))
         for family in FAMILIES
     }
     second, _ = execute_run(second_config(additional_steps, settings), reporter)
     run_of = {arm: second if arm.offline else first for arm in settings.arms}
-    summaries = {arm: _summary(run, arm.stage) for arm, run in run_of.items()}
-    counts = {arm: _counts(run, arm.stage) for arm, run in run_of.items()}
+    summaries = {arm: read_summary(run, arm.stage) for arm, run in run_of.items()}
+    counts = {arm: read_counts(run, arm.stage) for arm, run in run_of.items()}
     ngram = measure_ngram(first, settings)
     figures = {arm: arm_figures(counts[arm], summaries[arm], size) for arm in run_of}
     training = {arm: _offline_cost(run, START[arm.family]) for arm, run in run_of.items()}
@@ -128,7 +128,8 @@ def main(
         )
 
 
-def _domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
+def domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
+    """Return the file of each domain. Raises UserError if neither it nor a directory is named."""
     files = {}
     for domain, file in zip(DOMAINS, named_files, strict=True):
         if file is None and data is None:
@@ -168,7 +169,8 @@ def _line(domain: str, example: Example) -> str:
     return json.dumps({"id": f"{domain} {example.id}", "messages": turns, "kind": domain}) + "\n"
 
 
-def _summary(run: Run, stage: str) -> dict[str, Any]:
+def read_summary(run: Run, stage: str) -> dict[str, Any]:
+    """Return the summary of a finished stage."""
     record = json.loads((run.stage_directory(stage) / "done.json").read_text())
     summary: dict[str, Any] = record["summary"]
     return summary
@@ -177,15 +179,15 @@ def _summary(run: Run, stage: str) -> dict[str, Any]:
 def _offline_cost(run: Run, name: str) -> dict[str, float]:
     """Return the cost of offline distillation: steps, seconds of training and of the target's
     answers."""
-    training = _summary(run, name)["training"]
+    training = read_summary(run, name)["training"]
     return {
         "steps": training["steps"],
         "seconds": training["training_seconds"],
-        "answer_seconds": _summary(run, "answers")["seconds"],
+        "answer_seconds": read_summary(run, "answers")["seconds"],
     }
 
 
-def _counts(run: Run, stage: str) -> np.ndarray:
+def read_counts(run: Run, stage: str) -> np.ndarray:
     """Return the counts, int [requests, 4]; see `train.online.stream_progress.COUNTS`."""
     saves = (run.stage_directory(stage) / "progress").glob("progress-*")
     newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))

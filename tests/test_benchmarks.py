@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import context, device, exact, heads, objectives, online, pipeline, repeat
+from benchmarks import (
+    boosting,
+    context,
+    device,
+    exact,
+    heads,
+    objectives,
+    online,
+    pipeline,
+    repeat,
+    routed,
+)
 from benchmarks.common import PROMPTS, in_fresh_process, require
 from benchmarks.decode import (
     contest_table,
@@ -103,6 +114,23 @@ def test_a_fresh_process_returns_what_the_function_does():
 def test_a_missing_contestant_is_named_with_what_installs_it():
     with pytest.raises(UserError, match="pip install"):
         require("no-such-package", "no-such-package>=1", "this benchmark")
+
+
+def test_the_second_drafters_of_the_boosting_benchmark_differ_by_the_boost_only(tmp_path):
+    config = boosting.boosting_config(quick=True, runs=tmp_path)
+    stages = {stage.name: stage for stage in validate_config(config, base_dir=PROMPTS).stages}
+    assert {name for arm in boosting.ARMS.values() for name in arm} <= stages.keys()
+    plain, boosted = (
+        stages[name].model_dump(exclude={"name", "boost"}) for name in ("plain", "boosted")
+    )
+    assert plain == boosted
+    assert (stages["plain"].boost, stages["boosted"].boost.names) == (None, ["a"])
+    limits = {
+        (stages[name].loop.max_steps, stages[name].loop.epochs)
+        for name in stages
+        if name != "answers"
+    }
+    assert len(limits) == 1
 
 
 @pytest.mark.parametrize("quick", [True, False])
@@ -283,6 +311,35 @@ def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
     assert all(other == plain[0] for other in plain)
     assert all(x.accepted == online_runs.SHARES[arm.share] for arm, x in learning.items())
     assert {arm.family for arm in settings.arms} == set(online_runs.FAMILIES)
+
+
+def test_the_routed_benchmark_is_one_sound_run_and_tells_domains_apart(tmp_path):
+    settings = online_runs.Settings(True, tmp_path, tmp_path, requests=100)
+    config = validate_config(online_runs.routed_config(settings), base_dir=tmp_path)
+    served = {stage.name: stage for stage in config.stages if stage.kind == "online"}
+    kinds = {domain: [domain] for domain in online_runs.DOMAINS}
+    assert {name: stage.kinds for name, stage in served.items()} == {
+        "frozen": None,
+        "one": None,
+        **kinds,
+    }
+    for domain in online_runs.DOMAINS:
+        lines = [f'{{"id": "{domain} {row}"}}\n' for row in range(2)]
+        (tmp_path / f"{domain}-stream.jsonl").write_text("".join(lines))
+    routed.mix(tmp_path)
+    mixed = (tmp_path / "mixed-stream.jsonl").read_text().splitlines()
+    domains = [json.loads(line)["id"].split()[0] for line in mixed]
+    assert domains == [*online_runs.DOMAINS] * 2
+
+    def counts(*accepted: int) -> np.ndarray:
+        return np.array([[8, 16, 10, x] for x in accepted])
+
+    of_stage = {"frozen": counts(*[5, 1, 2] * 50), "one": counts(*[5, 3, 2] * 50)}
+    of_stage |= {domain: counts(*[x] * 50) for domain, x in zip(kinds, (6, 4, 1), strict=True)}
+    figures = routed.arm_figures(of_stage)
+    assert [x["value"] for x in figures["one for all"].values()] == [0.5, 0.3, 0.2]
+    assert [x["value"] for x in figures["one for each"].values()] == [0.6, 0.4, 0.1]
+    assert routed.arms_table(figures, dict.fromkeys(figures, 0)).row_count == 3
 
 
 def test_the_online_benchmarks_figures_are_of_the_counts(tmp_path):

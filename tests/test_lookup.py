@@ -346,14 +346,19 @@ def test_places_and_continuations_are_those_of_the_documents(tmp_path: Path, voc
         assert found == sorted(found)
 
 
-def test_suffixes_are_sorted_by_their_tokens() -> None:
-    tokens = np.random.default_rng(0).integers(0, 2, 400).astype(np.uint16)
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_suffixes_are_sorted_by_their_tokens(dtype: type) -> None:
+    """Also part by part, as for a text that is larger than memory."""
+    tokens = np.random.default_rng(0).integers(1, 3, 400).astype(dtype)
     tokens[100:180] = 1  # a run that is longer than what is sorted by
-    order = sorted_suffixes(tokens, 32)
-    assert sorted(order.tolist()) == [*range(400)]
+    tokens[[50, 51, 300, 399]] = 0
+    (order,) = sorted_suffixes(tokens, 32, 1000)
     padded = np.pad(tokens, (0, 32))
-    windows = [padded[at : at + 32].tolist() for at in order]
-    assert windows == sorted(windows)
+    expected = sorted(np.flatnonzero(tokens), key=lambda at: padded[at : at + 32].tolist())
+    assert order.tolist() == [int(at) for at in expected]
+    parts = [part.tolist() for part in sorted_suffixes(tokens, 32, 60)]
+    assert [place for part in parts for place in part] == order.tolist()
+    assert len(parts) > 3
 
 
 def test_rest_drafts_the_most_frequent_nodes(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from tests.stages import (
     drafter_weights,
     examples,
     make_stage,
+    plan_stage,
     run_stage,
     stage_context,
     with_examples,
@@ -352,6 +353,21 @@ def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatc
 
 
 # --- bad input ------------------------------------------------------------------------------------
+
+
+def test_a_stage_can_serve_and_learn_from_one_kind_of_prompts(context, tmp_path):
+    """It ends as where the rows of this kind are all there is."""
+    stream = context.corpus.examples["stream"]
+    mixed = [replace(x, kind="ab"[row % 2]) for row, x in enumerate(stream)]
+    of_kind = run_stage(with_examples(context, stream=mixed), online_stage("online", kinds=["b"]))
+    elsewhere = with_examples(replace(context, directory=tmp_path / "x"), stream=stream[1::2])
+    alone = run_stage(elsewhere, online_stage("online"))
+    assert of_kind.summary["requests"] == REQUESTS // 2
+    assert of_kind.summary["versions_kept"] > 0
+    assert without_times(of_kind.summary) == without_times(alone.summary)
+    refused = online_stage("other", kinds=["a", "c"])
+    with pytest.raises(UserError, match=r"of the kinds c, but no row .*; kinds in its rows: a, b"):
+        plan_stage(with_examples(context, stream=mixed), refused)
 
 
 def test_a_stream_without_prompts_is_refused(context):

@@ -56,6 +56,8 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     for stage in recipe_values["stages"]:
         if "draft_vocabulary" in stage:
             overrides.append(f"stages.{stage['name']}.draft_vocabulary=100")
+        if "exit_layer" in stage:
+            overrides.append(f"stages.{stage['name']}.exit_layer=6")
         if "model" in stage.get("drafter", {}):
             overrides.append(f"stages.{stage['name']}.drafter.model={tmp_path / 'small'}")
     config = load_config(path, overrides)

@@ -1,5 +1,7 @@
 """Blockwise decoding's relaxations: which tokens they let pass, and where they stop."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,7 +18,7 @@ LOGITS = torch.tensor([[4.0, 3.0, 2.0, 1.0]] * 4)[None]
 NOISE = CounterRNG(0, torch.arange(1))
 
 
-def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
+def verdict(draft: Draft, **options: Any) -> tuple[list[int], int, int]:
     found = verify(RULES["top_k"](**options), draft, Scores(LOGITS, Sampling()), NOISE)
     accepted = int(found.accepted[0])
     return found.path[0, :accepted].tolist(), int(found.reached[0]), int(found.next_token[0])
@@ -32,9 +34,15 @@ def verdict(draft: Draft, **options: int) -> tuple[list[int], int, int]:
         # What stands behind the minimum is judged again.
         ({"k": 2, "min_accepted": 2}, [0, 1, 2], 3),
         ({"k": 1, "min_accepted": 9}, [0, 1, 2], 3),
+        # SpecDec: not too far below the likeliest.
+        ({"k": 3, "tolerance": 1.0}, [0], 2),
+        ({"k": 3, "tolerance": 2.0}, [0, 1, 2], 3),
+        ({"k": 3, "tolerance": 0.5}, [], 1),
+        ({"k": 1, "tolerance": 9.0}, [], 1),
+        ({"k": 3, "tolerance": 0.5, "min_accepted": 2}, [0, 1, 2], 3),
     ],
 )
-def test_a_chain(options: dict[str, int], path: list[int], reached: int) -> None:
+def test_a_chain(options: dict[str, Any], path: list[int], reached: int) -> None:
     chain = Draft(torch.tensor([[1, 2, 0]]), np.array([3]))
     assert verdict(chain, **options) == (path, reached, 0)
 
@@ -67,6 +75,8 @@ def test_with_one_token_it_is_exact_match_of_greedy_text() -> None:
 
 
 @pytest.mark.parametrize("options", [{"k": 0}, {"min_accepted": -1}, {"k": 1.5}])
-def test_bad_options_are_refused(options: dict[str, int]) -> None:
+def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="expected a whole number"):
         RULES["top_k"](**options)
+    with pytest.raises(UserError, match="tolerance is -1; expected nats"):
+        RULES["top_k"](tolerance=-1)

@@ -1,8 +1,9 @@
-"""The configs of the two runs of `benchmarks.online`: offline distillation, then serving.
+"""The configs of `benchmarks.online` and `benchmarks.routed`: offline distillation, then serving.
 
 The first run distils on the first domain and serves the stream with these drafters, frozen and
 learning. The second distils on all domains, with the additional tokens that the learning arm took,
-and serves the same stream.
+and serves the same stream. The run of `benchmarks.routed` distils as the first one, and serves a
+stream of all domains mixed.
 """
 
 import math
@@ -103,6 +104,23 @@ def second_config(additional_steps: dict[str, int], settings: Settings) -> dict[
     serving = [_serving(arm, settings) for arm in settings.arms if arm.offline]
     stages = [*_offline(steps, settings), *serving]
     return _config("online-all", DOMAINS, stages, settings)
+
+
+def routed_config(settings: Settings) -> dict[str, Any]:
+    """Return the run of `benchmarks.routed`: a small language model is distilled on the first
+    domain. It serves the mixed stream frozen, and learning from all requests, and it serves each
+    domain and learns from that alone."""
+    arms = {"frozen": None, "one": MAIN} | dict.fromkeys(DOMAINS, MAIN)
+    serving = [
+        _serving(Arm(SMALL_LM, share), settings)
+        | {"name": name, "kinds": [name] if name in DOMAINS else None}
+        for name, share in arms.items()
+    ]
+    answers, small_lm, _ = _offline(dict.fromkeys(FAMILIES, settings.start_steps), settings)
+    stages = [answers, small_lm, *serving]
+    config = _config("routed", DOMAINS[:1], stages, settings)
+    config["data"]["stream"] = f"{settings.data}/mixed-stream.jsonl"
+    return config
 
 
 def _config(

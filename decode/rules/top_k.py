@@ -1,4 +1,5 @@
-"""Blockwise decoding's relaxed acceptance (1811.03115, sections 5.1 and 5.3). LOSSY."""
+"""Blockwise decoding's relaxed acceptance (1811.03115, sections 5.1 and 5.3), with SpecDec's limit
+(2203.16487). LOSSY."""
 
 import torch
 
@@ -17,17 +18,22 @@ class TopKAcceptance(Rule):
     first `min_accepted` tokens of a draft are always accepted. (The paper's minimum block has one
     more: the target's token.) The longest accepted path wins. The token after it is the target's.
 
-    With k = 1 and min_accepted = 0 it is exact match of greedy text. Raises UserError for k < 1 or
-    min_accepted < 0.
+    tolerance: τ, in nats. A token must also have log p ≥ max log p − τ, at temperature 1 (SpecDec's
+    rule; k is its β). None: no limit.
+
+    With k = 1 and min_accepted = 0 it is exact match of greedy text. Raises UserError for k < 1,
+    min_accepted < 0 or tolerance < 0.
     """
 
     lossless, trees, exact_when_greedy = False, True, False
 
-    def __init__(self, k: int = 2, min_accepted: int = 0) -> None:
+    def __init__(self, k: int = 2, min_accepted: int = 0, tolerance: float | None = None) -> None:
         require_whole(k=k)
         if not isinstance(min_accepted, int) or min_accepted < 0:
             raise UserError(f"min_accepted is {min_accepted!r}; expected a whole number ≥ 0")
-        self.k, self.min_accepted = k, min_accepted
+        if tolerance is not None and not tolerance >= 0:
+            raise UserError(f"tolerance is {tolerance}; expected nats, a number ≥ 0")
+        self.k, self.min_accepted, self.tolerance = k, min_accepted, tolerance
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
@@ -40,9 +46,10 @@ class TopKAcceptance(Rule):
             return Decision(path=draft.tokens, accepted=zero, reached=zero, next_token=picked)
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
         drafted = logits.gather(2, draft.tokens[..., None])
-        passes = ((logits > drafted).sum(2) < self.k) | (
-            draft.ancestors().sum(2) <= self.min_accepted
-        )
+        passes = (logits > drafted).sum(2) < self.k
+        if self.tolerance is not None:
+            passes &= logits.amax(2) - drafted[..., 0] <= self.tolerance
+        passes |= draft.ancestors().sum(2) <= self.min_accepted
         path, accepted, reached, last_row = longest_path(draft, passes)
         picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
         return Decision(path=path, accepted=accepted, reached=reached, next_token=picked)

@@ -34,6 +34,9 @@ class OnlineStageConfig(StageConfig):
     """Where the drafter starts, as in a `distill` stage; its `stage` may also be a heads stage."""
     split: Literal["stream", "train", "dev"] = "stream"
     """The split whose prompts are served, in their order."""
+    kinds: list[str] | None = Field(None, min_length=1)
+    """Serve only prompts of these kinds (`kind` or `task` of a row). So a stage for each kind makes
+    a drafter that learns from its own traffic. None: prompts of all kinds."""
     prompts: int | None = Field(None, ge=1)
     """The number of prompts, from the first one on. None: all."""
     batch_size: int = Field(8, ge=1)

@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from decode.drafters.directory import describe_drafter, save_drafter
-from decode.drafters.lookup.datastore import SORT_BYTES, require_memory_to_sort
+from decode.drafters.lookup.datastore import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from train.data.stored_samples import StoredSamples
 from train.schema import StageConfig
@@ -76,7 +76,7 @@ class DatastoreStage(TextStage[DatastoreConfig]):
             f"a datastore of {stored:,} tokens, prompts included: {STORED_BYTES} bytes a token on "
             "disk",
             tokens=self.planned_tokens(plans),
-            memory_bytes=self.target_bytes + SORT_BYTES * stored,
+            memory_bytes=self.target_bytes + memory_to_sort(stored),
             disk_bytes=STORED_BYTES * stored,
         )
 

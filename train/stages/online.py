@@ -19,7 +19,7 @@ from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
-from train.data.read import Example
+from train.data.read import Example, select
 from train.online.learners import (
     OTHER_TOKENIZER,
     PARALLEL,
@@ -189,7 +189,19 @@ class OnlineStage(Stage[OnlineStageConfig]):
         return ReportSection(figures, [StagePlot(name, STREAM, plot)])
 
     def _stream(self) -> Sequence[Example]:
-        return self.corpus.answerable(self.config.split, self.config.name)[: self.config.prompts]
+        config = self.config
+        stream = self.corpus.answerable(config.split, config.name)
+        if config.kinds is not None:
+            kinds = [example.kind for example in stream]
+            if missing := sorted(set(config.kinds) - set(kinds)):
+                known = ", ".join(sorted({kind for kind in kinds if kind is not None})) or "none"
+                raise UserError(
+                    f"stage {config.name} serves prompts of the kinds {', '.join(missing)}, but no "
+                    f"row of {config.split} is of these kinds; kinds in its rows: {known}"
+                )
+            chosen = [row for row, kind in enumerate(kinds) if kind in config.kinds]
+            stream = select(stream, chosen)
+        return stream[: config.prompts]
 
     def _provenance(self) -> dict[str, Any]:
         return {

@@ -6,7 +6,7 @@ begin there. So all places where a sequence occurs are next to each other, sorte
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,26 +18,34 @@ from decode.target.memory import free_bytes
 TOKENS, SUFFIXES = "tokens.npy", "suffixes.npy"
 END = 0  # stands after each document
 SORTED_TOKENS = 32
-# Bytes per token while suffixes are sorted: ranks, keys, their order, and the keys in that order.
-SORT_BYTES = 40
+# The most suffixes that are sorted at once, and the bytes that each takes: its place, its key, its
+# group, their order, and copies of these in the new order.
+SORTED_AT_ONCE = 2**25
+SORT_BYTES = 72
+SCANNED_AT_ONCE = 2**20  # tokens
+SAMPLES = 256  # suffixes for each part, from which the limits of the parts are chosen
+
+
+def memory_to_sort(tokens: int) -> int:
+    """The bytes of memory that sorting the suffixes of so many tokens takes."""
+    return SORT_BYTES * min(tokens, SORTED_AT_ONCE)
 
 
 def require_memory_to_sort(tokens: int) -> None:
     """Raises UserError if the suffixes of so many tokens cannot be sorted in the free memory."""
-    free = free_bytes(torch.device("cpu"))
-    needed = SORT_BYTES * tokens
+    free, needed = free_bytes(torch.device("cpu")), memory_to_sort(tokens)
     if free is not None and needed > free:
         raise UserError(
-            f"sorting the suffixes of {tokens:,} tokens takes {needed / 1e9:.2f} GB "
-            f"({SORT_BYTES} bytes per token), and {free / 1e9:.2f} GB are free; take less text, or "
-            "a machine with more memory. A finished datastore needs no memory of this size"
+            f"sorting the suffixes of {tokens:,} tokens takes {needed / 1e9:.2f} GB of memory, and "
+            f"{free / 1e9:.2f} GB are free; free some memory, or take less text. More than "
+            f"{memory_to_sort(SORTED_AT_ONCE) / 1e9:.2f} GB are never needed"
         )
 
 
 def write_datastore(directory: Path, documents: Iterable[Sequence[int] | np.ndarray]) -> None:
     """Write both files. documents: token ids. They are read twice, one at a time, so that they need
-    not be in memory. Raises UserError if the documents are empty, or too large to sort in
-    memory."""
+    not be in memory; neither need the files. Raises UserError if the documents are empty, or if
+    the memory to sort their suffixes is not free."""
     count = total = highest = 0
     for document in documents:
         count, total = count + len(document), total + len(document) + 1
@@ -54,31 +62,93 @@ def write_datastore(directory: Path, documents: Iterable[Sequence[int] | np.ndar
         tokens[end] = END
         begin = end + 1
     tokens.flush()
-    suffixes = sorted_suffixes(np.asarray(tokens), SORTED_TOKENS)
-    suffixes = suffixes[tokens[suffixes] != END]
-    np.save(directory / SUFFIXES, suffixes.astype(np.int32 if total < 2**31 else np.int64))
+    place_dtype = np.int32 if total < 2**31 else np.int64
+    suffixes = np.lib.format.open_memmap(directory / SUFFIXES, "w+", place_dtype, (count,))
+    begin = 0
+    for part in sorted_suffixes(np.asarray(tokens), SORTED_TOKENS, SORTED_AT_ONCE):
+        suffixes[begin : begin + len(part)] = part
+        begin += len(part)
+    suffixes.flush()
 
 
-def sorted_suffixes(tokens: np.ndarray, length: int) -> np.ndarray:
-    """int64 [n]: the positions in `tokens`, int [n], sorted by the tokens that begin there: by
-    `length` of them or more. Past the end are zeros.
+def sorted_suffixes(tokens: np.ndarray, length: int, at_once: int) -> Iterator[np.ndarray]:
+    """The places of all tokens, part by part, int64 each, sorted by the tokens that begin there: by
+    `length` of them or more. Past the end are zeros. Equal ones stay in the order of the text.
 
-    Ranks by the first 1, 2, 4, … tokens: two ranks next to each other rank twice the length
-    (Manber and Myers, 1993). Each round is one sort.
+    tokens: uint16 or uint32 [n]. No suffix begins with `END`. A part has about `at_once` places at
+    most. It is a range of keys, the first 8 bytes of a suffix, and takes one scan of all tokens.
+    Suffixes with one key are never parted, so a text that says the same over and over takes more
+    memory.
     """
-    rank = tokens.astype(np.int64)
-    order, ranked = np.argsort(rank, kind="stable"), 1
-    while ranked < length:
-        key = rank * (int(rank.max()) + 1)
-        key[:-ranked] += rank[ranked:]
-        order = np.argsort(key, kind="stable")
-        key = key[order]
-        rank[order[0]] = 0
-        rank[order[1:]] = np.cumsum(key[1:] != key[:-1])
-        ranked *= 2
-        if rank[order[-1]] == len(tokens) - 1:  # all differ
+    count = -(-len(tokens) // at_once)
+    limits = np.zeros(0, dtype=np.uint64)
+    if count > 1:
+        sampled = np.linspace(0, len(tokens) - 1, SAMPLES * count, dtype=np.int64)
+        keys = np.sort(_keys(tokens, sampled))
+        # A tenth smaller than asked for: a sample only estimates how many suffixes a range has.
+        steps = np.arange(1, count + count // 10 + 1) / (count + count // 10 + 1)
+        limits = np.unique(keys[(steps * len(keys)).astype(np.int64)])
+    for low, high in zip([None, *limits], [*limits, None], strict=True):
+        places = _places_between(tokens, low, high)
+        if len(places):
+            yield _sorted_places(tokens, places, length)
+
+
+def _keys(tokens: np.ndarray, places: np.ndarray) -> np.ndarray:
+    """uint64 [n]: the first 8 bytes of the suffixes at these places, the first token highest."""
+    keys = np.zeros(len(places), dtype=np.uint64)
+    bits = np.uint64(8 * tokens.itemsize)
+    for offset in range(8 // tokens.itemsize):
+        at = places + offset
+        inside = at < len(tokens)
+        keys <<= bits
+        keys |= np.where(inside, tokens[np.where(inside, at, 0)], 0).astype(np.uint64)
+    return keys
+
+
+def _places_between(
+    tokens: np.ndarray, low: np.uint64 | None, high: np.uint64 | None
+) -> np.ndarray:
+    """int64: the places, in order, of suffixes with low ≤ key < high. None: no limit."""
+    parts = []
+    for begin in range(0, len(tokens), SCANNED_AT_ONCE):
+        places = np.arange(begin, min(begin + SCANNED_AT_ONCE, len(tokens)))
+        places = places[tokens[places] != END]
+        if low is not None or high is not None:
+            keys = _keys(tokens, places)
+            within = np.ones(len(places), dtype=bool)
+            if low is not None:
+                within &= keys >= low
+            if high is not None:
+                within &= keys < high
+            places = places[within]
+        parts.append(places)
+    return np.concatenate(parts)
+
+
+def _sorted_places(tokens: np.ndarray, places: np.ndarray, length: int) -> np.ndarray:
+    """int64 [n]: these places, sorted by the `length` tokens that begin there.
+
+    They are sorted by their keys. Then groups with equal keys are sorted by the next 8 bytes, and
+    so on. A group is known by the index of its first member.
+    """
+    keys = _keys(tokens, places)
+    order = np.argsort(keys, kind="stable")
+    places, keys = places[order], keys[order]
+    del order
+    tied, groups = np.arange(len(places)), np.zeros(len(places), dtype=np.int64)
+    for depth in range(8 // tokens.itemsize, length, 8 // tokens.itemsize):
+        begins = np.ones(len(tied) + 1, dtype=bool)
+        begins[1:-1] = (keys[1:] != keys[:-1]) | (groups[1:] != groups[:-1])
+        alone = begins[:-1] & begins[1:]
+        groups = np.maximum.accumulate(np.where(begins[:-1], tied, 0))[~alone]
+        tied = tied[~alone]
+        if not len(tied):
             break
-    return order
+        keys = _keys(tokens, places[tied] + depth)
+        order = np.lexsort((keys, groups))
+        places[tied], keys = places[tied[order]], keys[order]
+    return places
 
 
 class Datastore:
