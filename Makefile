@@ -16,8 +16,8 @@ LOWEST ?= .venv-lowest
 # Before anything is downloaded. Any Python can read this line.
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 
-.PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino engine-vllm \
-	lint format docs clean
+.PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino \
+	engine-speculators engine-vllm engine-vllm-suffix lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -28,7 +28,9 @@ help:
 	@echo "make docs         the documentation's site, in site/"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
 	@echo "make engine-openvino OpenVINO GenAI in $(ENGINES)/openvino: 1.6 GB, 2 min"
+	@echo "make engine-speculators the library speculators in $(ENGINES)/speculators: 1.5 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
+	@echo "make engine-vllm-suffix vLLM's suffix drafter, which benchmarks.suffix compares with ours"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
@@ -88,6 +90,11 @@ $(ENGINES)/vllm/.installed: configs/engines/vllm.txt configs/engines/vllm-wheel.
 	$(ENGINES)/vllm/bin/python -I -c "import vllm"
 	touch $@
 
+# vLLM's method `suffix` comes from this package, which also has plugins that need a GPU: it is
+# installed without what it requires. pip compiles it.
+engine-vllm-suffix: engine-vllm
+	$(ENGINES)/vllm/bin/pip install --quiet --no-deps arctic-inference==0.1.1
+
 engine-openvino: $(ENGINES)/openvino/.installed
 $(ENGINES)/openvino/.installed: configs/engines/openvino.txt
 	$(PYTHON) -m venv --clear $(ENGINES)/openvino
@@ -95,6 +102,16 @@ $(ENGINES)/openvino/.installed: configs/engines/openvino.txt
 	$(ENGINES)/openvino/bin/pip install --quiet --requirement configs/engines/openvino.txt
 	$(ENGINES)/openvino/bin/pip install --quiet --no-deps optimum-intel==2.2.0
 	$(ENGINES)/openvino/bin/python -I -c "import openvino_genai, optimum.intel"
+	touch $@
+
+# No engine, but installed in the same way: tests read what it saves, and it reads our exports.
+engine-speculators: $(ENGINES)/speculators/.installed
+$(ENGINES)/speculators/.installed: configs/engines/speculators.txt
+	$(PYTHON) -m venv --clear $(ENGINES)/speculators
+	$(ENGINES)/speculators/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ENGINES)/speculators/bin/pip install --quiet --requirement configs/engines/speculators.txt
+	$(ENGINES)/speculators/bin/pip install --quiet --no-deps hs-connectors==0.9.0 speculators==0.9.0
+	$(ENGINES)/speculators/bin/python -I -c "import speculators"
 	touch $@
 
 lint: install

@@ -22,6 +22,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions, Heads
+from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import VOCAB, save_tiny
 from train.export import ExportOptions, ImportOptions
 from train.export.engines import ENGINES, EngineTask
@@ -80,15 +81,20 @@ def make_taught(
 
 
 def train_import(
-    directory: Path, target: Target, form: str, depth: int | None = None, same: str = ""
+    directory: Path,
+    target: Target,
+    form: str,
+    depth: int | None = None,
+    same: str = "",
+    steps: int = 10,
 ) -> Path:
-    """Import the export `out` in a directory, train it a little more, and export it again in the
-    same layout; return the new export. depth: of the drafts, None for the layout's. same: the
-    weights whose names end so get the values of the first of them."""
+    """Import the published drafter `out` in a directory, train it further, and export it in layout
+    `form`; return the new export. depth: of the drafts, None for the layout's. same: the weights
+    whose names end so get the values of the first of them."""
     options = ImportOptions(depth=depth)
     import_drafter(str(directory / "out"), target, directory / "imported", options)
     heads = read_heads(directory / "imported", target)
-    _teach(heads, target, *_texts_of(target), steps=10)
+    _teach(heads, target, *_texts_of(target), steps=steps)
     if same:
         first, *others = (x for name, x in heads.named_parameters() if name.endswith(same))
         for weight in others:
@@ -96,6 +102,27 @@ def train_import(
     save_heads(directory / "tuned", heads, target=target, provenance={"stage": "heads"})
     export_drafter(directory / "tuned", form, directory / "again", ExportOptions(gamma=3))
     return directory / "again"
+
+
+def distill_import(directory: Path, target: Target, source: Path, **settings: Any) -> Path:
+    """Import a small language model, train it for a few steps in a `distill` stage with these
+    settings, and return the new drafter's directory."""
+    import_drafter(str(source), target, directory / "imported")
+    stage = make_stage(
+        "distill",
+        "tune",
+        drafter={"model": str(directory / "imported")},
+        loop={"epochs": 2, "tokens_per_batch": 150},
+        optimizer={"lr": 1e-4, "warmup_steps": 1},
+        **settings,
+    )
+    tuned = run_stage(stage_context(directory / "stages", target), stage).drafter
+    assert tuned is not None
+    before, after = (
+        load_file(path / "model.safetensors") for path in (directory / "imported", tuned)
+    )
+    assert not any(torch.equal(before[name], after[name]) for name in before)
+    return tuned
 
 
 def _texts_of(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,9 +189,14 @@ def assert_same_counts(verification: ExportVerification) -> None:
 def needs(name: str) -> None:
     """Skip the test where the engine is not installed; fail it where DRAFTSMITH_NEED_ENGINES, names
     with spaces between them, says that it must be."""
-    missing = ENGINES[name].missing()
+    require_environment(name, ENGINES[name].missing(), ENGINES[name].install)
+
+
+def require_environment(name: str, missing: str | None, install: str) -> None:
+    """As `needs`, for anything in an environment of its own. missing: what is not there, or None.
+    install: the command that installs it."""
     if missing:
-        says = f"{missing}; install it with: {ENGINES[name].install}"
+        says = f"{missing}; install it with: {install}"
         if name in os.environ.get("DRAFTSMITH_NEED_ENGINES", "").split():
             pytest.fail(says)
         pytest.skip(says)

@@ -25,6 +25,7 @@ from tests.export import (
     task,
     train_import,
 )
+from tests.published import LAYOUTS
 from train.export.engines import Counting
 from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
@@ -142,15 +143,18 @@ def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("window", [None, 6])
-def test_vllm_accepts_what_our_loop_accepts(
-    window: int | None, tmp_path: Path, target: Target
-) -> None:
-    """To the token, after a round trip through an import."""
+@pytest.mark.parametrize("source", ["published", "window"])
+def test_vllm_accepts_what_our_loop_accepts(source: str, tmp_path: Path, target: Target) -> None:
+    """To the token, after an import and a training: of a published checkpoint, and of our export
+    of heads that see a window of the text."""
     needs("vllm")
-    make_taught(tmp_path / "drafter", target, EAGLE3 | {"window": window}, reduced=True)
-    export_drafter(tmp_path / "drafter", "speculators", tmp_path / "out")
-    again = train_import(tmp_path, target, "speculators", depth=3)
+    if source == "published":
+        LAYOUTS["speculators_eagle3"](target).save(tmp_path / "out")
+        again = train_import(tmp_path, target, "speculators", depth=3, steps=150)
+    else:
+        make_taught(tmp_path / "drafter", target, EAGLE3 | {"window": 6}, reduced=True)
+        export_drafter(tmp_path / "drafter", "speculators", tmp_path / "out")
+        again = train_import(tmp_path, target, "speculators", depth=3)
     found = verify_export("vllm", task(target, again), min_drafted=500)
     assert found.failures == []
     assert_same_counts(found)

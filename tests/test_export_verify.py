@@ -14,14 +14,21 @@ import torch
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
-from tests.export import PROMPTS, SHAPE, assert_same_counts, needs, save_target, task
+from tests.export import (
+    PROMPTS,
+    SHAPE,
+    assert_same_counts,
+    distill_import,
+    needs,
+    save_target,
+    task,
+)
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
 from train.export import ExportOptions
 from train.export.engines import ENGINES, Counting, EngineTask
 from train.export.engines.child_process import run_job, serving, start_process, stop_process
 from train.export.export_directory import check_export, export_drafter, reload_export
-from train.export.import_directory import import_drafter
 from train.export.verify_export import agreement, count_drafts, engine_for, verify_export
 
 
@@ -363,12 +370,11 @@ def test_llama_server_refuses_half_a_drafter(tmp_path: Path, target: Target) -> 
 
 @pytest.fixture(scope="module")
 def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
-    """A target that vLLM has kernels for, and a drafter for it after a round trip through an
-    import."""
+    """A target that vLLM has kernels for, and a drafter for it that was imported and trained."""
     place = tmp_path_factory.mktemp("vllm")
     target = save_target(place / "target")
-    import_drafter(str(export(place, target, **SHAPE)), target, place / "imported")
-    export_drafter(place / "imported", "hf", place / "again")
+    tuned = distill_import(place, target, export(place, target, **SHAPE))
+    export_drafter(tuned, "hf", place / "again")
     return target, place / "again"
 
 

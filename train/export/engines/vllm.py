@@ -47,7 +47,6 @@ class VLLM(LibraryEngine):
     }
 
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
-        layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
         longest_text = max(map(len, task.prompts)) + task.max_new_tokens
         # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
         # more, or vLLM drafts zeros.
@@ -65,12 +64,13 @@ class VLLM(LibraryEngine):
                 "disable_log_stats": False,
                 "distributed_executor_backend": "uni",
             },
-            "speculative": {
-                **METHODS[layout],
-                "model": str(task.export.resolve()),
-                "num_speculative_tokens": task.gamma,
-            },
+            "speculative": self.speculative(task) | {"num_speculative_tokens": task.gamma},
         }
+
+    def speculative(self, task: EngineTask) -> dict[str, Any]:
+        """Return the method of vLLM's speculative_config, and its options."""
+        layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
+        return METHODS[layout] | {"model": str(task.export.resolve())}
 
 
 ENGINES.register("vllm")(VLLM())

@@ -77,7 +77,8 @@ class SpeculatorsBlock(DFlashLayers):
         }
         kind = {key: contents[key] for key in self.kind_expected() if key in contents}
         kind |= {"dflash_config": inner} if self.kind == "dflash" else inner
-        kind |= {ROWS: contents[ROWS]} if ROWS in contents else {}
+        # The library states these beside the settings of the layers only.
+        kind |= {key: contents[key] for key in (ROWS, "block_size") if key in contents}
         return (layers if isinstance(layers, dict) else {}) | kind
 
     def setting_problems(self, contents: dict[str, Any]) -> list[str]:

@@ -1,0 +1,116 @@
+"""Drafters that the library speculators saved: our import reads them, our export writes them again,
+and the library loads the export."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.export import KEPT, require_environment, save_target
+from tests.tiny import VOCAB
+from train.export import ExportOptions
+from train.export.engines.child_process import package_version, run_job
+from train.export.export_directory import export_drafter
+from train.export.import_directory import import_drafter
+
+LIBRARY, CHILD = "speculators", Path(__file__).with_name("speculators_child.py")
+# A free id, for masks.
+BLOCK = {"mask_token_id": VOCAB + 1, "target_layer_ids": [1, 3]}
+REDUCED = {"ids": KEPT.tolist()}
+# The options of the library's trainer by case, with the layout of our export.
+SAVED: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": (
+        "speculators",
+        {"algorithm": "eagle3", "norm_before_residual": True, "ttt_steps": 3, **REDUCED},
+    ),
+    "eagle31": (
+        "speculators",
+        {
+            "algorithm": "eagle3",
+            "norm_before_residual": False,
+            "ttt_steps": 5,
+            "fc_norm": True,
+            "norm_output": True,
+            "target_layer_ids": [1, 3, 6],
+        },
+    ),
+    "peagle": (
+        "p_eagle",
+        {"algorithm": "peagle", "mask_token_id": VOCAB + 1, "num_depths": 4},
+    ),
+    "dflash": ("speculators-dflash", {"algorithm": "dflash", "block_size": 4, **BLOCK, **REDUCED}),
+    "dspark": (
+        "speculators-dspark",
+        {"algorithm": "dspark", "block_size": 3, "markov_rank": 8, **BLOCK},
+    ),
+}
+# The library reads P-EAGLE in its own layout only; ours goes to vLLM.
+UNREAD = ("p_eagle",)
+# The target's tensors: the library saves or leaves them out, and fills them in when it loads.
+TARGETS = {"embed_tokens.weight", "lm_head.weight"}
+# The library holds these beside a drafter, to train it, and never saves them.
+TEACHER = {"verifier_lm_head.weight", "verifier_norm.weight"}
+
+
+@pytest.mark.engine
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_saved_drafters_are_imported_exported_and_loaded(tmp_path: Path) -> None:
+    """Bit by bit, with the same settings."""
+    require_environment(
+        LIBRARY,
+        None if package_version(LIBRARY, LIBRARY) else "the library speculators is not installed",
+        "make engine-speculators",
+    )
+    target = save_target(tmp_path / "target", layers=7, vocab=VOCAB + 4)
+    base = {"directory": str(tmp_path), "target": "target"}
+    saved = {str(tmp_path / name): options for name, (_, options) in SAVED.items()}
+    run_job(LIBRARY, CHILD, base | {"save": saved, "load": {}})
+    for name, (form, _) in SAVED.items():
+        imported = tmp_path / f"{name}-imported"
+        depth = import_drafter(str(tmp_path / name), target, imported).depth
+        assert depth is not None
+        export_drafter(imported, form, tmp_path / f"{name}-export", ExportOptions(gamma=depth))
+        theirs, ours = tensors_in(tmp_path / name), tensors_in(tmp_path / f"{name}-export")
+        assert theirs.keys() - TARGETS == ours.keys() - TARGETS, name
+        assert_equal(theirs, ours)
+    read = [name for name, (form, _) in SAVED.items() if form not in UNREAD]
+    loaded = {str(tmp_path / f"{name}-export"): str(tmp_path / f"{name}.st") for name in read}
+    answer = run_job(LIBRARY, CHILD, base | {"save": {}, "load": loaded})
+    for name in read:
+        export = tmp_path / f"{name}-export"
+        held, ours = load_file(tmp_path / f"{name}.st"), tensors_in(export)
+        assert held.keys() - TARGETS == (ours.keys() - TARGETS) | TEACHER, name
+        assert_equal(held, ours)
+        assert answer["classes"][str(export)] == config_of(tmp_path / name)["architectures"][0]
+        assert_same_settings(config_of(tmp_path / name), answer["settings"][str(export)])
+
+
+def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
+    return load_file(directory / "model.safetensors")
+
+
+def config_of(directory: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    return config
+
+
+def assert_equal(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    for name in some.keys() & others.keys():
+        assert some[name].dtype == others[name].dtype, name
+        assert torch.equal(some[name], others[name]), name
+
+
+def assert_same_settings(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Every setting of the first is in the second. The special tokens of the layers do not count:
+    no reader uses them, and ours are the target's."""
+    layers = "transformer_layer_config"
+    special = ("bos_token_id", "eos_token_id", "pad_token_id")
+    assert {k: x for k, x in before.items() if k != layers} == {
+        k: x for k, x in after.items() if k != layers
+    }
+    for key, value in before[layers].items():
+        if key not in special:
+            assert after[layers][key] == value, key
