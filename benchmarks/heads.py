@@ -353,7 +353,7 @@ def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
     from matplotlib.figure import Figure
 
     names = list(figures)[::-1]
-    figure = Figure(figsize=(8, 0.4 * len(names) + 1.2), layout="constrained")
+    figure = Figure(figsize=(9, 0.32 * len(names) + 1.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
     left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
@@ -367,7 +367,7 @@ def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
                 colour = "#0067a5" if marker else "#1f2933"
                 side.errorbar(value, y, xerr=errors, fmt=marker, color=colour, capsize=2)
     right.axvline(1.0, color="#5a6674", linestyle=":")
-    right.set_xlabel("speed-up over plain decoding, 95% interval", fontsize=9)
+    right.set_xlabel("speed-up over plain, 95% interval", fontsize=9)
     for side in (left, right):
         side.tick_params(labelsize=9)
         side.grid(axis="x", alpha=0.3)
