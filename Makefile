@@ -16,7 +16,7 @@ LOWEST ?= .venv-lowest
 # Before anything is downloaded. Any Python can read this line.
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 
-.PHONY: help install quickstart test test-lowest test-engines engine-llama engine-openvino \
+.PHONY: help install quickstart test test-lowest test-quantised test-engines engine-llama engine-openvino \
 	engine-speculators engine-vllm engine-vllm-suffix lint format docs clean
 
 help:
@@ -30,6 +30,7 @@ help:
 	@echo "make engine-openvino OpenVINO GenAI in $(ENGINES)/openvino: 1.6 GB, 2 min"
 	@echo "make engine-speculators the library speculators in $(ENGINES)/speculators: 1.5 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
+	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make engine-vllm-suffix vLLM's suffix drafter, which benchmarks.suffix compares with ours"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
@@ -68,6 +69,12 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
 		--dist worksteal -m "not engine"
+
+# torchao is in a folder of its own: where it is installed, transformers imports it in every process.
+test-quantised: install
+	$(VENV)/bin/pip install --quiet --upgrade --no-deps --target $(ENGINES)/torchao \
+		"$$(grep '^torchao==' constraints.txt)"
+	PYTHONPATH=$(ENGINES)/torchao $(VENV)/bin/python -m pytest tests/test_placement.py -k torchao
 
 test-engines: install
 	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900

@@ -10,10 +10,13 @@ import accelerate
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM, TorchAoConfig
+from typer.testing import CliRunner
 
 import heads  # noqa: F401  (registers its kinds)
 from decode.drafters import Drafter, NoDrafter
@@ -28,14 +31,19 @@ from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.prepare_model import can_pack, prepare
 from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
 from decode.target.loading import Target, load_target, resolve_device
-from decode.target.pretrained import input_device
+from decode.target.pretrained import input_device, require_finite
 from decode.target.without_weights import load_shapes
 from decode.trees import SHAPES
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.teacher_signal import split_model
 from distill.untrained_student import student_from_layers
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
+from train.cli.main import app
+from train.config import validate_config
+from train.console import Reporter
+from train.run import Run
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 TREE = "static:widths=[2,1]"
@@ -158,18 +166,85 @@ def test_layers_of_several_devices_keep_their_slots() -> None:
     assert [layer.keys.shape[0] for layer in slots.layers] == [1, 1, 1]
 
 
+def _evaluated(path: Path, *options: str) -> dict[str, Any]:
+    arguments = ["evaluate", "--drafter", "ngram", "--prompts", str(path / "rows.jsonl")]
+    arguments += ["--target", str(path / "model"), "--max-new-tokens", "8", "--timed-prompts", "1"]
+    arguments += ["--json", str(path / "figures.json"), *options]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads((path / "figures.json").read_text())["rows"]
+    figures: dict[str, Any] = row["evaluation"]
+    return figures
+
+
 def test_a_target_is_loaded_by_a_device_map(tmp_path: Path) -> None:
+    """By the device of each part, and by name with so little memory that layers are on the disk."""
     path = str(save_tiny(tmp_path / "model", tie=False))
+    expected, tree = plain_text(load_target(path).model), {"tree": small(shape=SHAPES.make(TREE))}
     places = dict.fromkeys(("model.embed_tokens", "model.layers.0", "model.norm"), "cpu")
     places |= {"model.layers.1": "disk", "model.rotary_emb": "cpu", "lm_head": "cpu"}
-    found = load_target(path, device_map=places)
-    assert next(found.model.model.layers[1].parameters()).device.type == "meta"
-    assert found.device.type == "cpu"
-    require_plain_text(
-        found.model, plain_text(load_target(path).model), {"tree": small(shape=SHAPES.make(TREE))}
-    )
+    for options in ({"device_map": places}, {"device_map": "auto", "max_memory": {"cpu": "90KB"}}):
+        placed = load_target(path, **options)
+        layers = placed.model.model.layers
+        assert [next(x.parameters()).device.type for x in layers][1] == "meta"
+        assert placed.device.type == "cpu"
+        require_plain_text(placed.model, expected, tree)
     with pytest.raises(UserError, match="device 'cpu' and a device_map were given"):
         load_target(path, device="cpu", device_map="auto")
+    with pytest.raises(UserError, match=r"unknown device_map 'autos'.*Did you mean \"auto"):
+        load_target(path, device_map="autos")
+    with pytest.raises(UserError, match="leave one of them out"):
+        load_target(path, device_map="auto", sharded=True)
+    with pytest.raises(UserError, match="no device_map was named"):
+        load_target(path, max_memory={"cpu": "1GiB"})
+
+
+def test_commands_and_configs_spread_a_target(tmp_path: Path, fresh_accelerate: None) -> None:
+    save_tiny(tmp_path / "model", tie=False)
+    row = json.dumps({"prompt": "the fox sells", "response": "a dog sells the fox"})
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    spread = ("--device-map", "auto", "--max-memory", '{"cpu": "90KB"}')
+    one, several = (_evaluated(tmp_path, *options) for options in ((), spread))
+    assert several["identical_to_plain"] == 1
+    for figures in (one, several):
+        del figures["draft_lengths"]["ms_per_step"]
+    assert one["draft_lengths"] == several["draft_lengths"]
+    raw: dict[str, Any] = {
+        "name": "spread",
+        "output_dir": str(tmp_path),
+        "trackers": [],
+        "target": {
+            "model": str(tmp_path / "model"),
+            "device_map": "auto",
+            "max_memory": {"cpu": "90KB"},
+        },
+        "data": {"train": "rows.jsonl", "test": "rows.jsonl", "duplicates": "keep"},
+        "evaluation": {"baselines": []},
+        "stages": [{"name": "answers", "kind": "generate", "max_new_tokens": 6}],
+    }
+
+    def run_of(raw: dict[str, Any]) -> Run:
+        config = validate_config(raw, base_dir=tmp_path)
+        return Run(config, Accelerator(cpu=True), Reporter(silent=True))
+
+    run = run_of(raw)
+    run.execute()
+    assert next(run.target.model.model.layers[1].parameters()).device.type == "meta"
+    placed, plain = (
+        LiveFeatures(target.model, [0, 1]).features(ids, torch.ones_like(ids), [])
+        for ids in [torch.tensor([[5, 9, 7]])]
+        for target in (run.target, load_target(str(tmp_path / "model")))
+    )
+    assert all(torch.equal(placed[layer], plain[layer]) for layer in plain)
+    # A cache stores a hash of the target's weights. Offloaded ones show before the first stage.
+    states = {"name": "states", "kind": "feature_cache", "captured_layers": [0, 1]}
+    cached = raw | {"name": "cached", "stages": [*raw["stages"], states]}
+    with pytest.raises(UserError, match="a cache of hidden states must read the target's weights"):
+        run_of(cached).execute()
+    assert not (tmp_path / "cached" / "stages").exists()
+    raw["stages"].append({"name": "heads", "kind": "heads", "heads": {"type": "medusa"}})
+    with pytest.raises(UserError, match=r"heads \(kind: heads\) needs the target on one device"):
+        validate_config(raw, base_dir=tmp_path)
 
 
 # --- mps ------------------------------------------------------------------------------------------
@@ -215,15 +290,8 @@ def _torchao(model: Any) -> Any:
     return model
 
 
-def _quanto(model: Any) -> Any:
-    quanto = pytest.importorskip("optimum.quanto", reason="optimum-quanto is not installed")
-    quanto.quantize(model.base_model, weights=quanto.qint8)
-    quanto.freeze(model.base_model)
-    return model
-
-
 @pytest.mark.filterwarnings("ignore")  # of the packages that are optional
-@pytest.mark.parametrize("quantise", [_int8, _torchao, _quanto])
+@pytest.mark.parametrize("quantise", [_int8, _torchao])
 def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> None:
     """Text is plain decoding's. Heads are for the quantised target that they were made for, and not
     for the model that it was made of."""
@@ -287,6 +355,35 @@ def test_a_checkpoint_in_8_bits_is_loaded_by_its_quantiser(tmp_path: Path) -> No
     planned = load_shapes(str(path)).weight_bytes
     assert planned == (path / "model.safetensors").stat().st_size
     assert planned < sum(p.nbytes for p in whole.parameters())
+
+
+@pytest.mark.filterwarnings("ignore")  # of torchao
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_checkpoint_of_torchao_decodes_as_it_says(bits: int, tmp_path: Path) -> None:
+    """transformers quantises the weights, stores them, and loads them by their config."""
+    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    plain, path = save_tiny(tmp_path / "plain", tie=False), tmp_path / "target"
+    config = torchao.Int8WeightOnlyConfig()
+    if bits == 4:
+        config = torchao.IntxWeightOnlyConfig(
+            weight_dtype=torch.int4, granularity=torchao.granularity.PerGroup(32)
+        )
+    AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, quantization_config=TorchAoConfig(config)
+    ).save_pretrained(path)
+    tiny_tokenizer().save_pretrained(path)
+    target = load_target(str(path), dtype="float32", device="cpu")
+    model = target.model
+    assert type(model.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+    assert not can_pack(model)
+    tree = SmallLMDrafter(model, shape=SHAPES.make(TREE))
+    require_plain_text(model, plain_text(model), {"small": SmallLMDrafter(model), "tree": tree})
+    sizes = [load_shapes(str(place)).weight_bytes for place in (plain, path)]
+    assert sizes[1] < sizes[0]
+    # A weight that is not quantised is still checked.
+    model.model.norm.weight.data[0] = torch.nan
+    with pytest.raises(UserError, match=r"NaN or infinite: model\.norm\.weight"):
+        require_finite(model, "it")
 
 
 def test_an_integer_that_differs_is_another_target() -> None:

@@ -12,6 +12,7 @@ from decode.parts import make_rule
 from decode.policies import POLICIES
 from decode.rules import RULES
 from decode.settings import EvaluationProtocol
+from decode.target.loading import require_sound_map
 from decode.trees import SHAPES
 from train.config_file import ConfigSource, read_config
 from train.online.learners import heads_stage
@@ -39,6 +40,16 @@ class TargetConfig(Strict):
     """A branch, tag or commit of a hub id. None: the main branch."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. If false, no such code runs."""
+    device_map: (
+        Literal["auto", "balanced", "balanced_low_0", "sequential"] | dict[str, int | str] | None
+    ) = None
+    """Distribute the target over all GPUs of one process, then over CPU and disk, as transformers
+    does by these names, or place each part by its name: `{model.embed_tokens: 0, …, lm_head: 1}`.
+    For evaluation, `generate`, `feature_cache` and `datastore`; stages that train refuse it. None:
+    all of it is on `device`."""
+    max_memory: dict[int | str, int | str] | None = None
+    """What the target's weights may take of each device under a `device_map` with a name, such as
+    `{0: 60GiB, 1: 60GiB, cpu: 200GiB}`. None: as much as is free."""
     sharded: bool = False
     """Shard the target's layers over all processes (FSDP2), for a target that does not fit on one
     device. Such a target teaches, but it does not decode: no evaluation, no answers of its own."""
@@ -260,6 +271,7 @@ def build_config(source: ConfigSource) -> RunConfig:
             )
     if config.target.sharded:
         _check_sharded(config, source)
+    _check_device_map(config, source)
     try:
         _check_evaluation(config)
     except UserError as error:
@@ -277,6 +289,22 @@ def _explain(source: ConfigSource, item: Any) -> str:
         return source.explain(keys, f"does not fit: {item['ctx']['error']}")
     reason = item["msg"].replace("Input should be", "expected")
     return source.explain(keys, f"is {item['input']!r}; {reason}")
+
+
+def _check_device_map(config: RunConfig, source: ConfigSource) -> None:
+    """Raise UserError if the target is spread over devices and a stage needs it on one."""
+    target = config.target
+    try:
+        require_sound_map(target.device_map, target.max_memory, target.device, target.sharded)
+    except UserError as error:
+        raise UserError(f"{source.place(('target',))}{error}") from error
+    for index, stage in enumerate(config.stages):
+        if target.device_map is not None and not STAGES[stage.kind].takes_device_map:
+            raise UserError(
+                f"{source.place(('stages', index))}stage {stage.name} (kind: {stage.kind}) needs "
+                "the target on one device, but target.device_map is set; leave it out, shard the "
+                "target (target.sharded), or do this stage in a run of its own"
+            )
 
 
 def _check_sharded(config: RunConfig, source: ConfigSource) -> None:

@@ -121,13 +121,20 @@ class Run:
             self.reporter.say(f"loading target {settings.model}")
             kinds = {stage.kind for stage in self.config.stages}
             rank_device, device = self._rank_device, settings.device
-            if device == "auto":
+            if settings.device_map is not None and self.accelerator.num_processes > 1:
+                raise UserError(
+                    "target.device_map places the target in one process, but "
+                    f"{self.accelerator.num_processes} were launched; launch one, or leave it out"
+                )
+            if device == "auto" and settings.device_map is None:
                 # Under a launcher each rank has its own device.
                 device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
             self.loaded = load_target(
                 settings.model,
                 dtype=settings.dtype,
                 device=device,
+                device_map=settings.device_map,
+                max_memory=settings.max_memory,
                 revision=settings.revision,
                 trust_remote_code=settings.trust_remote_code,
                 encoder=all(STAGES[kind].with_encoder for kind in kinds),

@@ -108,6 +108,8 @@ class Stage(ABC, Generic[C]):
     Config: ClassVar[type[StageConfig]]
     # Whether the target may have an encoder.
     with_encoder: ClassVar[bool] = False
+    # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).
+    takes_device_map: ClassVar[bool] = False
 
     def __init__(self, config: C, inputs: StageInputs) -> None:
         self.config = config

@@ -36,6 +36,8 @@ from decode.target.sharded import load_sharded
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What transformers knows as a device_map by name.
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 EMBEDDED_PREFIX = "embedded:"
 # The value of max_positions for models without a limit in their config.
 UNLIMITED_POSITIONS = 2**31 - 1
@@ -183,6 +185,7 @@ def load_target(
     trust_remote_code: bool = False,
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
     encoder: bool = False,
     sharded: bool = False,
     chat_template_args: Mapping[str, Any] | None = None,
@@ -198,6 +201,7 @@ def load_target(
         trust_remote_code=trust_remote_code,
         attn_implementation=attn_implementation,
         device_map=device_map,
+        max_memory=max_memory,
         encoder=encoder,
         sharded=sharded,
     )
@@ -219,6 +223,7 @@ def load_model_and_tokenizer(
     trust_remote_code: bool = False,
     attn_implementation: str = "auto",
     device_map: str | dict[str, Any] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
     encoder: bool = False,
     sharded: bool = False,
 ) -> Loaded:
@@ -233,8 +238,12 @@ def load_model_and_tokenizer(
     trust_remote_code: runs Python code that comes with the model. If False, no such code runs.
     attn_implementation: an implementation that transformers knows, such as sdpa or eager. auto is
         sdpa, or eager for models that have no sdpa (gpt-oss).
-    device_map: as in transformers, such as auto: distributes layers over devices. Replaces
-        `device`. Use such a model for decoding, not to train drafters on it.
+    device_map: auto, balanced, balanced_low_0 or sequential, which distribute the layers over the
+        devices of this machine and then over CPU and disk, as in transformers. Or the device of
+        each part by its name. Replaces `device`. Use such a model for decoding, not to train
+        drafters on it.
+    max_memory: what the weights may take, for a device_map with such a name: a size such as 60GiB
+        by the number of a GPU, and for cpu. None: as much as is free.
     encoder: whether the model may have an encoder (T5, BART, Marian). If False, such a model is
         refused before its weights are read.
     sharded: shard the layers over all processes; see `decode.target.sharded`, whose errors it
@@ -247,17 +256,14 @@ def load_model_and_tokenizer(
     NaN or infinite.
     """
     torch_device = resolve_device(device)
-    if device_map is not None and device != "auto":
-        raise UserError(
-            f"device {device!r} and a device_map were given; a device_map says where each layer "
-            "goes, so leave the device out"
-        )
+    require_sound_map(device_map, max_memory, device, sharded)
     options = LoadOptions(
         resolve_dtype(dtype, torch_device),
         attn_implementation,
         trust_remote_code,
         torch_device,
         device_map,
+        max_memory,
         encoder,
         sharded,
     )
@@ -294,6 +300,37 @@ def load_model_and_tokenizer(
         loaded.model.to(torch_device)
     require_finite(loaded.model, spec)
     return loaded
+
+
+def require_sound_map(
+    device_map: str | Mapping[str, Any] | None,
+    max_memory: Mapping[int | str, int | str] | None,
+    device: str,
+    sharded: bool,
+) -> None:
+    """Raise UserError for an unknown device_map, and for settings beside which it has no sense."""
+    if max_memory is not None and not isinstance(device_map, str):
+        raise UserError(
+            "max_memory limits what a device_map places, but no device_map was named; set it to "
+            f"one of {', '.join(DEVICE_MAPS)}, or leave max_memory out"
+        )
+    if device_map is None:
+        return
+    if isinstance(device_map, str) and device_map not in DEVICE_MAPS:
+        raise UserError(
+            f"unknown device_map {device_map!r}; expected one of {', '.join(DEVICE_MAPS)}, or the "
+            f"device of each part by its name.{nearest(device_map, DEVICE_MAPS)}"
+        )
+    if device != "auto":
+        raise UserError(
+            f"device {device!r} and a device_map were given; a device_map says where each layer "
+            "goes, so leave the device out"
+        )
+    if sharded:
+        raise UserError(
+            "a device_map places the target in one process, and target.sharded shares it out over "
+            "several; leave one of them out"
+        )
 
 
 def resolve_device(device: str) -> torch.device:

@@ -10,7 +10,7 @@ values, except while their layer runs.
 """
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +49,7 @@ class LoadOptions:
     trust_remote_code: bool
     device: torch.device
     device_map: str | dict[str, Any] | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
     encoder: bool = False
     sharded: bool = False
     # The modules of the decoder that transformers shards over all processes, by name. None: none.
@@ -67,7 +68,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     elif getattr(config, "quantization_config", None) is not None:
         where["device_map"] = {"": options.device}
     if options.device_map is not None:
-        where["device_map"] = options.device_map
+        where |= {"device_map": options.device_map, "max_memory": options.max_memory}
     if options.fsdp_plan is not None:
         config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
         where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
@@ -299,6 +300,9 @@ def require_finite(model: nn.Module, spec: str) -> None:
     names, extremes = [], []
     for name, parameter in model.named_parameters():
         weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        # A quantiser's tensor may have the dtype of the numbers that it stands for.
+        if type(weight) not in (Tensor, nn.Parameter):
+            continue
         if weight.dtype in _READABLE and weight.device.type != "meta" and weight.numel():
             names.append(name)
             extremes.append(torch.stack(torch.aminmax(weight)).float().cpu())

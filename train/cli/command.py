@@ -56,6 +56,20 @@ class Loading:
     target: TargetOption
     dtype: DtypeOption = "auto"
     device: DeviceOption = "auto"
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="spread the target over all devices of this machine, one part after the other: "
+            "auto, balanced, balanced_low_0, sequential, or JSON of a device for each part"
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help='for --device-map, JSON of what the weights may take, such as {"0": "60GiB", '
+            '"cpu": "200GiB"}; default: as much as is free'
+        ),
+    ] = None
     chat_template_args: Annotated[
         str,
         typer.Option(
@@ -66,13 +80,21 @@ class Loading:
     @property
     def template_args(self) -> dict[str, Any]:
         """`chat_template_args` by name. Raises UserError if they are no JSON object."""
-        try:
-            return dict(json.loads(self.chat_template_args))
-        except (ValueError, TypeError) as error:
-            raise UserError(
-                f"--chat-template-args is {self.chat_template_args!r}; expected a JSON object "
-                f"({error})"
-            ) from error
+        return _json_object("--chat-template-args", self.chat_template_args)
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The arguments of `load_target` that say where the layers go. Raises UserError for bad
+        JSON."""
+        device_map: Any = self.device_map
+        if device_map is not None and device_map.lstrip().startswith("{"):
+            device_map = _json_object("--device-map", device_map)
+        if self.max_memory is None:
+            return {"device_map": device_map}
+        memory = _json_object("--max-memory", self.max_memory)
+        # JSON has no numbers as keys.
+        by_device = {int(k) if k.isdigit() else k: size for k, size in memory.items()}
+        return {"device_map": device_map, "max_memory": by_device}
 
     def load(self, *, encoder: bool = False) -> "Target":
         """Load the target. encoder: it may have an encoder."""
@@ -84,7 +106,15 @@ class Loading:
             device=self.device,
             encoder=encoder,
             chat_template_args=self.template_args,
+            **self.placement,
         )
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{option} is {text!r}; expected a JSON object ({error})") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,6 +81,11 @@ def remote_target(link: "Link", loading: Loading) -> "Target":
     from decode.target.without_weights import load_tokenizer
     from train.edge.client import RemoteTarget
 
+    if loading.placement["device_map"] is not None:
+        raise UserError(
+            "--device-map places a target, but with --verifier the target is on the server; give "
+            "the option to draftsmith verify-server"
+        )
     tokenizer, fingerprint = load_tokenizer(loading.target)
     set_template_args(tokenizer, loading.template_args)
     return RemoteTarget(link, tokenizer, fingerprint, dtype=loading.dtype, device=loading.device)

@@ -59,6 +59,7 @@ class DatastoreStage(TextStage[DatastoreConfig]):
     """Writes `drafter`, a directory of the drafter `rest`, complete or not at all."""
 
     Config = DatastoreConfig
+    takes_device_map = True
 
     @classmethod
     def check(cls, config: DatastoreConfig, earlier: Sequence[StageConfig]) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL, Recorder
+from decode.target.pretrained import require_present
 from distill.teacher.feature_sources import (
     CachedFeatures,
     LiveFeatures,
@@ -43,6 +44,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.feature_sources`)."""
 
     Config = FeatureCacheConfig
+    takes_device_map = True
 
     @classmethod
     def check(cls, config: FeatureCacheConfig, earlier: Sequence[StageConfig]) -> None:
@@ -56,6 +58,8 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         layers = self.config.captured_layers
         Recorder(self.target.model, layers)  # refuses layers that do not exist
+        if self.target.has_weights:
+            require_present(self.target.model, "a cache of hidden states")
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
         return StagePlan(

@@ -141,6 +141,7 @@ class GenerateStage(Stage[GenerateConfig]):
     at most one part of each rank."""
 
     Config = GenerateConfig
+    takes_device_map = True
     with_encoder = True
 
     @classmethod
