@@ -193,14 +193,14 @@ class Decoding:
         many tokens of them all, but at least one of each. None: all. Returns how many were read.
 
         They are read apart from the running rows. When all of them are read, they join, and get
-        their first token. Raises UserError if the row does not wait. If it raises anything else,
-        these prompts are given up, and the running rows and the others that wait are as before.
+        their first token. Raises UserError if the row does not wait. After any other error these
+        prompts are given up. The running rows and the others that wait go on as before.
         """
         setup, first = self.setup, len(self.rows)
         reading, place = self._waiting.of(row, first)
         self.clock.resume()
         try:
-            count = reading.read_on(place, tokens or sys.maxsize)
+            count = reading.read_on(place, sys.maxsize if tokens is None else tokens)
             self.clock.mark("prefill")
             if reading.left:
                 return count
@@ -213,12 +213,16 @@ class Decoding:
         self._waiting.readings.remove(reading)
         self._keep_slots(slots)
         self.clock.mark("prefill")
-        self._join(reading.new, verification, features)
-        self.clock.mark("draft_prefill")
-        self.retire(verification, first)
-        if self._drafted and len(self.rows) > first:
-            with self._running():
-                setup.drafter.prefill(self.rows.contexts, first)
+        try:
+            self._join(reading.new, verification, features)
+            self.clock.mark("draft_prefill")
+            self.retire(verification, first)
+            if self._drafted and len(self.rows) > first:
+                with self._running():
+                    setup.drafter.prefill(self.rows.contexts, first)
+        except BaseException:
+            self._part_again(first)
+            raise
         self.clock.mark("draft_prefill")
         return count
 
@@ -244,6 +248,15 @@ class Decoding:
                 setup.drafter.start(new.contexts)
                 setup.drafter.observe(verification)
             setup.policy.start(len(new))
+
+    def _part_again(self, first: int) -> None:
+        """After an error while rows joined: the rows from `first` on leave. The drafter may know
+        some of them, so it starts anew with the others."""
+        stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
+        self.rows.keep(stays)
+        self._keep_slots(np.append(stays, waiting))
+        if first:
+            self.set(drafter=self.setup.drafter)
 
     @torch.inference_mode()
     def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
@@ -338,7 +351,7 @@ class Decoding:
         running = self.rows.numbers.tolist()
         if row not in self.waiting:
             others = [*running, *self.waiting]
-            raise UserError(f"row {row} does not run; expected one of {others}")
+            raise UserError(f"row {row} neither runs nor waits; expected one of {others}")
         reading, place = self._waiting.of(row, len(running))
         reading.stays &= reading.new.numbers != row
         if not reading.stays.any():

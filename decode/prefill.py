@@ -112,9 +112,8 @@ def read_again(
     tokens.
 
     held: how many rows the target has. One text after the other is read in the slots of one more
-    row. So the keys and values of the
-    running rows stay as they are, bit by bit. Raises UserError as `CachedLM.add_rows` and `capture`
-    do.
+    row. So the keys and values of the running rows stay as they are, bit by bit. Raises UserError
+    as `CachedLM.add_rows` and `capture` do.
     """
     rows, counts = len(contexts.lengths), contexts.lengths - 1
     width = int(counts.max(initial=0))

@@ -21,7 +21,7 @@ from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
-from decode.errors import UserError
+from decode.errors import MemoryShortage, UserError
 from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
 from decode.rows import RowSettings, compacted
@@ -270,7 +270,7 @@ def test_rows_are_dropped_and_refused_prompts_change_nothing() -> None:
         with pytest.raises(UserError, match=problem):
             decoding.admit(bad, NEW)
     decoding.drop(1)
-    with pytest.raises(UserError, match=r"row 1 does not run; expected one of \[0, 3, 2\]"):
+    with pytest.raises(UserError, match=r"row 1 neither runs nor waits; expected one of \[0, 3, 2\]"):
         decoding.drop(1)
     decoding.admit(PROMPTS[4:5], NEW)
     for row in (0, 2, 3, 4):
@@ -348,6 +348,12 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
         for layer in slots.layers:
             layer.update(*torch.ones(2, 1, 1, 1, 4))
     assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
+    # Where memory is short, rows that nobody uses go.
+    slots.keep_rows(torch.tensor([3, 1]))
+    slots.add_rows(0, 40, least=True)
+    assert slots.allocated == (2, 40)
+    assert [bool(row.any()) for row in slots.layers[0].keys] == [True, False]
+    assert slots.layers[0].keys.shape[2] == 40
 
 
 # --- prompts read in several passes ---------------------------------------------------------------
@@ -409,6 +415,37 @@ def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
     for row in (0, 1, 2, 4, 5, 7):
         assert decoding.outputs[row] == expected[row], row
     assert decoding.outputs[3] == decoding.outputs[6] == []
+
+
+@pytest.mark.parametrize("running", [2, 0])
+def test_the_others_go_on_if_a_drafter_cannot_take_new_rows(
+    running: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = KINDS["chain"]()
+    which = decoder(drafter, sampling=SAMPLED, eos_token_ids=())
+    expected = alone(which, LIMITS)
+    decoding = Decoding(which, seed=3)
+    if running:
+        decoding.admit(PROMPTS[:2], LIMITS[:2])
+        decoding.step()
+    decoding.begin(PROMPTS[running : running + 2], LIMITS[running : running + 2])
+    before = decoding.rows.numbers.tolist()
+    assert bool(before) == bool(running)
+
+    def full(*_: object) -> None:
+        raise MemoryShortage("the memory is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter.lm, "add_rows" if running else "reset", full)
+        with pytest.raises(MemoryShortage):
+            decoding.admit(PROMPTS[running + 2 : 5], LIMITS[running + 2 : 5])
+    assert decoding.rows.numbers.tolist() == before
+    decoding.read(running)
+    decoding.admit([PROMPTS[5]], LIMITS[5])
+    while not decoding.finished:
+        decoding.step()
+    for row in (*range(running + 2), 5):
+        assert decoding.outputs[row] == expected[row], row
 
 
 @pytest.mark.parametrize("kind", ["chain", "eagle1"])

@@ -86,8 +86,8 @@ class DataConfig(Strict):
     on_bad: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be read, or skip bad rows."""
     max_bad_rate: float = Field(0.01, ge=0, le=1)
-    """The share of rows that may be skipped before the data is refused. So many more may be left
-    out because the chat template does not write their tool messages."""
+    """The share of rows that may be skipped before the data is refused. Up to the same share again
+    may be left out because the chat template does not write their tool messages."""
     reasoning: Literal["keep", "drop"] = "keep"
     """The reasoning of the rows' answers, in a field of its own (`reasoning_content`, `reasoning`,
     `thinking`) or between `<think>` and `</think>` at their beginning. keep: the chat template

@@ -181,7 +181,7 @@ def training_in_run(path: Path, provenance: Mapping[str, Any]) -> dict[str, Any]
     stages = {stage["name"]: stage for stage in config["stages"]}
     sources = {split: _as_list(config["data"][split]) for split in ("train", "dev", "test")}
     return {
-        "command": _command(starts[0]["argv"]),
+        "command": _command(starts[-1]["argv"]),
         "data": {split: ", ".join(map(public_name, x)) for split, x in sources.items() if x},
         "texts": [_text_in_run(run, stages.get(x, {"name": x})) for x in _as_list(names)],
     }
@@ -201,12 +201,16 @@ def _stage_name(stage: Path) -> str:
     return re.sub(r"^\d+-", "", stage.name)
 
 
+# In a word of a command: of /a/b/c, ~/b/c or, behind `=`, `[` or the like, /a/b/c, all but c.
+_DIRECTORIES = re.compile(r"(?:(?<![\w./])~|(?<![\w.:/~]))/(?:[^\s,=\[\]{}\"']*/)?")
+
+
 def _command(argv: list[str]) -> list[str] | None:
     """The command of a run, without directories of this machine. None: it is a program's."""
     words = argv[2:] if argv[1:2] == ["train"] else argv[1:]
     if not words or not words[0].endswith((".yaml", ".yml")):
         return None
-    return ["draftsmith", "train", *(re.sub(r"(^|=)/(.*/)?", r"\1", word) for word in words)]
+    return ["draftsmith", "train", *(_DIRECTORIES.sub("", word) for word in words)]
 
 
 def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:

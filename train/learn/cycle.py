@@ -9,7 +9,7 @@
     switch    the recorder sends new requests there
     drain     the old engine's answers end, and it is stopped
     watch     the new engine's counters against the old one's; if they are worse, or if the new
-              engine stops to answer, the same way back
+              engine stops answering, the same way back
 
 The state is saved after each step, and each step can be done twice. So a kill costs at most one
 step, and a run of stages goes on from its newest checkpoint.

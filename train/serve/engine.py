@@ -134,8 +134,10 @@ class Engine:
         if self._held + texts > self.bounds.capacity:
             message = f"{self._held} texts run or wait; there is room for {self.bounds.capacity}"
             raise self._count(Refusal("full", message, self._retry_after()))
+        if not tokens:
+            return
         held = sum(map(len, _each_once(choice.prompt for _, choice in self._waiting)))
-        if tokens and held and held + tokens > self.bounds.held_tokens:
+        if held and held + tokens > self.bounds.held_tokens:
             message = (
                 f"the prompts that wait have {held} tokens and this request has {tokens}; there is "
                 f"room for {self.bounds.held_tokens}"
@@ -266,7 +268,11 @@ class Engine:
                 settings=request.settings(texts[0].seed, stop, self._draft_temperature),
             )
         except UserError as error:  # the other rows are as they were
-            self._refuse(request, self._refusal(error))
+            self._refuse(request, self._refusal(error, request))
+            return
+        except Exception as error:
+            self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
+            self._begin_anew(error)
             return
         with self._changed:
             for row, choice in zip(rows, texts, strict=True):
@@ -290,7 +296,7 @@ class Engine:
             self._decoding.read(row, tokens)
         except UserError as error:  # the other rows are as they were
             self._new, self._ended, self._failed = [], set(), {}
-            self._refuse(request, self._refusal(error))
+            self._refuse(request, self._refusal(error, request))
             return
         except Exception as error:
             self._begin_anew(error, request)
@@ -441,11 +447,12 @@ class Engine:
         if not cancelled:
             request.deliver(self._count(refusal))
 
-    def _refusal(self, error: UserError) -> Refusal:
-        """Why a prompt cannot be read now."""
+    def _refusal(self, error: UserError, request: Request) -> Refusal:
+        """Why a request's prompt cannot be read now."""
         if isinstance(error, MemoryShortage):
-            # It cannot help to wait if no other text holds memory.
-            return Refusal("memory", str(error), self._retry_after() if self._running else None)
+            # It cannot help to wait if no other request holds memory.
+            others = any(other is not request for other, _ in self._running.values())
+            return Refusal("memory", str(error), self._retry_after() if others else None)
         return Refusal("failed", str(error))
 
     def _count(self, refusal: Refusal) -> Refusal:
@@ -468,7 +475,8 @@ class Engine:
         self._failed[row] = error
 
     def _retry_after(self) -> int:
-        """Seconds until the texts that wait are answered, at the speed of late."""
+        """Seconds until the texts that wait are answered, at the speed of the
+        last passes."""
         seconds = len(self._waiting) * self._tokens_per_text / self._tokens_per_second
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY) if math.isfinite(seconds) else 1
 

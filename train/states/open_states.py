@@ -58,24 +58,17 @@ def served_states(
         total = sum(reader.size(length) for length in samples.lengths.tolist())
         what = "hidden states on their way (features.server.max_gib)"
         ranks.together(lambda: require_space(files, min(total, config.max_bytes), what))
-        engine = {
-            # Parts of a text that are read from a cache have no states.
-            "enable_prefix_caching": False,
-            "speculative_config": {
-                "method": "extract_hidden_states",
-                "num_speculative_tokens": 1,
-                "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": ids}},
-            },
-            "kv_transfer_config": {
-                "kv_connector": "StatesConnector",
-                "kv_connector_module_path": "vllm_connector",
-                "kv_role": "kv_producer",
-                "kv_connector_extra_config": {"shared_storage_path": str(files)},
-            },
-        }
         modules = Path(__file__).parent
         urls = stack.enter_context(
-            launched(config, target, longest + 1, directory, ranks, options=engine, modules=modules)
+            launched(
+                config,
+                target,
+                longest + 1,
+                directory,
+                ranks,
+                options=_vllm_options(ids, files),
+                modules=modules,
+            )
         )
         # The same at the next start, which deletes what a kill leaves.
         place = f"{socket.gethostname()} {os.path.abspath(directory)}"

@@ -37,8 +37,8 @@ def require_memory_to_sort(tokens: int) -> None:
     if free is not None and needed > free:
         raise UserError(
             f"sorting the suffixes of {tokens:,} tokens takes {needed / 1e9:.2f} GB of memory, and "
-            f"{free / 1e9:.2f} GB are free; free some memory, or take less text. More than "
-            f"{memory_to_sort(SORTED_AT_ONCE) / 1e9:.2f} GB are never needed"
+            f"{free / 1e9:.2f} GB are free; free some memory, or take less text. "
+            f"{memory_to_sort(SORTED_AT_ONCE) / 1e9:.2f} GB are enough for most texts of any length"
         )
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from decode.device import to_device
 from decode.draft import Contexts, Draft
-from decode.errors import UserError
+from decode.errors import MemoryShortage, UserError
 from decode.target.cache.long_read import LongRead
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.cache.slots import Slots
@@ -262,9 +262,14 @@ class CachedLM:
         Raises as `reset` does, and then changes nothing."""
         slots = self._slots
         assert slots is not None
-        new = slots.grown(slots.rows + count, capacity)
-        require_memory(self.model, *new, slots.allocated)
-        slots.add_rows(count, capacity)
+        rows, least = slots.rows + count, False
+        try:
+            require_memory(self.model, *slots.grown(rows, capacity), slots.allocated)
+        except MemoryShortage:
+            # Rows that nobody uses need not get longer too.
+            least = True
+            require_memory(self.model, *slots.least(rows, capacity), slots.allocated)
+        slots.add_rows(count, capacity, least=least)
         if self.sources is not None:
             self.sources.add_rows(count)
         if self.states is not None:
@@ -507,7 +512,7 @@ class LayerView(CachedLM):
     def __init__(
         self, lm: CachedLM, skipped: Sublayers, embedding: nn.Module | None = None
     ) -> None:
-        super().__init__(lm.model, pass_tokens=lm.pass_tokens)
+        super().__init__(lm.model, pass_tokens=lm.pass_tokens, exact_bits=lm.exact_bits)
         self.lm, self.skipped = lm, skipped
         self.forward_pass = changed_forward(lm.forward_pass, skipped, embedding)
 

@@ -111,7 +111,8 @@ class _Store:
             return
         for x in self._tensors:
             source, target = (to_device(y, x.device) for y in (rows[moved], moved))
-            for layer in x[:, :, :, :written]:
+            for number in range(len(x)):
+                layer = x[number, :, :, :written]
                 layer.index_copy_(0, target, layer.index_select(0, source))
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
@@ -125,16 +126,16 @@ class _Store:
             x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Have memory for at least so many rows and slots."""
+        """Have memory for so many rows and slots. There are as many slots as before, or more."""
         old_rows, old_capacity = self._rows, self._capacity
-        self._rows, self._capacity = max(rows, old_rows), max(capacity, old_capacity)
-        if (self._rows, self._capacity) == (old_rows, old_capacity):
+        self._rows, self._capacity = rows, capacity
+        if (rows, capacity) == (old_rows, old_capacity):
             return
         for i, x in enumerate(self._tensors):
             layers, _, heads, _, size = x.shape
-            larger = x.new_zeros(layers, self._rows, heads, self._capacity, size)
-            larger[:, :old_rows, :, :old_capacity] = x
-            self._tensors[i] = larger
+            new, kept = x.new_zeros(layers, rows, heads, capacity, size), min(rows, old_rows)
+            new[:, :kept, :, :old_capacity] = x[:, :kept]
+            self._tensors[i] = new
 
     def clear(self, first: int, end: int, written: int) -> None:
         """Overwrite the first `written` slots of these rows with zeros: a row that left may have
@@ -392,11 +393,12 @@ class Slots(FedRows):
         self.rows = len(kept)
         self._look_up(0, self.rows)
 
-    def add_rows(self, count: int, capacity: int) -> None:
-        """Append empty rows. capacity: the slots that any row needs from now on."""
+    def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
+        """Append empty rows. capacity: the slots that any row needs from now on. least: allocate
+        what `least` says, else what `grown` says."""
         first = self.rows
         self.rows = first + count
-        self.allocated = self.grown(self.rows, capacity)
+        self.allocated = (self.least if least else self.grown)(self.rows, capacity)
         for store in self._stores:
             store.reserve(*self.allocated)
             store.clear(first, self.rows, self._written)
@@ -411,6 +413,11 @@ class Slots(FedRows):
         if capacity > slots:
             slots = round_up_slots(max(capacity, slots * 3 // 2), self._step)
         return allocated, slots
+
+    def least(self, rows: int, capacity: int) -> tuple[int, int]:
+        """As `grown`, but only the rows in use are allocated, and only the slots that one needs or
+        has."""
+        return rows, max(round_up_slots(capacity, self._step), self.allocated[1])
 
     @property
     def token_bytes(self) -> int:
