@@ -1,4 +1,4 @@
-"""Figures on the structure of this repository, and the files that two typical steps enter.
+"""Figures on the structure of this repository, and the files that three typical steps enter.
 
     python -m tests.structure [--json FILE]
 
@@ -158,13 +158,26 @@ class _WatchedSteps(Lines):
 
 def walk_of_a_distillation_step() -> list[str]:
     """The files of one step of a `distill` stage with its defaults: batch, signal of the live
-    target, loss, backward and optimizer step. It is the second step of its training."""
+    target, loss, backward and optimizer step."""
+    return _walk_of_a_training_step("distill", 2, DRAFTER)
+
+
+def walk_of_a_heads_step() -> list[str]:
+    """The files of one step of a `heads` stage that trains EAGLE-3 on the live target's hidden
+    states and its distribution: batch, states, the unrolled steps, loss, backward and optimizer
+    step."""
+    settings = {"heads": {"type": "eagle3", "steps": 2}, "losses": {"forward_kl": 1.0}}
+    return _walk_of_a_training_step("heads", 7, settings)
+
+
+def _walk_of_a_training_step(kind: str, layers: int, settings: dict[str, Any]) -> list[str]:
+    """The second step of a training. layers: of the target."""
     loop = {"max_steps": 3, "tokens_per_batch": 60, "save_every": 100, "log_every": 100}
     reporter = _WatchedSteps()
     with tempfile.TemporaryDirectory() as directory:
-        context = stage_context(Path(directory), tiny_target(layers=2))
+        context = stage_context(Path(directory), tiny_target(layers=layers))
         context.reporter = reporter
-        run_stage(context, make_stage("distill", "distill", **(DRAFTER | {"loop": loop})))
+        run_stage(context, make_stage(kind, kind, **(settings | {"loop": loop})))
     return reporter.walk.files
 
 
@@ -175,7 +188,7 @@ def _walk_in_lines(title: str, files: list[str]) -> str:
 
 
 def main() -> None:
-    """Prints the figures and both walks."""
+    """Prints the figures and the walks."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write all of it to this file")
     options = parser.parse_args()
@@ -183,6 +196,7 @@ def main() -> None:
     walks = {
         "decode_step": walk_of_a_decode_step(),
         "distillation_step": walk_of_a_distillation_step(),
+        "heads_step": walk_of_a_heads_step(),
     }
     for name, value in figures.items():
         words = name.replace("_", " ")
@@ -194,6 +208,8 @@ def main() -> None:
     print(_walk_in_lines("one sampled step of a chain drafted by a small LM", walks["decode_step"]))
     print()
     print(_walk_in_lines("one step of a distillation", walks["distillation_step"]))
+    print()
+    print(_walk_in_lines("one step of a training of heads", walks["heads_step"]))
     if options.json is not None:
         lines = {name: sum(map(count_lines, files)) for name, files in walks.items()}
         stored = figures | {"walks": walks, "lines_of_walks": lines}

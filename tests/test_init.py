@@ -63,7 +63,7 @@ def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, 
     assert (config.target.device == "cpu") == (machine == "cpu")
     plans = plan(path, "target.device=cpu")
     assert [kind for _, kind, _ in plans][-1] == {"small-lm": "distill"}.get(goal, goal)
-    assert all(p.tokens > 0 and p.memory_bytes > 0 and p.disk_bytes > 0 for _, _, p in plans)
+    assert all(p.tokens > 0 and p.memory.total > 0 and p.disk_bytes > 0 for _, _, p in plans)
     # Comments name the sources of what is chosen.
     assert "2310.08461" in path.read_text()
     again = write(place, goal)
@@ -189,7 +189,11 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     assert plan(place / "config.yaml") == complete
     # Of a training: weights, gradients, two moments, and more for the text.
     _, _, first = next(p for p in complete if p[0] == "first")
-    assert first.memory_bytes > 16 * first.trained_parameters
+    assert first.memory.total > 16 * first.trained_parameters
+    # A stage that serves and learns needs memory of every kind; one that stores a text does not.
+    parts = {name: vars(stage_plan.memory) for name, _, stage_plan in complete}
+    assert all(parts["live"].values())
+    assert [part for part, size in parts["states"].items() if size] == ["target", "activations"]
     # max_steps ends a training before its epochs do.
     shorter = plan(place / "config.yaml", "stages.first.loop={max_steps: 1, tokens_per_batch: 100}")
     assert shorter[3][2].tokens == 100 < first.tokens

@@ -270,7 +270,9 @@ def test_rows_are_dropped_and_refused_prompts_change_nothing() -> None:
         with pytest.raises(UserError, match=problem):
             decoding.admit(bad, NEW)
     decoding.drop(1)
-    with pytest.raises(UserError, match=r"row 1 neither runs nor waits; expected one of \[0, 3, 2\]"):
+    with pytest.raises(
+        UserError, match=r"row 1 neither runs nor waits; expected one of \[0, 3, 2\]"
+    ):
         decoding.drop(1)
     decoding.admit(PROMPTS[4:5], NEW)
     for row in (0, 2, 3, 4):

@@ -52,8 +52,8 @@ from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
 from train.run import Run
 from train.stage import StageInputs
-from train.training.backbone import BackboneConfig, TrainedBackbone
 from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.training.trained_backbone import BackboneConfig, TrainedBackbone
 from train.training.trained_target import AdapterConfig
 from train.training.trainer import Clock
 

@@ -409,7 +409,7 @@ def test_a_stage_writes_a_datastore_of_the_train_split(made: Any, target: Target
     # The plan counts what is stored, prompts included.
     plan = plan_stage(context, stage)
     assert plan.tokens == sum(sum(s.mask) for s in samples) < tokens
-    assert (plan.disk_bytes, plan.memory_bytes) == (
+    assert (plan.disk_bytes, plan.memory.total) == (
         8 * tokens,
         target.weight_bytes + SORT_BYTES * tokens,
     )

@@ -63,7 +63,7 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config(path, overrides)
     plans = Run(config, Accelerator(cpu=True), Reporter(silent=True)).plan()
     assert [name for name, _, _ in plans] == [stage.name for stage in config.stages]
-    assert all(plan.tokens > 0 and plan.memory_bytes > 0 for _, _, plan in plans)
+    assert all(plan.tokens > 0 and plan.memory.total > 0 for _, _, plan in plans)
     assert not config.run_dir.exists()
 
 
@@ -120,6 +120,8 @@ def test_a_plan_is_the_one_that_the_docs_state(
     monkeypatch.setattr(Run, "read_data", rows)
     monkeypatch.chdir(CONFIGS.parent)
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests set another precision
+    json_file = tmp_path / "plan.json"
+    words = [*words, "--json", str(json_file)]
     planned = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
     AcceleratorState._reset_state(reset_partial_state=True)
     assert planned.exit_code == 0, planned.output
@@ -136,6 +138,12 @@ def test_a_plan_is_the_one_that_the_docs_state(
     )
     rows_by_figures = {tuple(row[2:5]): row for row in table}
     assert tuple(figures) in rows_by_figures, (figures, hours)
+    # The parts of the largest stage's memory, in the table of parts.
+    plan = json.loads(json_file.read_text())
+    largest = max((stage["memory"] for stage in plan["stages"]), key=lambda x: sum(x.values()))
+    assert plan["memory_bytes"] == sum(largest.values())
+    parts = " | ".join(f"{size / 2**30:.1f}" for size in largest.values())
+    assert re.search(rf"\[{Path(words[1]).name}\]\S*[^|]* \| {re.escape(parts)} \|", SCALE), parts
     row = rows_by_figures[tuple(figures)]
     # Of the GPUs that train, and of those that only serve.
     training, *serving = map(int, re.findall(r"\d+", row[1]))

@@ -9,7 +9,8 @@ import pytest
 
 from decode.errors import UserError
 from decode.sampling import Sampling
-from tests.stages import make_stage, run_stage, stage_context
+from decode.target.memory import slot_bytes
+from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from train.data import self_prompts
 from train.data.chat import prompt_tokens, user_prefix
@@ -106,6 +107,15 @@ def test_no_turn_of_a_held_out_conversation_is_quoted(tmp_path: Path) -> None:
 def test_they_take_the_place_of_a_split() -> None:
     with pytest.raises(ValueError, match="self_prompts takes the place of a split's prompts"):
         make_stage("generate", "own", self_prompts=5, prompts=3)
+
+
+def test_a_plan_counts_the_batch_that_writes_them_before_a_server_answers(tmp_path: Path) -> None:
+    context = stage_context(tmp_path, target())
+    settings: Any = {"server": {"url": "http://a"}, "max_prompt_tokens": 96, "batch_size": 4}
+    own = plan_stage(context, make_stage("generate", "own", self_prompts=5, **settings)).memory
+    assert own.states == 4 * 96 * slot_bytes(context.target.model)
+    probes = plan_stage(context, make_stage("generate", "probes", **settings)).memory
+    assert own.logits == 4 * probes.logits
 
 
 def test_without_a_chat_template_there_is_no_message(tmp_path: Path) -> None:

@@ -219,7 +219,7 @@ def test_a_plan_names_the_layers_and_counts_the_window(context: StageInputs) -> 
     live = plan_stage(context, make_stage("heads", "live", **HEADS))
     plan = plan_stage(context, stage_with("http://a", "served", {"directory": "/x"}))
     assert "eagle_aux_hidden_state_layer_ids [1, 2]" in plan.what
-    assert plan.memory_bytes > live.memory_bytes
+    assert plan.memory.states > live.memory.states == 0
     assert plan.disk_bytes == live.disk_bytes
     server = {"server": {"url": "http://a", "directory": "/x"}}
     with pytest.raises(UserError, match="a server replaces the live target"):

@@ -2,7 +2,12 @@
 
 import re
 
-from tests.structure import ROOT, walk_of_a_decode_step, walk_of_a_distillation_step
+from tests.structure import (
+    ROOT,
+    walk_of_a_decode_step,
+    walk_of_a_distillation_step,
+    walk_of_a_heads_step,
+)
 
 
 def listed(heading: str) -> list[str]:
@@ -24,3 +29,9 @@ def test_the_walk_of_a_distillation_step_is_the_one_in_contributing() -> None:
     files = walk_of_a_distillation_step()
     assert listed("One distillation step") == files
     assert len(files) <= 10
+
+
+def test_the_walk_of_a_heads_step_is_the_one_in_contributing() -> None:
+    files = walk_of_a_heads_step()
+    assert listed("One step of a heads training") == files
+    assert len(files) <= 21

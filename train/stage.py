@@ -6,7 +6,7 @@ Each stage is one file in `train/stages` and registers itself in STAGES.
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -20,20 +20,47 @@ from train.data.corpus import Corpus
 from train.schema import StageConfig
 
 
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of a stage's tensors in one process, by what they are.
+
+    target: its weights. weights: those that are trained, and copies of them, in float32. optimizer:
+    gradients, AdamW's moments and the average. activations: what a forward pass of the target
+    needs, and what the training keeps for the backward pass. states: keys and values, hidden states
+    that are kept, and what a stage sorts or records. logits: of the tokens that have them at a
+    time.
+    """
+
+    target: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    states: int = 0
+    logits: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __add__(self, other: "Memory") -> "Memory":
+        theirs = asdict(other)
+        return Memory(**{part: size + theirs[part] for part, size in asdict(self).items()})
+
+
 @dataclass
 class StagePlan:
     """What a stage will do; sizes are estimates.
 
     tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
-    included. max_seconds: the limit of its time, if it has one. memory_bytes: of one of the
-    processes, which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of
-    its directory.
+    included. max_seconds: the limit of its time, if it has one. memory: of one of the processes,
+    which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of its
+    directory.
     """
 
     what: str
     trained_parameters: int = 0
     tokens: int = 0
-    memory_bytes: int = 0
+    memory: Memory = Memory()
     disk_bytes: int = 0
     text_tokens: int = 0
     max_seconds: float = math.inf

@@ -17,6 +17,7 @@ from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
 from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
+from distill.teacher.feature_sources import LiveFeatures
 from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.data.corpus import stages_of
@@ -31,6 +32,7 @@ from train.plots.line_plots import agreement_plot, loss_plot
 from train.report.format_figures import format_share
 from train.schema import Losses, StageConfig, closest_stage
 from train.stage import ReportSection, Stage, StagePlan, StagePlot
+from train.training.live_window import LiveWindow
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import frequent_tokens, lost_mass
 from train.training.trainer import Clock, Trainer
@@ -270,8 +272,36 @@ def size(count: float) -> str:
     return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
 
 
+def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:
+    """The first setting of a training that needs the complete target in one process, by its name.
+    used: those of the kind of stage, and whether they are used. None: there is none."""
+    shared = {
+        # Ranks make different numbers of such passes, and shards need the same number.
+        "tokens_per_pass": config.tokens_per_pass is not None,
+        "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
+    }
+    return next((name for name, is_used in {**used, **shared}.items() if is_used), None)
+
+
 class TrainingStage(TextStage[L]):
     """A stage that trains on a text. Its summary has `training`, and `losses` by name."""
+
+    @property
+    def product_bytes(self) -> int:
+        """The bytes of a number in the precision of the matrix products."""
+        return 4 if self.accelerator.mixed_precision == "no" else 2
+
+    def in_windows(self, live: LiveFeatures, loop: LoopConfig) -> LiveFeatures | LiveWindow:
+        """The source of the live target's hidden states, in windows if `tokens_per_pass` is set."""
+        if self.config.tokens_per_pass is None:
+            return live
+        return LiveWindow(
+            live,
+            loop,
+            self.accelerator,
+            tokens_per_pass=self.config.tokens_per_pass,
+            pad_id=self.target.tokenizer.pad_token_id or 0,
+        )
 
     @classmethod
     def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:

@@ -1,6 +1,7 @@
 """`train`: run the stages of a config."""
 
 import json
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,9 @@ def train(
             "those that are launched",
         ),
     ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="for --dry-run, write the plan's figures here")
+    ] = None,
     allow_changes: Annotated[
         bool,
         typer.Option(
@@ -65,7 +69,7 @@ def train(
     training after a checkpoint, with exit status 143.
     """
     source = read_config(config, overrides or [])  # before anything heavy is imported
-    for option, value in (("--speed", speed), ("--processes", processes)):
+    for option, value in (("--speed", speed), ("--processes", processes), ("--json", json_file)):
         if value is not None and not dry_run:
             raise UserError(f"{option} is for --dry-run; give both, or leave it out")
     if profile is not None and dry_run:
@@ -79,7 +83,7 @@ def train(
     with begun(settings, allow_changes=allow_changes) as run:
         if dry_run:
             run.loaded, run.processes = plan_target(settings), processes
-            print_plan(run, run.reporter, speed)
+            print_plan(run, run.reporter, speed, json_file)
             return
         run.profile_steps = profile
         try:
@@ -123,10 +127,12 @@ def plan_target(settings: "RunConfig") -> "Target":
     )
 
 
-def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
-    """Print the resolved config's stages, and what each trains, writes and needs."""
-    from decode.artifact import free_space
+def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | None) -> None:
+    """Print the resolved config's stages, and what each trains, writes and needs. json_file: write
+    these figures there too."""
+    from decode.artifact import free_space, write_file
     from train.report.format_figures import format_duration
+    from train.stage import Memory
     from train.training.estimates import read_speeds, seconds_of
 
     if speed is None and (run.directory / "report.json").is_file():
@@ -142,15 +148,21 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
             plan.what,
             f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
             f"{plan.tokens:,}" if plan.tokens else "–",
-            f"≈ {plan.memory_bytes / 2**30:.1f} GiB" if plan.memory_bytes else "–",
+            f"≈ {plan.memory.total / 2**30:.1f} GiB" if plan.memory.total else "–",
             f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
             f"≈ {format_duration(seconds)}" if seconds else "–",
         )
         for (name, kind, plan), seconds in zip(plans, times, strict=True)
     ]
     reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
+    parts = [field.name for field in fields(Memory)]
+    sizes = [
+        (name, *(f"{getattr(plan.memory, part) / 2**30:.2f}" for part in parts))
+        for name, _, plan in plans
+    ]
+    reporter.table(table("memory of a process, in GiB", ("stage", *parts), sizes))
     memory, disk = (
-        max(plan.memory_bytes for _, _, plan in plans),
+        max(plan.memory.total for _, _, plan in plans),
         sum(plan.disk_bytes for _, _, plan in plans),
     )
     count, free = run.processes or run.accelerator.num_processes, free_space(run.directory)
@@ -161,6 +173,19 @@ def print_plan(run: Any, reporter: Any, speed: str | None) -> None:
         f"and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are free; estimates for "
         "answers of full length"
     )
+    if json_file is not None and run.accelerator.is_main_process:
+        stages = [
+            {"name": name, "kind": kind, "seconds": time}
+            | {key: value for key, value in asdict(plan).items() if key != "max_seconds"}
+            for (name, kind, plan), time in zip(plans, times, strict=True)
+        ]
+        figures = {
+            "processes": count,
+            "memory_bytes": memory,
+            "disk_bytes": disk,
+            "free_bytes": free,
+        }
+        write_file(json_file, json.dumps(figures | {"stages": stages}, indent=2))
     if disk > free:
         reporter.say(
             "the disk may be too small: choose another output_dir, or let stages use the live "

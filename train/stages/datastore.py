@@ -14,7 +14,7 @@ from decode.drafters.lookup.datastore import memory_to_sort, require_memory_to_s
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from train.data.stored_samples import StoredSamples
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, StagePlan
+from train.stage import STAGES, Memory, Outcome, StagePlan
 from train.text_stages import TextConfig, TextStage, size
 
 # Bytes of a finished datastore per token: at most four for the token and its position each, up to
@@ -77,7 +77,7 @@ class DatastoreStage(TextStage[DatastoreConfig]):
             f"a datastore of {stored:,} tokens, prompts included: {STORED_BYTES} bytes a token on "
             "disk",
             tokens=self.planned_tokens(plans),
-            memory_bytes=self.target_bytes + memory_to_sort(stored),
+            memory=Memory(target=self.target_bytes, states=memory_to_sort(stored)),
             disk_bytes=STORED_BYTES * stored,
         )
 

@@ -30,7 +30,7 @@ from distill.parallel_distillation import (
 )
 from distill.shared_vocabulary import SharedVocabulary, SharedVocabularyDistillation
 from distill.teacher.decoder_states import padded_sources
-from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.teacher_signal import (
     LiveTeacher,
     StatesTeacher,
@@ -52,23 +52,16 @@ from train.stages.distill_student import (
     require_unused,
     student_of,
 )
-from train.text_stages import TrainingStage
+from train.stages.training_memory import distill_memory
+from train.text_stages import TrainingStage, complete_target_part
 from train.training.boosting import (
     TokenWeights,
     check_earlier_drafter,
     token_weights,
 )
 from train.training.dev_slice import DevConfig, DevSlice, Judging
-from train.training.estimates import (
-    activation_bytes,
-    batch_share,
-    forward_bytes,
-    optimizer_bytes,
-    planned_tokens,
-    time_limit,
-    training_disk_bytes,
-)
-from train.training.live_window import WINDOW_PASSES, LiveWindow, look_ahead_of
+from train.training.estimates import planned_tokens, time_limit, training_disk_bytes
+from train.training.live_window import LiveWindow, look_ahead_of
 from train.training.meters.stage_flops import distill_flops
 from train.training.open_caches import Cache, open_cache
 from train.training.student_and_teacher import (
@@ -101,11 +94,8 @@ class DistillStage(TrainingStage[DistillConfig]):
         used = {
             "shard_teacher": config.shard_teacher,
             "remember_teacher": config.remember_teacher,
-            # Ranks make different numbers of such passes, and shards need the same number.
-            "tokens_per_pass": config.tokens_per_pass is not None,
-            "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
         }
-        return next((name for name, is_used in used.items() if is_used), None)
+        return complete_target_part(config, used)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
@@ -126,7 +116,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 f"{what}; {config.losses_in_words}; {amount}",
                 start.trained_parameters,
                 tokens,
-                start.memory_bytes,
+                start.memory,
                 start.disk_bytes,
                 max_seconds=time_limit(config.loop),
             )
@@ -139,35 +129,25 @@ class DistillStage(TrainingStage[DistillConfig]):
         student = Trainable(model, lora=config.lora).model
         trained = sum(p.numel() for p in student.parameters() if p.requires_grad)
         parameters = sum(p.numel() for p in student.parameters())
-        ema = config.optimizer.ema is not None
-        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
-        # Its float32 weights; the target, which stays loaded; the logits of student and teacher for
-        # one chunk.
-        memory = 4 * parameters + optimizer_bytes(trained, average=ema) + self.target_bytes
-        memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
-        batch = batch_share(config.loop.tokens_per_batch, config.max_length, self.processes)
-        memory += activation_bytes(
+        memory = distill_memory(
+            config,
             model,
-            model.config.get_text_config().num_hidden_layers,
-            batch,
-            itemsize,
-            recompute=config.gradient_checkpointing,
+            self.target,
+            target_bytes=self.target_bytes,
+            parameters=parameters,
+            trained=trained,
+            remembered=self.planned_text_tokens(plans) if config.remember_teacher else 0,
+            processes=self.processes,
+            itemsize=self.product_bytes,
         )
-        if config.teacher == "live":
-            pass_tokens = config.tokens_per_pass or batch
-            states = bytes_per_token(self.target, [FINAL])
-            memory += forward_bytes(self.target.model, pass_tokens)
-            if config.tokens_per_pass is not None:
-                memory += states * max(WINDOW_PASSES * pass_tokens, batch)
-            if config.remember_teacher:
-                memory += states * self.planned_text_tokens(plans)
+        ema = config.optimizer.ema is not None
         tokens_of_both = "" if shared is None else f"{len(shared.target_ids)} shared tokens; "
         return StagePlan(
             f"{type(model).__name__} of {student.num_parameters() / 1e6:.1f}M parameters; "
             f"{tokens_of_both}{config.losses_in_words}; {amount}",
             trained_parameters=trained,
             tokens=tokens,
-            memory_bytes=memory,
+            memory=memory,
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=config.loop),
             max_seconds=time_limit(config.loop),
         )
@@ -328,15 +308,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             timed=partial(clock, "teacher"),
             sources=sources,
         )
-        if config.tokens_per_pass is None:
-            return live
-        return LiveWindow(
-            live,
-            config.loop,
-            self.accelerator,
-            tokens_per_pass=config.tokens_per_pass,
-            pad_id=self.target.tokenizer.pad_token_id or 0,
-        )
+        return self.in_windows(live, config.loop)
 
     def _module(self, model: PreTrainedModel, vocabulary: Tensor | None) -> Distillation:
         config, tokens = self.config, self.target.token_count

@@ -21,7 +21,7 @@ from distill.teacher.feature_sources import (
 )
 from train.data.chat import Sample
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, StagePlan
+from train.stage import STAGES, Memory, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
 from train.training.estimates import forward_bytes
 
@@ -65,8 +65,10 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         return StagePlan(
             what,
             tokens=self.planned_tokens(plans),
-            memory_bytes=self.target_bytes
-            + forward_bytes(self.target.model, self.config.tokens_per_batch),
+            memory=Memory(
+                target=self.target_bytes,
+                activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
+            ),
             disk_bytes=token_bytes * self.planned_text_tokens(plans),
         )
 

@@ -23,7 +23,6 @@ from decode.target.generation_config import (
     stated_config,
 )
 from decode.target.loading import Target
-from decode.target.memory import slot_bytes
 from train.answers.launch import require_server
 from train.answers.protocols import AskSettings
 from train.answers.server_config import ServerConfig
@@ -39,7 +38,7 @@ from train.data.read import Example, id_key, select, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.schema import SamplingConfig, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
-from train.training.estimates import forward_bytes
+from train.training.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
 
 Job = tuple[Example, int]  # a prompt, and the number of its answer
 
@@ -81,9 +80,7 @@ class SelfPromptSampling(SamplingConfig):
     """Divides the logits."""
 
 
-# For the plan: prompts whose lengths are measured, bytes of a token id in JSON, and bytes of a
-# token's logit with its float64 copy, from which tokens are drawn.
-PROMPTS_MEASURED, ID_BYTES, LOGIT_BYTES = 64, 7, 12
+ID_BYTES = 7  # of a token id in JSON, for the plan
 
 
 class GenerateConfig(StageConfig):
@@ -166,23 +163,25 @@ class GenerateStage(Stage[GenerateConfig]):
         else:
             jobs = self._jobs()
             count, what = len(jobs), ""
-            # Writing every prompt with the template would take long where there are many.
-            some = self.corpus.prompts(example for example, _ in spread(jobs, PROMPTS_MEASURED))
-            prompt = round(sum(map(len, some)) / len(some))
+            measured = (example for example, _ in spread(jobs, PROMPTS_MEASURED))
+            prompt = prompt_length(self.corpus, measured)
         if config.server:
             require_server(config.server, self.target)
             what += " by a server"
-        length, model = prompt + config.max_new_tokens, self.target.model
-        rows = config.batch_size * config.num_beams
+        reads_probes = config.server is not None and not config.self_prompts
         return StagePlan(
             f"{count} answers{what} of at most {config.max_new_tokens} tokens",
             tokens=count * config.max_new_tokens,
-            memory_bytes=self.target_bytes
-            + rows * length * slot_bytes(model)
-            + forward_bytes(model, rows * prompt)
-            + rows * self.target.vocab_size * LOGIT_BYTES,
+            # With a server, the target writes prompts, or reads a few probes one after the other.
+            memory=decoding_memory(
+                self.target,
+                self.target_bytes,
+                rows=1 if reads_probes else config.batch_size * config.num_beams,
+                prompt=prompt,
+                new=0 if config.server else config.max_new_tokens,
+            ),
             disk_bytes=count * config.max_new_tokens * ID_BYTES,
-            text_tokens=count * length,
+            text_tokens=count * (prompt + config.max_new_tokens),
         )
 
     def run(self) -> Outcome:

@@ -23,7 +23,6 @@ from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.feature_sources import bytes_per_token
 from distill.teacher.teacher_signal import split_model
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
@@ -36,21 +35,15 @@ from train.schema import StageConfig
 from train.stage import STAGES, Outcome, StagePlan
 from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
 from train.stages.heads_features import open_source, planned_source
+from train.stages.training_memory import heads_memory
 from train.states.states_config import ServedFeatures
-from train.text_stages import TrainingStage
-from train.training.backbone import Backbone, FrozenBackbone, Source, TrainedBackbone
+from train.text_stages import TrainingStage, complete_target_part
+from train.training.backbone import Backbone, FrozenBackbone, Source
 from train.training.dev_slice import DevSlice, Judging
-from train.training.estimates import (
-    batch_share,
-    forward_bytes,
-    heads_bytes,
-    optimizer_bytes,
-    planned_tokens,
-    time_limit,
-    training_disk_bytes,
-)
+from train.training.estimates import planned_tokens, time_limit, training_disk_bytes
 from train.training.head_tree import calibrated_tree, require_tree
 from train.training.meters.stage_flops import heads_flops
+from train.training.trained_backbone import TrainedBackbone
 from train.training.trained_target import PREFIX, held_out_samples
 from train.training.trainer import Clock, Trainer
 from train.training.training_task import TrainingTask
@@ -74,15 +67,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             "backbone": config.backbone is not None,
             "tree": config.tree is not None,
             "remember_features": config.remember_features,
-            # Ranks make different numbers of such passes, and shards need the same number.
-            "tokens_per_pass": config.tokens_per_pass is not None,
             # Its embeddings learn through all layers of the target.
             "heads.type: pass": config.heads.type == "pass",
             "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
             and config.features.server.probe_samples > 0,
-            "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
         }
-        return next((name for name, is_used in used.items() if is_used), None)
+        return complete_target_part(config, used)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
@@ -103,37 +93,30 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.start is not None and config.start in plans:
             trained = plans[config.start].trained_parameters
         loop, ema = config.loop, config.optimizer.ema is not None
-        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
-        # Float32 weights; the target, which computes the hidden states of a batch; what the heads
-        # keep of it; the logits of heads and target for one chunk.
-        memory = 4 * trained + optimizer_bytes(trained, average=ema) + self.target_bytes
-        batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
-        memory += forward_bytes(target.model, config.tokens_per_pass or batch)
-        memory += heads_bytes(
-            heads, target.model, batch, itemsize, recompute=config.gradient_checkpointing
+        held, files, source = planned_source(config, target, heads, self.processes)
+        memory = held + heads_memory(
+            config,
+            heads,
+            target,
+            target_bytes=self.target_bytes,
+            trained=trained,
+            remembered=self.planned_text_tokens(plans) if config.remember_features else 0,
+            processes=self.processes,
+            itemsize=self.product_bytes,
         )
-        memory += 2 * 4 * config.chunk_tokens * heads.rows
-        disk = training_disk_bytes(trained, trained, average=ema, loop=loop)
-        states = bytes_per_token(target, heads.captured_layers)
-        held, files, source = planned_source(config, target, heads, batch)
-        memory, disk = memory + held, disk + files
-        if config.remember_features:
-            memory += self.planned_text_tokens(plans) * states
+        disk = training_disk_bytes(trained, trained, average=ema, loop=loop) + files
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
         if config.backbone is not None:
             if config.backbone.held_out == "data":
                 held_out_samples(config.backbone, self.corpus, config.name, PREFIX)
-            trained_backbone = config.backbone.trained_parameters(target)
-            trained += trained_backbone
-            # The trained float32 copy of the target, and a second copy that is never sharded.
-            memory += 12 * trained_backbone + 2 * 4 * target.model.num_parameters()
+            trained += config.backbone.trained_parameters(target)
             what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
-            memory_bytes=memory,
+            memory=memory,
             disk_bytes=disk,
             max_seconds=time_limit(loop),
         )

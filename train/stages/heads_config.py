@@ -13,11 +13,11 @@ from train.data.corpus import stages_of
 from train.schema import Losses, StageConfig, closest_stage, one_of
 from train.states.states_config import ServedFeatures
 from train.text_stages import LossConfig
-from train.training.backbone import BackboneConfig
 from train.training.dev_slice import DevConfig
 from train.training.head_start import check_start
 from train.training.head_tree import TreeConfig
 from train.training.optimizer import OptimizerConfig
+from train.training.trained_backbone import BackboneConfig
 from train.training.training_task import LoopConfig
 
 if TYPE_CHECKING:

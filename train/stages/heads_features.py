@@ -12,11 +12,12 @@ from heads.head_training import captured_with
 from heads.heads_module import Heads
 from train.answers.launch import require_server
 from train.data.stored_samples import StoredSamples
+from train.stage import Memory
 from train.stages.heads_config import HeadsConfig
 from train.states.served_states import engine_ids, last_norm
 from train.states.states_config import ServedFeatures
 from train.training.backbone import Source
-from train.training.live_window import WINDOW_PASSES, LiveWindow
+from train.training.estimates import batch_share
 from train.training.open_caches import open_features
 from train.training.trainer import Clock
 
@@ -25,23 +26,20 @@ if TYPE_CHECKING:
 
 
 def planned_source(
-    config: HeadsConfig, target: Target, heads: Heads, batch: int
-) -> tuple[int, int, str]:
-    """The memory of a process and the disk that a window of states takes, in bytes, and words on a
-    server. batch: the tokens of a process in a batch. Raises UserError for a server that cannot be
-    used."""
-    if isinstance(config.features, ServedFeatures):
-        server = config.features.server
-        require_server(server, target)
-        last_norm(target)
-        layers = captured_with(heads, config.weighted_loss)
-        held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
-        what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
-        return held, server.max_bytes if server.launch else 0, what
-    if config.tokens_per_pass is not None:
-        states = bytes_per_token(target, heads.captured_layers)
-        return states * max(WINDOW_PASSES * config.tokens_per_pass, batch), 0, ""
-    return 0, 0, ""
+    config: HeadsConfig, target: Target, heads: Heads, processes: int
+) -> tuple[Memory, int, str]:
+    """What a server of states adds to a plan: the memory of one of `processes`, the bytes on disk,
+    and words. Nothing without a server. Raises UserError for a server that cannot be used."""
+    if not isinstance(config.features, ServedFeatures):
+        return Memory(), 0, ""
+    server = config.features.server
+    require_server(server, target)
+    last_norm(target)
+    layers = captured_with(heads, config.weighted_loss)
+    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
+    what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
+    return Memory(states=held), server.max_bytes if server.launch else 0, what
 
 
 def open_source(
@@ -79,12 +77,4 @@ def open_source(
         timed=timed,
         sources={s.id: s.source for s in samples} if target.has_encoder else None,
     )
-    if config.tokens_per_pass is None:
-        return live
-    return LiveWindow(
-        live,
-        config.loop,
-        accelerator,
-        tokens_per_pass=config.tokens_per_pass,
-        pad_id=target.tokenizer.pad_token_id or 0,
-    )
+    return stage.in_windows(live, config.loop)

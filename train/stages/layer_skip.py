@@ -19,7 +19,7 @@ from distill.teacher.teacher_signal import split_model
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
 from train.schema import Losses, StageConfig
-from train.stage import STAGES, Outcome, StagePlan
+from train.stage import STAGES, Memory, Outcome, StagePlan
 from train.text_stages import LossConfig, TrainingStage
 from train.training.estimates import (
     activation_bytes,
@@ -102,21 +102,24 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         trained = config.trained_parameters(self.target)
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None
-        itemsize = 4 if self.accelerator.mixed_precision == "no" else 2
-        # The float32 copy, and another one that is never sharded; the target as the teacher; the
-        # logits of student and teacher for one chunk.
-        memory = self.target_bytes + 2 * 4 * parameters + optimizer_bytes(trained, average=ema)
         batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
-        memory += forward_bytes(model, batch)
-        memory += activation_bytes(model, layers, batch, itemsize)
-        memory += 2 * 4 * config.chunk_tokens * self.target.vocab_size
+        memory = Memory(
+            target=self.target_bytes,
+            # The float32 copy, and another one that is never sharded.
+            weights=2 * 4 * parameters,
+            optimizer=optimizer_bytes(trained, average=ema),
+            activations=forward_bytes(model, batch)
+            + activation_bytes(model, layers, batch, self.product_bytes),
+            # Of student and teacher, for one chunk.
+            logits=2 * 4 * config.chunk_tokens * self.target.vocab_size,
+        )
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "
             f"({'LoRA' if config.lora else 'all weights'}); {config.losses_in_words}; "
             f"{loop.epochs} epochs",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
-            memory_bytes=memory,
+            memory=memory,
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=loop)
             + self.target_bytes,
             max_seconds=time_limit(loop),

@@ -2,6 +2,7 @@
 (Online Speculative Decoding, 2310.07177)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
-from train.data.read import Example, select
+from train.data.read import Example, select, spread
 from train.online.learners import (
     OTHER_TOKENIZER,
     PARALLEL,
@@ -33,8 +34,15 @@ from train.online.serving import OnlineStageConfig, Request, Serving
 from train.online.stream_progress import StreamProgress, Versions
 from train.plots.line_plots import stream_plot
 from train.schema import StageConfig
-from train.stage import STAGES, Outcome, ReportSection, Stage, StagePlan, StagePlot
-from train.training.estimates import training_disk_bytes
+from train.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
+from train.training.estimates import (
+    PROMPTS_MEASURED,
+    activation_bytes,
+    decoding_memory,
+    optimizer_bytes,
+    prompt_length,
+    training_disk_bytes,
+)
 from train.training.student_and_teacher import choose_trained, make_student, start_provenance
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
@@ -86,8 +94,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
             )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
-        config = self.config
-        count = len(self._stream())
+        config, stream = self.config, self._stream()
+        count = len(stream)
         self._device()
         what = f"serves {count} requests of at most {config.max_new_tokens} tokens"
         if config.learning is None:
@@ -96,19 +104,47 @@ class OnlineStage(Stage[OnlineStageConfig]):
             what += f"; {_schedule_in_words(config.learning)}"
             what += " in the background" * config.background
         tokens = count * config.max_new_tokens
+        memory = self._serving_memory(stream)
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
-            return StagePlan(
-                what, start.trained_parameters, tokens, start.memory_bytes, start.disk_bytes
-            )
+            # The drafter's weights and its training are those of the stage that it comes from.
+            memory += replace(start.memory, target=0, states=0, logits=0)
+            return StagePlan(what, start.trained_parameters, tokens, memory, start.disk_bytes)
         model, _ = make_student(config.drafter, self.target, self.earlier)
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        # Drafter and learning copy; gradients and AdamW's two moments; the last version's weights
-        # and two moments.
-        memory = 8 * model.num_parameters() + 24 * trained + self.target_bytes
+        layers, learning = model.config.get_text_config().num_hidden_layers, config.learning
+        memory += Memory(
+            # Drafter and learning copy; the last version's weights.
+            weights=8 * model.num_parameters() + 4 * trained,
+            # With the last version's two moments.
+            optimizer=optimizer_bytes(trained, average=False) + 8 * trained,
+            activations=activation_bytes(model, layers, learning.tokens_per_batch, 4)
+            if learning
+            else 0,
+        )
         disk = training_disk_bytes(model.num_parameters(), trained, average=False)
         return StagePlan(what, trained, tokens, memory, disk)
+
+    def _serving_memory(self, stream: Sequence[Example]) -> Memory:
+        """What serving takes beside the drafter: the target with keys and values, the records, and
+        the logits of a verification and of a learning step."""
+        config, learning = self.config, self.config.learning
+        examples = spread(stream, PROMPTS_MEASURED)
+        serving = decoding_memory(
+            self.target,
+            self.target_bytes,
+            rows=-(-config.batch_size // self.processes),
+            prompt=prompt_length(self.corpus, examples),
+            new=config.max_new_tokens,
+            width=config.gamma + 1,
+        )
+        if learning is None:
+            return serving
+        return serving + Memory(
+            states=round(learning.buffer_mib * 2**20),
+            logits=2 * 4 * config.chunk_tokens * self.target.vocab_size,
+        )
 
     def run(self) -> Outcome:
         versions = Versions(

@@ -23,7 +23,7 @@ from distill.teacher.top_k_cache import (
 from train.answers.answer_top_k import AnswerTopK
 from train.data.chat import Sample
 from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Outcome, StagePlan
+from train.stage import STAGES, Memory, Outcome, StagePlan
 from train.text_stages import CacheStage, TextConfig, size
 from train.training.estimates import forward_bytes
 from train.training.student_and_teacher import shared_vocabulary
@@ -89,8 +89,10 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         return StagePlan(
             f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,
-            memory_bytes=self.target_bytes
-            + forward_bytes(self.target.model, self.config.tokens_per_batch),
+            memory=Memory(
+                target=self.target_bytes,
+                activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
+            ),
             disk_bytes=token_bytes * tokens,
         )
 

@@ -6,18 +6,26 @@ section 4) count them, but for a gated MLP and an attention that stores no score
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.target.kinds.layer_kinds import recurrent_layers
+from decode.target.loading import Target
 from decode.target.memory import slot_bytes
+from distill.teacher.feature_sources import bytes_per_token
 from heads.heads_module import Heads
 from heads.layers.llama_layer import layer_config
-from train.stage import StagePlan
+from train.data.corpus import Corpus
+from train.data.read import Example
+from train.stage import Memory, StagePlan
+from train.training.live_window import WINDOW_PASSES
 from train.training.training_task import LoopConfig
+
+PROMPTS_MEASURED = 64  # prompts whose mean length stands for all
+LOGIT_BYTES = 12  # of a token's logit with its float64 copy, from which tokens are drawn
 
 
 def layer_numbers(model: PreTrainedModel) -> int:
@@ -66,6 +74,44 @@ def heads_bytes(
     layers = int(layers * heads.tokens_per_part)
     places = (len(heads.captured_layers) + 3 * heads.depth) * hidden
     return tokens * (layers + places) * itemsize
+
+
+def decoding_memory(
+    target: Target, target_bytes: int, *, rows: int, prompt: int, new: int, width: int = 1
+) -> Memory:
+    """The memory of decoding `rows` together: their prompts are read in one pass, and they get at
+    most `new` tokens each. width: the tokens of a row that a pass gives logits for."""
+    return Memory(
+        target=target_bytes,
+        activations=forward_bytes(target.model, rows * prompt),
+        states=rows * (prompt + new) * slot_bytes(target.model),
+        logits=rows * width * target.vocab_size * LOGIT_BYTES,
+    )
+
+
+def prompt_length(corpus: Corpus, examples: Iterable[Example]) -> int:
+    """The mean length of the prompts in tokens. Writing very many prompts with the template would
+    take long, so give `PROMPTS_MEASURED` of them."""
+    prompts = corpus.prompts(examples)
+    return round(sum(map(len, prompts)) / len(prompts))
+
+
+def source_memory(
+    target: Target,
+    captured_layers: Sequence[int],
+    batch: int,
+    *,
+    tokens_per_pass: int | None,
+    remembered: int,
+) -> Memory:
+    """The memory of the target's hidden states for a training: those of its pass, of a window of
+    passes, and of the `remembered` tokens. batch: tokens of a step."""
+    states = bytes_per_token(target, captured_layers)
+    window = 0 if tokens_per_pass is None else max(WINDOW_PASSES * tokens_per_pass, batch)
+    return Memory(
+        activations=forward_bytes(target.model, tokens_per_pass or batch),
+        states=states * (window + remembered),
+    )
 
 
 def optimizer_bytes(trained: int, *, average: bool) -> int:

@@ -1,0 +1,99 @@
+"""The memory of the stages that train heads and small language models, for their plans."""
+
+from transformers import PreTrainedModel
+
+from decode.target.hidden_states import FINAL
+from decode.target.loading import Target
+from heads.heads_module import Heads
+from train.stage import Memory
+from train.stages.distill_config import DistillConfig
+from train.stages.heads_config import HeadsConfig
+from train.training.estimates import (
+    activation_bytes,
+    batch_share,
+    heads_bytes,
+    optimizer_bytes,
+    source_memory,
+)
+
+
+def heads_memory(
+    config: HeadsConfig,
+    heads: Heads,
+    target: Target,
+    *,
+    target_bytes: int,
+    trained: int,
+    remembered: int,
+    processes: int,
+    itemsize: int,
+) -> Memory:
+    """The memory of one of `processes`.
+
+    trained: the number of the heads' weights. remembered: the tokens of the text whose hidden
+    states are kept. itemsize: of the matrix products' precision.
+    """
+    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    recompute = config.gradient_checkpointing
+    memory = Memory(
+        target=target_bytes,
+        weights=4 * trained,
+        optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
+        activations=heads_bytes(heads, target.model, batch, itemsize, recompute=recompute),
+        # Of heads and target, for one chunk.
+        logits=2 * 4 * config.chunk_tokens * heads.rows,
+    )
+    memory += source_memory(
+        target,
+        heads.captured_layers,
+        batch,
+        tokens_per_pass=config.tokens_per_pass,
+        remembered=remembered,
+    )
+    if config.backbone is not None:
+        # The trained float32 copy of the target, and a second copy that is never sharded.
+        memory += Memory(
+            weights=2 * 4 * target.model.num_parameters(),
+            optimizer=12 * config.backbone.trained_parameters(target),
+        )
+    return memory
+
+
+def distill_memory(
+    config: DistillConfig,
+    model: PreTrainedModel,
+    target: Target,
+    *,
+    target_bytes: int,
+    parameters: int,
+    trained: int,
+    remembered: int,
+    processes: int,
+    itemsize: int,
+) -> Memory:
+    """The memory of one of `processes`.
+
+    model: the student. parameters: all of its weights, with an adapter's. trained: those that are
+    trained. remembered: the tokens of the text whose hidden states are kept. itemsize: of the
+    matrix products' precision.
+    """
+    batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    layers = model.config.get_text_config().num_hidden_layers
+    recompute = config.gradient_checkpointing
+    memory = Memory(
+        target=target_bytes,
+        weights=4 * parameters,
+        optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
+        activations=activation_bytes(model, layers, batch, itemsize, recompute=recompute),
+        # Of student and teacher, for one chunk.
+        logits=2 * 4 * config.chunk_tokens * target.vocab_size,
+    )
+    if config.teacher != "live":
+        return memory
+    return memory + source_memory(
+        target,
+        [FINAL],
+        batch,
+        tokens_per_pass=config.tokens_per_pass,
+        remembered=remembered,
+    )
