@@ -16,7 +16,6 @@ prompts, greedy and at temperature 1, with 95% bootstrap intervals over prompts,
 of drafted tokens of a step. Runs are kept and continue where they stopped.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +35,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
+from benchmarks.online import read_summary
 from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.several.combined import SeveralDrafters
@@ -63,7 +63,7 @@ def main(
     for arm, stages in ARMS.items():
         figures[arm] = measure(run, stages, quick=quick)
         reporter.say(f"{arm}: {_tokens_per_step(figures[arm], 'greedy')['value']:.3f} greedy")
-    missed = _summary(run, "boosted")["missed_share"]
+    missed = read_summary(run, "boosted")["missed_share"]
     reporter.table(arms_table(figures, missed))
     value = {
         (arm, metric): _tokens_per_step(row, metric)["value"]
@@ -140,14 +140,8 @@ def measure(run: Run, stages: list[str], *, quick: bool) -> dict[str, Any]:
             "drafted": tally.drafted.sum(1).tolist(),
         }
     trained = ["a", "longer"] if stages == ["longer"] else stages  # `longer` continues A
-    figures["seconds"] = sum(_summary(run, s)["training"]["training_seconds"] for s in trained)
+    figures["seconds"] = sum(read_summary(run, s)["training"]["training_seconds"] for s in trained)
     return figures
-
-
-def _summary(run: Run, stage: str) -> dict[str, Any]:
-    record = json.loads((run.stage_directory(stage) / "done.json").read_text())
-    summary: dict[str, Any] = record["summary"]
-    return summary
 
 
 def _tokens_per_step(figures: dict[str, Any], metric: str) -> dict[str, float]:

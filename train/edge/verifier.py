@@ -83,8 +83,7 @@ class Verifier:
         return self._inbox.qsize()
 
     def end(self) -> None:
-        """End after the pass that runs. Raises the error that ended the thread, if it
-        has failed."""
+        """End after the pass that runs. Raises the error that ended the thread, if it failed."""
         self._inbox.put(None)
         self.done.result()
 

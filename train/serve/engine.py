@@ -475,8 +475,7 @@ class Engine:
         self._failed[row] = error
 
     def _retry_after(self) -> int:
-        """Seconds until the texts that wait are answered, at the speed of the
-        last passes."""
+        """Seconds until the texts that wait are answered, at the speed of the last passes."""
         seconds = len(self._waiting) * self._tokens_per_text / self._tokens_per_second
         return min(max(math.ceil(seconds), 1), LONGEST_RETRY) if math.isfinite(seconds) else 1
 
