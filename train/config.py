@@ -123,6 +123,9 @@ class EvaluationConfig(Strict):
     in_turn: list[Untrained] = ["ngram"]
     """Untrained drafters that draft first. The run's last trained drafter drafts where they propose
     nothing. Each adds one row, `ngram+STAGE`, on the same prompts."""
+    in_one_tree: list[Untrained] = []
+    """Untrained drafters whose drafts and those of the run's last trained drafter become one tree.
+    Each adds one row, `ngram++STAGE`, on the same prompts."""
     gamma: int = Field(4, ge=1)
     """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
     rule: Annotated[str | dict[str, Any], part_of(RULES)] | None = None

@@ -186,7 +186,7 @@ class Run:
                 evaluation.drafter(index, settings.name, outcome)
                 last = settings.name, outcome
         if last is not None:
-            evaluation.in_turn(*last)
+            evaluation.combined(*last)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
             report = make_report(self.directory)

@@ -1,5 +1,5 @@
 """Evaluates a run's drafters: the baselines before the first stage, each trained drafter after its
-stage, and the last trained drafter once more, in turn with an untrained drafter."""
+stage, and the last trained drafter once more, combined with an untrained drafter."""
 
 import json
 import re
@@ -89,9 +89,9 @@ class RunEvaluation:
             self._add(Row(order, f"{stage}-start", f"{stage} (start)", kind, str(start)))
         self._add(Row(order + 1, stage, stage, kind, str(directory), outcome.target))
 
-    def in_turn(self, stage: str, outcome: Outcome) -> None:
-        """Add a row for each untrained drafter of `in_turn`, followed by the drafter of the run's
-        last evaluated stage.
+    def combined(self, stage: str, outcome: Outcome) -> None:
+        """Add a row for each untrained drafter of `in_turn` and of `in_one_tree`, combined with the
+        drafter of the run's last evaluated stage.
 
         These rows are extra. If the settings do not fit a pair of drafters (such as a policy that
         watches a chain, with a tree), the row is left out with a message.
@@ -101,10 +101,12 @@ class RunEvaluation:
         settings = self.config.evaluation
         kind = describe_drafter(directory)["kind"]
         first = len(settings.baselines) + 2 * len(self.config.stages)
-        for order, name in enumerate(settings.in_turn, first):
-            label, spec = f"{name}+{stage}", f"{name}+{directory}"
+        pairs = [(name, "+") for name in settings.in_turn]
+        pairs += [(name, "++") for name in settings.in_one_tree]
+        for order, (name, plus) in enumerate(pairs, first):
+            label, spec = f"{name}{plus}{stage}", f"{name}{plus}{directory}"
             try:
-                self._add(Row(order, label, label, f"{name}+{kind}", spec, outcome.target))
+                self._add(Row(order, label, label, f"{name}{plus}{kind}", spec, outcome.target))
             except CorruptArtifact:
                 raise
             except UserError as error:

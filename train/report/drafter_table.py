@@ -137,8 +137,8 @@ def is_baseline(report: dict[str, Any], row: Row) -> bool:
     return row["drafter"] in baselines and row["stage"] not in stages
 
 
-def is_in_turn(row: Row) -> bool:
-    """Whether the row combines several drafters, such as `ngram+heads`."""
+def is_combined(row: Row) -> bool:
+    """Whether the row combines several drafters: `ngram+heads` or `ngram++heads`."""
     return "+" in row["drafter"]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from train.plots import can_plot
-from train.report.drafter_table import is_baseline, is_in_turn, row_labels, without_gamma
+from train.report.drafter_table import is_baseline, is_combined, row_labels, without_gamma
 from train.report.format_figures import (
     MISSING,
     Row,
@@ -25,16 +25,16 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     Returns {label, row, verdict, before, compared, ranking, warnings}. The best drafter is the
     fastest one; without times, the one with the most tokens per step. `before` holds its figures
     before all training. `compared` holds the rows a reader should judge it by, each {what, label,
-    evaluation}: the drafter itself, the best drafter that needs no training, and both in turn if
-    that was measured. `ranking` says which of them is fastest; it is "" if there is nothing to
-    compare.
+    evaluation}: the drafter itself, the best drafter that needs no training, and both combined, in
+    turn or in one tree, if that was measured. `ranking` says which of them is fastest; it is "" if
+    there is nothing to compare.
     """
     labelled_rows = list(zip(row_labels(report), report["rows"], strict=True))
     if not labelled_rows:
         return None
     baselines = [pair for pair in labelled_rows if is_baseline(report, pair[1])]
-    in_turn = [pair for pair in labelled_rows if is_in_turn(pair[1])]
-    trained = [pair for pair in labelled_rows if pair not in baselines and pair not in in_turn]
+    combined = [pair for pair in labelled_rows if is_combined(pair[1])]
+    trained = [pair for pair in labelled_rows if pair not in baselines and pair not in combined]
     label, row = max(trained or baselines, key=lambda pair: _speed_and_tokens(pair[1]))
     evaluation = row["evaluation"]
     start = f"{_first_stage(report, row['stage'])} (start)"
@@ -43,8 +43,12 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     if trained and baselines:
         best_baseline = max(baselines, key=lambda pair: _speed_and_tokens(pair[1]))
         compared.append(_compared_entry("untrained", *best_baseline))
-    if in_turn:
-        compared.append(_compared_entry("in turn", *in_turn[-1]))
+    # The last row of each way: in turn, and in one tree.
+    ways = {
+        ("in one tree" if "++" in row["drafter"] else "in turn"): (label, row)
+        for label, row in combined
+    }
+    compared += [_compared_entry(way, *pair) for way, pair in ways.items()]
     warnings = []
     if not trained:
         warnings.append("No trained drafter was evaluated yet; this is an untrained baseline.")
