@@ -48,7 +48,8 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.parts.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation, Settings
+from benchmarks.parts.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation
+from benchmarks.parts.distill_settings import Settings
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model

@@ -27,7 +27,8 @@ from decode.drafters.directory import describe_drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import CrossEntropy, Rows, WeightedLoss
+from distill.losses import Rows, WeightedLoss
+from distill.losses.divergences import CrossEntropy
 from tests.tiny import save_tiny, tiny_llama
 from train.cli.main import app
 from train.config import load_config

@@ -34,7 +34,8 @@ from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import CrossEntropy, Rows, WeightedLoss
+from distill.losses import Rows, WeightedLoss
+from distill.losses.divergences import CrossEntropy
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,

@@ -17,7 +17,8 @@ from benchmarks.decode import ratios as decode_ratios
 from benchmarks.distill import TRL_REQUIREMENT
 from benchmarks.parts.decode_contestants import Models
 from benchmarks.parts.decode_measurements import Setting, hold_contest
-from benchmarks.parts.distill_contestants import Meter, Settings, fit, measure_training
+from benchmarks.parts.distill_contestants import fit, measure_training
+from benchmarks.parts.distill_settings import Meter, Settings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError

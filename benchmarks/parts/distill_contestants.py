@@ -7,13 +7,10 @@ batch. T: tokens of its longest text. n: its predicted tokens. V: the vocabulary
 
 import copy
 import gc
-import os
 import random
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +22,15 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from benchmarks.common import (
     PROMPTS,
-    TARGET,
     forget_peak,
-    peak_resident_memory,
     resident_memory,
     start_process,
 )
-from decode.measure.time_passes import finish
-from decode.target.loading import Target, load_model_and_tokenizer, load_target
+from benchmarks.parts.distill_settings import Meter, Settings
+from decode.target.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
-from distill.untrained_student import student_from_layers
 from train.cli.command import quieten
 from train.console import Bar, Reporter
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
@@ -54,7 +48,7 @@ ANSWER_MEDIAN, ANSWER_SPREAD, ANSWER_LIMITS = 90, 0.8, (8, 512)
 EQUAL_LENGTH = 160
 MANY_TEXTS = 10_000
 # (contestant, target, trained module, texts, settings, meter)
-Training = Callable[[str, Target, Any, Sequence[Sample], "Settings", "Meter"], None]
+Training = Callable[[str, Target, Any, Sequence[Sample], Settings, Meter], None]
 
 OURS = {
     "ours": "ours",
@@ -68,74 +62,6 @@ TRL = {
     "trl_chunked": "TRL DistillationTrainer on given texts",
 }
 NAMES = OURS | TRL
-
-
-@dataclass(frozen=True)
-class Settings:
-    """rows: of a batch; an average if batches are formed by length. steps: measured, one epoch.
-
-    student: a model directory. "": the student is the target's `layers`. device: cpu or cuda.
-    equal_length: all texts have the same number of tokens, and all tokens but the first are
-    predicted, so no contestant can save work on padding or prompts.
-    """
-
-    target: str = TARGET
-    layers: tuple[int, ...] = (0, 1, 2, 3)
-    student: str = ""
-    device: str = "cpu"
-    precision: str = "fp32"
-    rows: int = 8
-    steps: int = 12
-    equal_length: bool = False
-    lr: float = 3e-4
-    seed: int = 0
-
-    def load(self) -> Target:
-        """Load the target. Call it before anything else on a GPU."""
-        if self.device != "cpu":
-            # With several GPUs in sight, TRL's trainers split each batch over them.
-            os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
-        dtype = {"fp32": "float32", "bf16": "bfloat16"}[self.precision]
-        return load_target(self.target, dtype=dtype, device=self.device)
-
-    def make_student(self, target: Target) -> PreTrainedModel:
-        """Return the untrained student on the device, in float32."""
-        if not self.student:
-            return student_from_layers(target.model, self.layers).to(self.device)
-        loaded = load_model_and_tokenizer(self.student, dtype="float32", device=self.device)
-        student: PreTrainedModel = loaded.model.train().requires_grad_(True)
-        return student
-
-
-@dataclass
-class Meter:
-    """Times, losses, tokens and peak memory of a training run, step by step.
-
-    times: seconds on the clock, at the start and then at the end of each step. cpu: the same in
-    processor time of all threads, which other programs disturb less.
-    tokens: of each batch (text tokens, predicted tokens, tokens with padding).
-    losses: mean over each batch's predicted tokens. device: cpu or cuda; whose memory it is.
-    """
-
-    device: str = "cpu"
-    times: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    tokens: list[tuple[int, int, int]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    peak: int = 0
-
-    def tick(self) -> None:
-        # Read at each step, to exclude the work of a trainer after the last step.
-        finish(torch.device(self.device))
-        self.times.append(time.perf_counter())
-        self.cpu.append(time.process_time())
-        self.peak = peak_resident_memory(self.device)
-
-    def count_batch(self, attention_mask: Tensor, predicted: Tensor) -> None:
-        """Count a batch. attention_mask: [B, T]. predicted: bool [B, T − 1], tokens in the loss."""
-        self.tokens.append(
-            (int(attention_mask.sum()), int(predicted.sum()), attention_mask.numel())
-        )
 
 
 def make_texts(tokenizer: Any, count: int, settings: Settings, first: int = 0) -> list[Sample]:

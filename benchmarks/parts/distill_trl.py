@@ -12,7 +12,7 @@ from trl import DistillationConfig, DistillationTrainer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.utils import DataCollatorForChatML
 
-from benchmarks.parts.distill_contestants import Meter, Settings
+from benchmarks.parts.distill_settings import Meter, Settings
 from decode.target.loading import Target
 from train.data.chat import Sample
 from train.training.optimizer import OptimizerConfig

@@ -205,7 +205,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             return TrainedBackbone(config.backbone, target, self.corpus, clock, stage=config.name)
 
         def features(captured_layers: Sequence[int]) -> Source:
-            return open_source(self, samples, captured_layers, clock, stack)
+            return open_source(self, self.config, samples, captured_layers, clock, stack)
 
         return FrozenBackbone(target, features)
 

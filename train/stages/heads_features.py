@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
 
 from decode.target.loading import Target
 from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
@@ -16,13 +15,11 @@ from train.stage import Memory
 from train.stages.heads_config import HeadsConfig
 from train.states.served_states import engine_ids, last_norm
 from train.states.states_config import ServedFeatures
+from train.text_stages import TrainingStage
 from train.training.backbone import Source
 from train.training.estimates import batch_share
 from train.training.open_caches import open_features
 from train.training.trainer import Clock
-
-if TYPE_CHECKING:
-    from train.stages.heads import HeadsStage
 
 
 def planned_source(
@@ -43,15 +40,16 @@ def planned_source(
 
 
 def open_source(
-    stage: "HeadsStage",
+    stage: TrainingStage,
+    config: HeadsConfig,
     samples: StoredSamples,
     captured_layers: Sequence[int],
     clock: Clock,
     stack: ExitStack,
 ) -> Source:
-    """The source of a frozen target's hidden states. stack: ends what it starts. Every rank must
-    call this. Raises UserError as the sources do."""
-    config, target, accelerator = stage.config, stage.target, stage.accelerator
+    """The source of a frozen target's hidden states, for a `stage` with this `config`. stack: ends
+    what it starts. Every rank must call this. Raises UserError as the sources do."""
+    target, accelerator = stage.target, stage.accelerator
     timed = partial(clock, "teacher")
     if isinstance(config.features, ServedFeatures):
         from train.states.open_states import served_states  # needs the extra serve
