@@ -45,7 +45,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.heads import format_tokens_per_step, plot_arms
+from benchmarks.heads import plot_arms, with_interval
 from benchmarks.parts.drafter_contestants import (
     Contestant,
     named,
@@ -237,7 +237,7 @@ def table_row(name: str, row: dict[str, Any], costs_only: bool) -> dict[str, str
         return cells | costs
     return {
         **cells,
-        "tokens/step": format_tokens_per_step(row),
+        "tokens/step": with_interval(row, "tokens_per_step", 2),
         "α": cell("acceptance_rate", ".2f"),
         "speed-up": format_interval(row["speedup"], 2),
         **costs,

@@ -256,6 +256,7 @@ def figures_by_arm(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 for key in ("tokens_per_step", "acceptance_rate", "c", "v", "speedup", "drafts")
             },
             "tokens_per_step_interval": evaluation.get("tokens_per_step_interval"),
+            "c_interval": evaluation.get("c_interval"),
             # A small LM has no heads; its figure is that of the first token too.
             "top1": last.get("head1/top1", last.get("top1")),
             "top5": last.get("head1/top5"),
@@ -328,8 +329,8 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
             "first token: top-1": cell(row["top1"], ".1%"),
             "top-5": cell(row["top5"], ".1%"),
             "drafts": row["drafts"],
-            "tokens/step": format_tokens_per_step(row),
-            "c": cell(row["c"], ".3f"),
+            "tokens/step": with_interval(row, "tokens_per_step", 2),
+            "c": with_interval(row, "c", 3),
             "v": cell(row["v"], ".2f"),
             "speed-up": "–" if speedup is None else format_interval(speedup, 2),
             "same text, float32": cell(identical.get(name), ".0%"),
@@ -338,14 +339,13 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
     return rows_table(title, rows, left=len(rows[0]) if rows else 1)
 
 
-def format_tokens_per_step(row: dict[str, Any]) -> str:
-    """Tokens per step with the interval over prompts, without it for a run from before there was
-    one."""
-    interval = row.get("tokens_per_step_interval")
+def with_interval(row: dict[str, Any], figure: str, digits: int) -> str:
+    """A figure with its interval over prompts, without it for a run from before there was one."""
+    interval = row.get(f"{figure}_interval")
     if interval is not None:
-        return format_interval(interval, 2)
-    value = row["tokens_per_step"]
-    return "–" if value is None else format(value, ".2f")
+        return format_interval(interval, digits)
+    value = row[figure]
+    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:

@@ -147,10 +147,18 @@ class Evaluation:
     def _costs(self, plain: Timing, drafted: Timing) -> dict[str, Any]:
         step = plain.stepping / plain.steps if plain.steps else 0.0
         if not step or not drafted.steps:
-            names = ("c", "v", "v_interval", "verify_width", "overhead_ms")
+            names = ("c", "c_interval", "v", "v_interval", "verify_width", "overhead_ms")
             return dict.fromkeys(names)
         return {
             "c": drafted.draft / drafted.draft_steps / step if drafted.draft_steps else 0.0,
+            "c_interval": ratio_of_totals(
+                _array(run.timing.draft for run in self.drafted),
+                _array(run.timing.stepping for run in self.plain),
+                per=(
+                    _array(run.timing.draft_steps for run in self.drafted),
+                    _array(run.timing.steps for run in self.plain),
+                ),
+            ),
             "v": (drafted.verify + drafted.overhead) / drafted.steps / step,
             "v_interval": ratio_of_totals(
                 _array(run.timing.verify + run.timing.overhead for run in self.drafted),
