@@ -1,7 +1,10 @@
-"""What each rank of tests/test_engines.py runs: checks of the engine, then a run that is killed."""
+"""What each rank of tests/test_engines.py runs: checks of the engine, a run that is killed, and the
+plain command, which goes on."""
 
 import copy
+import json
 import os
+import runpy
 import sys
 from functools import partial
 from pathlib import Path
@@ -11,12 +14,17 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+import train.run
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from tests.tiny import tiny_llama
+from tests.training import forked, status_of
+from train.cli.main import app
 from train.training import parallel
 from train.training.optimizer import OptimizerConfig, take_step
 from train.training.trainer import Trainer
+
+SHARDED = "stages.frozen.shard_teacher=true"
 
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:
@@ -87,30 +95,48 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    """CONFIG, the step before which to die, and where each rank leaves what it found."""
-    import train.run
-    from train.cli.main import app
-
-    config, die_at, found = sys.argv[1:]
+def check_and_train(config: str, die_at: int, found: Path) -> None:
+    """Check the engine, then run the config. die_at: the step before which to die (0: none).
+    found: where each rank leaves what it found."""
     execute, step = train.run.Run.execute, Trainer._optimizer_step
     taken = [0]
 
     def checked(self: Any) -> Any:
-        torch.save(probe(self.accelerator), Path(found) / f"{self.accelerator.process_index}.pt")
+        torch.save(probe(self.accelerator), found / f"{self.accelerator.process_index}.pt")
         return execute(self)
 
     def dying(self: Any, *args: Any) -> Any:
         taken[0] += 1
-        if taken[0] == int(die_at):
+        if taken[0] == die_at:
             self.accelerator.wait_for_everyone()
             os._exit(9)
         return step(self, *args)
 
     train.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    sharded = ["stages.frozen.shard_teacher=true"] if world > 1 else []
+    # One process has nobody to share its teacher with.
+    sharded = [SHARDED] if "WORLD_SIZE" in os.environ else []
     app(["train", config, "threads=1", *sharded])
+
+
+def main() -> None:
+    """A rank's two lives: one that is checked and dies, in a fork, and the plain command."""
+    config, die_at, found, stage, port = sys.argv[1:]
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        import deepspeed  # noqa: F401  (once for both)
+
+    def first_life() -> None:
+        # The engine must not depend on whether accelerate was told that this is a CPU.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+        check_and_train(config, int(die_at), Path(found))
+
+    died = status_of(forked(first_life))
+    assert died == 9, died
+    kept = sorted(path.name for path in Path(stage, "checkpoints").glob("step-*"))
+    (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept))
+    # The launcher's store still knows the ranks that died.
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
+    sys.argv[1:] = [config, "threads=1", SHARDED]
+    runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

@@ -99,16 +99,15 @@ def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
         assert set(table_row(name, row, True)) < set(table_row(name, row, False))
 
 
-def double(number: int) -> int:
-    if number < 0:
-        raise UserError("negative")
-    return 2 * number
-
-
 def test_a_fresh_process_returns_what_the_function_does():
-    assert in_fresh_process("tests.test_benchmarks:double", number=21) == 42
-    with pytest.raises(UserError, match="negative"):
-        in_fresh_process("tests.test_benchmarks:double", number=-1)
+    assert in_fresh_process("json:dumps", obj={"number": [21]}) == '{"number": [21]}'
+    with pytest.raises(UserError, match="needs no-such-package"):
+        in_fresh_process(
+            "benchmarks.common:require",
+            package="no-such-package",
+            requirement="no-such-package>=1",
+            what="this benchmark",
+        )
 
 
 def test_a_missing_contestant_is_named_with_what_installs_it():

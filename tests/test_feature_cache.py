@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +32,7 @@ from tests.stages import (
     stage_context,
 )
 from tests.tiny import tiny_target
-from tests.training import Killed, assert_equal, forked, status_of, two_ranks
+from tests.training import Killed, assert_equal, forked, in_new_process, status_of, two_ranks
 from train.cli.main import app
 from train.data.batches import collate
 from train.data.chat import Sample
@@ -409,21 +407,7 @@ def test_two_ranks_train_as_one_and_must_see_the_same_files(tmp_path: Path) -> N
     (tmp_path / "files").mkdir()
     engine = StatesEngine(tmp_path / "files", [2])
     with served(engine.app()) as url:
-        done = subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                "from tests.test_feature_cache import *\n"
-                f"check_ranks(Path({str(tmp_path)!r}), {url!r})",
-            ],
-            cwd=Path(__file__).parent.parent,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr[-3000:]
+        done = in_new_process(__name__, f"check_ranks(Path({str(tmp_path)!r}), {url!r})")
     assert done.stderr.count("UserError: rank 1 sees other files in") == 2
     one, *others = (
         load_file(tmp_path / name / "drafter" / "heads.safetensors")

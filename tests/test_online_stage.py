@@ -1,10 +1,7 @@
 """The `online` stage: a stream is served and learnt from, and nothing is lost when it is killed."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,14 @@ from tests.stages import (
 from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
 from tests.tiny import save_tiny, tiny_target
-from tests.training import Killed, ask_to_stop, assert_equal, scramble
+from tests.training import (
+    Killed,
+    ask_to_stop,
+    assert_equal,
+    in_new_process,
+    scramble,
+    two_ranks,
+)
 from train.online import stream_progress
 from train.online.learning import Online
 from train.online.serving import Serving
@@ -446,15 +450,6 @@ stages:
       holdout_every: 2
       optimizer: {{lr: 1e-3, schedule: constant}}
 """
-LAUNCH = """
-compute_environment: LOCAL_MACHINE
-use_cpu: false
-num_machines: 1
-num_processes: 2
-machine_rank: 0
-mixed_precision: 'no'
-distributed_type: MULTI_GPU
-"""
 
 
 def write_run(base: Path, name: str) -> Path:
@@ -497,21 +492,18 @@ def test_a_stream_with_broken_lines_is_refused_by_file_and_line(tmp_path):
     assert "no usable row" in command("train", str(config)).output
 
 
+def check_two_ranks(config: Path) -> None:
+    def train(rank: int) -> None:
+        done = command("train", str(config))
+        assert done.exit_code == 0, done.output
+
+    assert two_ranks(train) == [0, 0]
+
+
 @pytest.mark.slow
 def test_two_ranks_serve_a_share_each(tmp_path):
     config = write_run(tmp_path, "two")
-    launch = tmp_path / "launch.yaml"
-    launch.write_text(LAUNCH)
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(launch)]
-    done = subprocess.run(
-        [*command, "--main_process_port", "0", "-m", "train", str(config)],
-        env=os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parent.parent,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    in_new_process(__name__, f"check_two_ranks(Path({str(config)!r}))")
     (stage,) = json.loads((tmp_path / "runs" / "two" / "report.json").read_text())["stages"]
     summary = stage["summary"]
     assert summary["requests"] == 16

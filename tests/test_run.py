@@ -1,8 +1,6 @@
 """Whole runs on a tiny target: what they leave behind, and what an interruption costs."""
 
 import json
-import os
-import subprocess
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -30,6 +28,7 @@ from distill.distillation_loss import Distillation
 from distill.losses import Rows, WeightedLoss
 from distill.losses.divergences import CrossEntropy
 from tests.tiny import save_tiny, tiny_llama
+from tests.training import in_new_process, two_ranks
 from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
@@ -45,7 +44,6 @@ from train.training.trainer import Trainer
 from train.training.training_task import LoopConfig, TrainingTask
 from train.watch.run_state import RunState
 
-ROOT = Path(__file__).parent.parent
 WORDS = [
     "the",
     "a",
@@ -600,26 +598,19 @@ def command(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 
 
+def check_two_ranks(base: Path) -> None:
+    def train(rank: int) -> None:
+        done = command("train", str(base / "config.yaml"), "name=two")
+        assert done.exit_code == 0, done.output
+
+    assert two_ranks(train) == [0, 0]
+
+
 @pytest.mark.slow
 def test_two_ranks_train_as_one_does(base):
     """DDP over two processes: the same batches, so the same losses up to the order of sums."""
     start(base, "name=one")
-    launch = base / "ddp.yaml"
-    launch.write_text(
-        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: false\n"
-        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
-    )
-    done = subprocess.run(
-        f"{sys.executable} -m accelerate.commands.launch --config_file {launch} "
-        f"-m train {base / 'config.yaml'} name=two threads=1".split(),
-        cwd=ROOT,
-        env=os.environ | {"ACCELERATE_USE_CPU": "true"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    in_new_process(__name__, f"check_two_ranks(Path({str(base)!r}))")
     one, two = (
         json.loads((base / "runs" / name / "report.json").read_text())["stages"]
         for name in ("one", "two")

@@ -4,16 +4,20 @@ A GPT-2 of one layer learns fixed samples of random tokens with dropout on; a st
 milliseconds. What a process leaves is compared through its last checkpoint (`left_behind`).
 """
 
+import functools
 import json
+import multiprocessing
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +40,7 @@ from train.training.optimizer import GroupConfig, OptimizerConfig
 from train.training.trainer import Trainer
 from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask
 
+ROOT = Path(__file__).parent.parent
 VOCAB = 40
 OPTIMIZER = {"lr": 1e-2, "warmup_steps": 2, "clip": 1.0}
 # Everything of an optimizer that has state of its own.
@@ -245,21 +250,60 @@ def status_of(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+# What trainings import, also late: a fork that has it begins to train at once.
+PRELOADED = [
+    "train.run",
+    "train.cli.main",
+    "torch._dynamo",
+    "deepspeed",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "tests.training",
+]
+
+
+@functools.cache
+def _fork_server() -> Any:
+    """Processes of this context are forks of one process, which imports PRELOADED once."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    before = dict(os.environ)
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # A process that has asked CUDA what there is hands it to no fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ |= before
+    return context
+
+
+def _call(code: str, environment: dict[str, str], streams: Sequence[Path]) -> None:
+    os.environ.clear()
+    os.environ |= environment
+    os.chdir(ROOT)
+    for number, stream in enumerate(streams, start=1):
+        os.dup2(os.open(stream, os.O_WRONLY | os.O_CREAT), number)
+    exec(code, {})
+
+
 def in_new_process(module: str, call: str) -> subprocess.CompletedProcess[str]:
-    """A call of a test module in a process that forks: pytest itself may have threads."""
-    root = Path(__file__).parent.parent
+    """A call of a test module in a process that has computed nothing and has no other threads, so
+    that it can fork; pytest itself may have both."""
     code = f"from pathlib import Path\nfrom {module} import *\n{call}"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=root,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
+    with tempfile.TemporaryDirectory() as directory:
+        streams = [Path(directory) / name for name in ("out", "err")]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        process = _fork_server().Process(target=_call, args=(code, environment, streams))
+        process.start()
+        process.join(240)
+        if process.is_alive():
+            process.kill()
+            process.join()
+        out, err = (stream.read_text(errors="replace") for stream in streams)
+    assert process.exitcode == 0, err[-3000:]
+    return subprocess.CompletedProcess(code, process.exitcode, out, err)
 
 
 def two_ranks(action: Callable[[int], object]) -> list[int]:
@@ -301,5 +345,5 @@ def launched(directory: Path, signal_number: int, batch: int) -> None:
 
 
 if __name__ == "__main__":
-    where, number, place = sys.argv[1:]
-    _leave_after(lambda: launched(Path(where), int(number), int(place)))
+    number, place, *directories = sys.argv[1:]
+    _leave_after(lambda: [launched(Path(x), int(number), int(place)) for x in directories])
