@@ -28,8 +28,8 @@ class StatesEngine:
 
     ids: of the layers. faults: of the next requests, a response or a change of what is written;
     one that returns None writes nothing. always: such a change of all others. asked: how often each
-    text was asked for. most: the most files that were there at a
-    time.
+    text was asked for. most: the most files that were there at a time. delays: seconds until the
+    next requests get their reply.
     """
 
     directory: Path
@@ -39,6 +39,7 @@ class StatesEngine:
     always: Callable[[Tensors], Tensors | None] = lambda tensors: tensors
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
     most: int = 0
+    delays: list[float] = field(default_factory=list)
 
     def app(self) -> Starlette:
         return Starlette(
@@ -64,6 +65,7 @@ class StatesEngine:
         lock = open(f"{path}.lock", "w")  # noqa: SIM115  # held until the file is written
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.asked[tuple(tokens)] += 1
+        await asyncio.sleep(self.delays.pop(0) if self.delays else 0)
         reply = {"choices": [{}], "kv_transfer_params": {"hidden_states_path": f"/there/{name}"}}
         return JSONResponse(
             reply, background=BackgroundTask(self._write, path, lock, tokens, fault)

@@ -99,6 +99,10 @@ BAD_ROWS = {
         {"messages": [{"speaker": "human", "value": "hi"}]},
         r'messages\[0\] has "speaker", "value"; expected role and content, or from and value',
     ),
+    "no content": (
+        {"messages": [USER, {"role": "assistant", "content": None}]},
+        r'messages\[1\] has "role", "content": null; expected role and content',
+    ),
     "unknown role": ({"messages": [{"role": "gpt", "content": "x"}]}, 'role "gpt"; expected sys'),
     "content of parts": (
         {"messages": [{"role": "user", "content": [{"type": "text"}]}]},

@@ -82,6 +82,8 @@ def test_a_cache_holds_what_the_target_shows(context: Any, target: Target) -> No
     # Two captured_layers of 32 float32 numbers.
     assert outcome.summary["bytes_per_token"] == 256
     assert outcome.summary["tokens"] == sum(len(sample.tokens) for sample in samples)
+    # Time is planned as it is measured: by all tokens, prompts included.
+    assert plan_stage(context, cache_stage()).tokens == outcome.summary["tokens"]
     said = next(line for line in context.reporter.lines if "bytes a token" in line)
     assert said.startswith("  256 bytes a token, ")
     cache = CachedFeatures(directory, target, CAPTURED_LAYERS)

@@ -217,9 +217,12 @@ def test_speeds_are_stated_or_measured_by_a_run(tmp_path: Path):
         {"name": "d", "kind": "distill", "summary": {"training": {"tokens_per_second": 20.0}}},
         {"name": "o", "kind": "online", "summary": {}},
     ]
-    (tmp_path / "report.json").write_text(json.dumps({"stages": stages}))
+    # The second row is of an earlier version.
+    rows = [{"seconds": 2.0, "tokens": 60}, {}, {"seconds": 1.0, "tokens": 30}]
+    (tmp_path / "report.json").write_text(json.dumps({"stages": stages, "rows": rows}))
     speeds = read_speeds(str(tmp_path))
-    assert speeds == {"generate": 50.0, "a": 50.0, "distill": 20.0, "d": 20.0}
+    measured = {"generate": 50.0, "a": 50.0, "distill": 20.0, "d": 20.0, "evaluation": 30.0}
+    assert speeds == measured
     assert seconds_of("b", "generate", StagePlan("", tokens=100), speeds) == 2
     assert seconds_of("o", "online", StagePlan("", tokens=100), speeds) is None
     assert read_speeds("a=1,heads=2.5") == {"a": 1.0, "heads": 2.5}

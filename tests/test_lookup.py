@@ -408,11 +408,9 @@ def test_a_stage_writes_a_datastore_of_the_train_split(made: Any, target: Target
     assert tokens == sum(len(s.tokens) for s in samples)
     # The plan counts what is stored, prompts included.
     plan = plan_stage(context, stage)
-    assert plan.tokens == sum(sum(s.mask) for s in samples) < tokens
-    assert (plan.disk_bytes, plan.memory.total) == (
-        8 * tokens,
-        target.weight_bytes + SORT_BYTES * tokens,
-    )
+    memory = target.weight_bytes + SORT_BYTES * tokens
+    assert (plan.tokens, plan.disk_bytes, plan.memory.total) == (tokens, 8 * tokens, memory)
+    assert outcome.summary["tokens_per_second"] > 0
     # The texts stay those of plain decoding, and its own texts are foreseen.
     prompts = [samples[0].tokens[:9], samples[1].tokens[:5], [7]]
     eager = RestDrafter(drafter.store, RestOptions(min_n=1, tree_nodes=8))

@@ -115,7 +115,8 @@ def test_a_plan_is_the_one_that_the_docs_state(
     example = Example("0", ({"role": "user", "content": question},), question, None, None, "here")
 
     def rows(run: Run) -> dict[str, Any]:
-        return {"train": [example] * (run.config.data.limit or 0), "dev": [example] * 500}
+        train = [example] * (run.config.data.limit or 0)
+        return {"train": train, "dev": [example] * 500, "test": [example] * 500}
 
     monkeypatch.setattr(Run, "read_data", rows)
     monkeypatch.chdir(CONFIGS.parent)

@@ -244,6 +244,16 @@ def test_a_run_leaves_everything_behind(base):
     assert state["progress"]["done"] == state["progress"]["total"]
     assert any(line.endswith("stage distill (distill)") for line in state["log"])
 
+    # A plan takes its speeds from this run.
+    assert all(row["tokens"] > 0 and row["seconds"] > 0 for row in report["rows"])
+    planned = command(
+        *("train", str(base / "config.yaml"), "--dry-run", "--json", str(base / "plan.json"))
+    )
+    assert "for the stages and evaluations" in " ".join(planned.stdout.split())
+    plan = json.loads((base / "plan.json").read_text())["evaluation"]
+    assert plan["what"].startswith(f"{len(report['rows'])} drafters on ")
+    assert plan["tokens"] >= sum(row["tokens"] for row in report["rows"])
+
     drafter = describe_drafter(run / "stages" / "02-distill" / "drafter")
     assert drafter["kind"] == "small_lm"
     assert drafter["provenance"]["start"]["stage"] == "words"

@@ -1,6 +1,7 @@
 """Training of heads on hidden states that a server hands out, and the server's faults."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,11 @@ def test_training_from_servers_is_training_beside_the_target(
         assert min(engine.asked.total(), other.asked.total()) > 4
         assert engine.left() == []
         assert engine.most <= 4
-        # Room for one file at a time.
-        engine.most = 0
+        # Room for one file at a time. That of a request that times out comes while the next waits.
+        engine.most, engine.delays = 0, [0.0] * 4 + [0.8, 0.4]
         largest = 4096 + max(map(len, texts)) * (2 * 32 * 4 + 8)
-        stage = stage_with(
-            one, "killed", {"directory": str(engine.directory), "max_gib": 1.5 * largest / 2**30}
-        )
+        server = {"directory": str(engine.directory), "max_gib": 1.5 * largest / 2**30}
+        stage = stage_with(one, "killed", server | {"timeout_seconds": 0.6})
         again = drafter_weights(run_killed(context, stage, monkeypatch, 3))
     assert_equal(again, drafter_weights(outcome))
     assert engine.most == 1
@@ -183,7 +183,9 @@ def test_disks_and_directories(context: StageInputs, monkeypatch: pytest.MonkeyP
     engine = engine_of(context)
     (context.directory / "other").mkdir()
     with served(engine.app()) as url:
-        with pytest.raises(UserError, match=r"longest sample.*raise features.server.max_gib"):
+        with pytest.raises(
+            UserError, match=r"a sample of \d+ tokens take .*raise features.server.max_gib"
+        ):
             train_with(context, url, max_gib=1e-6)
         with pytest.raises(UserError, match="which is no directory here"):
             train_with(context, url, directory="/no/such")
@@ -221,6 +223,12 @@ def test_a_plan_names_the_layers_and_counts_the_window(context: StageInputs) -> 
     assert "eagle_aux_hidden_state_layer_ids [1, 2]" in plan.what
     assert plan.memory.states > live.memory.states == 0
     assert plan.disk_bytes == live.disk_bytes
+    # The longest sample has as many tokens as the target's positions, less one, of 264 bytes each.
+    few = {"server": {"url": "http://a", "directory": "/x", "max_gib": 0.0002}}
+    narrow = make_stage("heads", "narrow", features=few, **HEADS)
+    assert plan_stage(context, narrow).what == plan.what
+    with pytest.raises(UserError, match=r"each of 4 processes .* raise features.server.max_gib"):
+        plan_stage(replace(context, processes=4), narrow)
     server = {"server": {"url": "http://a", "directory": "/x"}}
     with pytest.raises(UserError, match="a server replaces the live target"):
         make_stage("heads", "both", features=server, remember_features=True, **HEADS)

@@ -193,11 +193,10 @@ class Run:
         self.accelerator.wait_for_everyone()
         return report
 
-    def plan(self) -> list[tuple[str, str, StagePlan]]:
-        """(stage, kind, plan) for every stage. Writes nothing."""
-        return self._plan(self.read_data())
-
-    def _plan(self, examples: Splits) -> list[tuple[str, str, StagePlan]]:
+    def plan(self, examples: Splits | None = None) -> list[tuple[str, str, StagePlan]]:
+        """(stage, kind, plan) for every stage. Writes nothing. examples: what `read_data` returned;
+        None: it is called."""
+        examples = self.read_data() if examples is None else examples
         plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
             inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)
@@ -216,7 +215,7 @@ class Run:
         protocol = settings.protocol()
         if protocol.branches:
             require_trees(target.model)
-        self._plan(examples)
+        self.plan(examples)
 
     def _require_same_run(self, fingerprints: dict[str, str]) -> None:
         """If the run directory exists, check that it belongs to this config and data."""

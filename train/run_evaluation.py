@@ -3,7 +3,8 @@ stage, and the last trained drafter once more, combined with an untrained drafte
 
 import json
 import re
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from train.config import RunConfig
 from train.console import Reporter
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
-from train.stage import Outcome
+from train.stage import Outcome, StagePlan
 from train.training.trained_target import load_like
 
 SAMPLES = 3
@@ -150,12 +151,14 @@ class RunEvaluation:
                 return None
             return gamma() if gamma else self.config.evaluation.gamma
 
+        begin = time.perf_counter()
         chosen = ranks.main_only(needed)
         if chosen is not None:
-            self._evaluate(row, directory, chosen, ranks)
+            self._evaluate(row, directory, chosen, ranks, begin)
         self.accelerator.wait_for_everyone()
 
-    def _evaluate(self, row: Row, directory: Path, gamma: int, ranks: Ranks) -> None:
+    def _evaluate(self, row: Row, directory: Path, gamma: int, ranks: Ranks, begin: float) -> None:
+        """begin: when the work for this row began, by `time.perf_counter`."""
         settings, target = self.config.evaluation, self.load_target()
         if row.target is not None:
             verify_directory(row.target)
@@ -178,6 +181,8 @@ class RunEvaluation:
             "stage": row.stage,
             "drafter": row.kind,
             "order": row.order,
+            "seconds": time.perf_counter() - begin,
+            "tokens": evaluation.decoded_tokens,
             "evaluation": evaluation.to_dict() | {"drift": drift_of(row.spec)},
             "samples": self._samples(evaluation, examples),
         }
@@ -206,6 +211,31 @@ class RunEvaluation:
             answer = tokenizer.decode(evaluation.outputs[index], skip_special_tokens=True)
             texts.append({"prompt": prompt, "drafted": answer})
         return texts
+
+
+def planned_evaluation(
+    config: RunConfig,
+    plans: Iterable[StagePlan],
+    examples: Mapping[str, Sequence[Example]],
+) -> StagePlan:
+    """The evaluations of a run: their drafters, and the tokens that they decode at most, without
+    those for choosing a baseline's γ. plans: of the stages that `evaluation.stages` names."""
+    settings = config.evaluation
+    trained = sum(plan.drafters for plan in plans)
+    combined = len(settings.in_turn) + len(settings.in_one_tree)
+    count = len(settings.baselines) + trained + (combined if trained else 0)
+    if not count:
+        return StagePlan("no drafter")
+    prompts = len(examples[settings.split])
+    prompts = min(prompts, settings.prompts or prompts)
+    size = settings.timed_batch_size
+    # Plain, with drafts, and by `generate()`.
+    timed = (3 if settings.generate else 2) * min(settings.timed_prompts, prompts // size * size)
+    tokens = prompts * settings.max_new_tokens + timed * settings.timed_tokens
+    return StagePlan(
+        f"{count} drafters on {prompts} prompts of {settings.split}, {timed} timed texts each",
+        tokens=count * tokens,
+    )
 
 
 def drift_of(spec: str) -> dict[str, float] | None:

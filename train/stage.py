@@ -54,7 +54,7 @@ class StagePlan:
     tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
     included. max_seconds: the limit of its time, if it has one. memory: of one of the processes,
     which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of its
-    directory.
+    directory. drafters: that it leaves for the evaluation, the one before its training included.
     """
 
     what: str
@@ -64,6 +64,7 @@ class StagePlan:
     disk_bytes: int = 0
     text_tokens: int = 0
     max_seconds: float = math.inf
+    drafters: int = 0
 
 
 @dataclass

@@ -218,13 +218,14 @@ class CacheStage(TextStage[T]):
         sizes: np.ndarray,
     ) -> float | None:
         """Write every missing part, with all ranks together. Returns the tokens per second that
-        this rank scored, or None if it scored none.
+        they scored, or None if they scored none.
 
         sizes: int64 [n], the bytes on disk of each sample. Raises UserError before the first part
         if the disk lacks space for the missing ones, for a damaged part, and for a disk that fills
         up on the way. Finished parts are kept.
         """
-        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        rank, world = ranks.rank, ranks.world
         begin, scored = time.perf_counter(), 0
         firsts = range(0, len(samples), part_samples)
         parts = [self.directory / f"{PART}{number}" for number in range(len(firsts))]
@@ -254,6 +255,7 @@ class CacheStage(TextStage[T]):
             # The writer hashed each part when it was whole.
             note_checked(self.directory, "cache")
         self.accelerator.wait_for_everyone()
+        scored = sum(ranks.gather(scored))
         return scored / (time.perf_counter() - begin) if scored else None
 
     def batches_of(

@@ -27,6 +27,7 @@ The meaning of each figure:
 - repetition: the share of a text's tokens inside an 8-gram that the text repeats.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,6 +72,13 @@ class Evaluation:
     ranks: int = 1
     parts: dict[str, Counts] | None = None
     kernels: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def decoded_tokens(self) -> int:
+        """The tokens of all texts, those of the timed runs and of `generate()` included."""
+        timed = (run.outputs for run in (*self.plain, *self.drafted))
+        texts = itertools.chain(self.outputs, *timed)
+        return sum(map(len, texts)) + sum(self.generate_tokens or ())
 
     def steps_to_dict(self) -> dict[str, Any]:
         """Converts every step to JSON values: `acceptance` for the run over all prompts, `timed`

@@ -78,9 +78,14 @@ class ServerClient:
             )
         return response
 
-    async def send(
-        self, method: str, path: str, body: Any = None, headers: Mapping[str, str] | None = None
-    ) -> httpx2.Response:
+    def headers(self) -> dict[str, str]:
+        """The headers of the next attempt."""
+        return {}
+
+    async def gave_up(self, headers: Mapping[str, str]) -> None:
+        """Called after an attempt without a usable response. headers: of the attempt."""
+
+    async def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
         """The first response that is no reason to try again. Raises ServerLost after the last
         attempt, and for a server that wants to be left alone for longer than an answer may take."""
         limit, tries = self._config.timeout_seconds, 0
@@ -90,6 +95,7 @@ class ServerClient:
             # Rows that fail together do not come back together.
             wait = min(FIRST_WAIT * 2**tries, LONGEST_WAIT, limit) * random.uniform(0.75, 1.0)
             tries += 1
+            headers = self.headers()
             try:
                 async with asyncio.timeout(limit):
                     response = await self._client.request(
@@ -97,14 +103,14 @@ class ServerClient:
                     )
             except TimeoutError:
                 problem = f"no complete answer in {limit:g} s (server.timeout_seconds)"
-                continue
             except httpx2.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
-                continue
-            if response.status_code not in RETRIED and response.status_code < 500:
-                return response
-            problem = f"status {response.status_code}: {excerpt(response)}"
-            wait = max(wait, _retry_after(response))
+            else:
+                if response.status_code not in RETRIED and response.status_code < 500:
+                    return response
+                problem = f"status {response.status_code}: {excerpt(response)}"
+                wait = max(wait, _retry_after(response))
+            await self.gave_up(headers)
         if wait > limit:
             problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
         raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")

@@ -30,8 +30,9 @@ def train(
     speed: Annotated[
         str | None,
         typer.Option(
-            help="for --dry-run, tokens a second: KIND=NUMBER,… by kind or name of stage, or the "
-            "directory of a run that measured them; default: this run's, if it has a report"
+            help="for --dry-run, tokens a second: KIND=NUMBER,… by kind or name of stage, or "
+            "`evaluation`; or the directory of a run that measured them; default: this run's, if "
+            "it has a report"
         ),
     ] = None,
     processes: Annotated[
@@ -128,18 +129,26 @@ def plan_target(settings: "RunConfig") -> "Target":
 
 
 def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | None) -> None:
-    """Print the resolved config's stages, and what each trains, writes and needs. json_file: write
-    these figures there too."""
+    """Print the resolved config's stages, and what each trains, writes and needs; then the
+    evaluations. json_file: write these figures there too."""
     from decode.artifact import free_space, write_file
     from train.report.format_figures import format_duration
+    from train.run_evaluation import planned_evaluation
     from train.stage import Memory
     from train.training.estimates import read_speeds, seconds_of
 
     if speed is None and (run.directory / "report.json").is_file():
         speed = str(run.directory)
     speeds = read_speeds(speed) if speed else {}
-    plans = run.plan()
-    times = [seconds_of(name, kind, plan, speeds) for name, kind, plan in plans]
+    examples = run.read_data()
+    plans = run.plan(examples)
+    evaluated = run.config.evaluation.stages
+    judged = [plan for name, _, plan in plans if evaluated is None or name in evaluated]
+    evaluation = ("evaluation", "evaluation", planned_evaluation(run.config, judged, examples))
+    *times, evaluating = (
+        seconds_of(name, kind, plan, speeds) for name, kind, plan in (*plans, evaluation)
+    )
+    everything = list(zip((*plans, evaluation), (*times, evaluating), strict=True))
     columns = ("stage", "kind", "what", "trained", "tokens", "memory", "disk", "time")
     rows = [
         (
@@ -152,7 +161,7 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
             f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
             f"≈ {format_duration(seconds)}" if seconds else "–",
         )
-        for (name, kind, plan), seconds in zip(plans, times, strict=True)
+        for (name, kind, plan), seconds in everything
     ]
     reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
     parts = [field.name for field in fields(Memory)]
@@ -184,8 +193,14 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
             "memory_bytes": memory,
             "disk_bytes": disk,
             "free_bytes": free,
+            "stages": stages,
+            "evaluation": {
+                "what": evaluation[2].what,
+                "tokens": evaluation[2].tokens,
+                "seconds": evaluating,
+            },
         }
-        write_file(json_file, json.dumps(figures | {"stages": stages}, indent=2))
+        write_file(json_file, json.dumps(figures, indent=2))
     if disk > free:
         reporter.say(
             "the disk may be too small: choose another output_dir, or let stages use the live "
@@ -197,10 +212,13 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
     elif missing:
         reporter.say(f"no time in all: --speed says nothing about {', '.join(missing)}")
     else:
-        total = sum(seconds for seconds in times if seconds)
+        total = sum(seconds for seconds in (*times, evaluating) if seconds)
+        what, rest = ("stages", "loading and evaluations come")
+        if evaluating:
+            what, rest = ("stages and evaluations", "loading comes")
         reporter.say(
-            f"about {format_duration(total)} for the stages, {count * total / 3600:.1f} hours of "
-            "one device; loading and evaluations come on top"
+            f"about {format_duration(total)} for the {what}, {count * total / 3600:.1f} hours of "
+            f"one device; {rest} on top"
         )
 
 

@@ -196,10 +196,11 @@ def _message(turn: Any, name: str) -> Message:
         present[REASONING[0]] = thought
     for key in ("role", "content"):
         if key not in present:
-            columns = ", ".join(map(short, turn)) or "no fields"
+            fields = [short(key) + (": null" if turn[key] is None else "") for key in turn]
             raise BadRow(
                 "wrong type",
-                f"{name} has {columns}; expected role and content, or from and value",
+                f"{name} has {', '.join(fields) or 'no fields'}; expected role and content, or "
+                "from and value",
             )
     if present["role"] not in ROLES:
         raise BadRow(

@@ -64,7 +64,9 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     for _, path in _numbered_entries(directory / "evaluations", "evaluation.json"):
         row = _read(path)
         samples.append(row.pop("samples", None) or [])
-        rows.append({key: row[key] for key in ("stage", "drafter", "order", "evaluation")})
+        # Runs of earlier versions have no seconds and tokens.
+        keys = ("stage", "drafter", "order", "seconds", "tokens", "evaluation")
+        rows.append({key: row[key] for key in keys if key in row})
         times.append(path.stat().st_mtime)
     # The time of the last figure, not of the report, so making the report again changes nothing.
     finished = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(max(times))) if times else None

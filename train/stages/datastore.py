@@ -76,14 +76,16 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         return StagePlan(
             f"a datastore of {stored:,} tokens, prompts included: {STORED_BYTES} bytes a token on "
             "disk",
-            tokens=self.planned_tokens(plans),
+            tokens=stored,
             memory=Memory(target=self.target_bytes, states=memory_to_sort(stored)),
             disk_bytes=STORED_BYTES * stored,
+            drafters=1,
         )
 
     def run(self) -> Outcome:
         begin, directory = time.perf_counter(), self.directory / "drafter"
-        if not directory.exists():
+        is_new = not directory.exists()
+        if is_new:
             samples, counts = self.fitting_samples()  # all ranks together
             if self.accelerator.is_main_process:
                 self._write(directory, samples, counts)
@@ -94,7 +96,8 @@ class DatastoreStage(TextStage[DatastoreConfig]):
             f"  {summary['documents']} documents, {summary['tokens']:,} tokens, {size(stored)}"
         )
         seconds = time.perf_counter() - begin
-        return Outcome(directory, summary | {"datastore_bytes": stored, "seconds": seconds})
+        speed = summary["tokens"] / seconds if is_new else None
+        return Outcome(directory, summary | {"datastore_bytes": stored, "tokens_per_second": speed})
 
     def _write(self, directory: Path, samples: StoredSamples, counts: dict[str, int]) -> None:
         config = self.config

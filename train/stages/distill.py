@@ -119,6 +119,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 start.memory,
                 start.disk_bytes,
                 max_seconds=time_limit(config.loop),
+                drafters=1,
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
         shared = self._shared  # refuses too few shared tokens
@@ -150,6 +151,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             memory=memory,
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=config.loop),
             max_seconds=time_limit(config.loop),
+            drafters=2,
         )
 
     def run(self) -> Outcome:

@@ -62,14 +62,15 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             require_present(self.target.model, "a cache of hidden states")
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
+        tokens = self.planned_text_tokens(plans)
         return StagePlan(
             what,
-            tokens=self.planned_tokens(plans),
+            tokens=tokens,
             memory=Memory(
                 target=self.target_bytes,
                 activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
             ),
-            disk_bytes=token_bytes * self.planned_text_tokens(plans),
+            disk_bytes=token_bytes * tokens,
         )
 
     def run(self) -> Outcome:

@@ -257,10 +257,11 @@ class GenerateStage(Stage[GenerateConfig]):
         self.accelerator.wait_for_everyone()
 
     def _generate(self, jobs: Jobs) -> int:
-        """Write every missing part, with all ranks together. Returns the number of tokens that this
-        rank generated."""
+        """Write every missing part, with all ranks together. Returns the number of tokens that they
+        generated."""
         size = self.config.part_prompts
-        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        world, rank = ranks.world, ranks.rank
         # Each rank writes complete parts without communication, so no rank waits.
         numbers = [n for n in range(-(-len(jobs) // size)) if n % world == rank]
         missing = [n for n in numbers if not _is_complete(self.directory / f"{PART}{n}")]
@@ -276,7 +277,7 @@ class GenerateStage(Stage[GenerateConfig]):
                     generated += self._write_part(directory, part, first, bar)
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
-        return generated
+        return sum(ranks.gather(generated))
 
     def _ask_server(self, jobs: Jobs, missing: list[int], bar: Bar) -> int:
         """Write the parts with these numbers from a server's answers."""

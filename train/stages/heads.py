@@ -119,6 +119,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             memory=memory,
             disk_bytes=disk,
             max_seconds=time_limit(loop),
+            drafters=1,
         )
 
     def run(self) -> Outcome:

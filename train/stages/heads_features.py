@@ -13,7 +13,7 @@ from train.answers.launch import require_server
 from train.data.stored_samples import StoredSamples
 from train.stage import Memory
 from train.stages.heads_config import HeadsConfig
-from train.states.served_states import engine_ids, last_norm
+from train.states.served_states import engine_ids, file_bytes, last_norm, require_room
 from train.states.states_config import ServedFeatures
 from train.text_stages import TrainingStage
 from train.training.backbone import Source
@@ -33,6 +33,10 @@ def planned_source(
     require_server(server, target)
     last_norm(target)
     layers = captured_with(heads, config.weighted_loss)
+    # A server needs room for one more token.
+    longest = min(config.max_length, target.max_positions - 1)
+    largest = file_bytes(bytes_per_token(target, engine_ids(target, layers)), longest)
+    require_room(largest, longest, server.max_bytes, processes)
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "

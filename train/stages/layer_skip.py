@@ -123,6 +123,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=loop)
             + self.target_bytes,
             max_seconds=time_limit(loop),
+            drafters=1,
         )
 
     def run(self) -> Outcome:

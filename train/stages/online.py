@@ -109,7 +109,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
             start = plans[config.drafter.stage]
             # The drafter's weights and its training are those of the stage that it comes from.
             memory += replace(start.memory, target=0, states=0, logits=0)
-            return StagePlan(what, start.trained_parameters, tokens, memory, start.disk_bytes)
+            trained, disk = start.trained_parameters, start.disk_bytes
+            return StagePlan(what, trained, tokens, memory, disk, drafters=1)
         model, _ = make_student(config.drafter, self.target, self.earlier)
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -124,7 +125,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             else 0,
         )
         disk = training_disk_bytes(model.num_parameters(), trained, average=False)
-        return StagePlan(what, trained, tokens, memory, disk)
+        return StagePlan(what, trained, tokens, memory, disk, drafters=1)
 
     def _serving_memory(self, stream: Sequence[Example]) -> Memory:
         """What serving takes beside the drafter: the target with keys and values, the records, and

@@ -11,10 +11,11 @@ import contextlib
 import errno
 import fcntl
 import random
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,14 +38,16 @@ from train.answers.ask_servers import (
     excerpt,
 )
 from train.data.chat import Sample
+from train.states.served_states import file_bytes
 from train.states.states_config import StatesServer
 
 PATH = "/v1/completions"
+LOCK = ".lock"
 # The longest time until another machine sees a file on a shared disk.
 SEEN_SECONDS = 60.0
 # Requests that are under way at the end may still write their files.
 CLOSE_SECONDS = 10.0
-HEADER_BYTES = 4096  # of a safetensors file, at most
+REQUEST_ID = "X-Request-Id"  # vLLM makes it a part of the name of a request's file
 # The bits of an exponent; all of them are set in infinities and NaN.
 _EXPONENT = {
     torch.float32: (torch.int32, 0x7F800000),
@@ -71,8 +74,7 @@ class StatesReader:
 
     def size(self, tokens: int) -> int:
         """The bytes of a file."""
-        token_bytes = self.layers * self.hidden_size * self.dtype.itemsize + 8
-        return HEADER_BYTES + tokens * token_bytes
+        return file_bytes(self.layers * self.hidden_size * self.dtype.itemsize, tokens)
 
     def read(self, path: Path, tokens: Sequence[int]) -> Tensor:
         """[n, L, H] in the target's dtype. Raises Unusable, or UserError for what would be the same
@@ -120,10 +122,48 @@ class StatesClient(ServerClient):
         self._reader, self._directory, self._requester = reader, directory, requester
         self.in_flight = self._count = 0
         self._model = ""
+        # Of attempts without a response. The server may still write their files.
+        self._given_up: set[str] = set()
 
     async def find_model(self) -> None:
         """Ask for the name of the model. Raises UserError as `model`."""
         self._model = await self.model()
+
+    def headers(self) -> dict[str, str]:
+        self._count += 1
+        return {REQUEST_ID: f"{self._requester}-{self._count}"}
+
+    async def gave_up(self, headers: Mapping[str, str]) -> None:
+        self._given_up.add(headers[REQUEST_ID])
+        await self._no_file_left()
+
+    async def _no_file_left(self) -> None:
+        """Delete the files of the attempts that were given up, and wait for those that the server
+        writes now. Raises ServerLost if one is not complete after `timeout_seconds`."""
+        begin, pause = time.monotonic(), 0.001
+        while rest := [path for path in self._files_given_up() if not _deleted(path)]:
+            if time.monotonic() - begin > self._seconds:
+                raise self._not_written(rest[0])
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def _not_written(self, path: Path) -> ServerLost:
+        return ServerLost(
+            f"{self.url} did not complete {path.name} in {self._seconds:g} s "
+            f"(server.timeout_seconds). {self.kept}"
+        )
+
+    def _files_given_up(self) -> list[Path]:
+        if not self._given_up:
+            return []
+        locks = self._directory.glob(f"*{self._requester}-*{LOCK}")
+        name = re.compile(re.escape(self._requester) + r"-\d+")
+        found = ((path, name.search(path.name)) for path in locks)
+        return [
+            path.with_name(path.name.removesuffix(LOCK))
+            for path, match in found
+            if match and match[0] in self._given_up
+        ]
 
     async def states(self, sample: Sample) -> Tensor:
         """[n, L, H]. Raises ServerLost if the server does not answer, and UserError if it refuses
@@ -133,6 +173,7 @@ class StatesClient(ServerClient):
             if attempt:
                 wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
                 await asyncio.sleep(wait * random.uniform(0.75, 1.0))
+            await self._no_file_left()
             path = self._directory / await self._ask(sample)
             try:
                 await self._written(path)
@@ -150,7 +191,6 @@ class StatesClient(ServerClient):
 
     async def _ask(self, sample: Sample) -> str:
         """The name of the file with a sample's states."""
-        self._count += 1
         body = {
             "model": self._model,
             "prompt": list(sample.tokens),
@@ -158,8 +198,7 @@ class StatesClient(ServerClient):
             "temperature": 0.0,
             "add_special_tokens": False,
         }
-        name = {"X-Request-Id": f"{self._requester}-{self._count}"}
-        response = await self.send("POST", PATH, body, name)
+        response = await self.send("POST", PATH, body)
         if response.status_code in REFUSED_ROW:
             raise UserError(
                 f"{self.url} refuses sample {sample.id} with {len(sample.tokens)} tokens: "
@@ -175,7 +214,7 @@ class StatesClient(ServerClient):
             ) from error
 
     async def _written(self, path: Path) -> None:
-        """Wait until the server has written a file. Raises Unusable after `timeout_seconds`, and
+        """Wait until the server has written a file. Raises ServerLost after `timeout_seconds`, and
         UserError if there is no lock after SEEN_SECONDS."""
         begin, pause = time.monotonic(), 0.001
         while True:
@@ -195,7 +234,7 @@ class StatesClient(ServerClient):
                 if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK):
                     raise UserError(f"cannot lock {_lock_of(path)}: {error}") from error
                 if waited > self._seconds:
-                    raise Unusable(f"{path.name} was not written in {waited:.0f} s") from error
+                    raise self._not_written(path) from error
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -303,7 +342,20 @@ class StatesServers:
 
 
 def _lock_of(path: Path) -> Path:
-    return path.with_name(f"{path.name}.lock")
+    return path.with_name(path.name + LOCK)
+
+
+def _deleted(path: Path) -> bool:
+    """Delete a file, unless the server still writes it. Whether it is gone."""
+    try:
+        with open(_lock_of(path)) as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        pass
+    except OSError:
+        return False
+    delete(path)
+    return True
 
 
 def delete(path: Path) -> None:

@@ -21,7 +21,7 @@ from train.data.chat import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.states.ask_states import StatesClient, StatesReader, StatesServers, delete
-from train.states.served_states import ServedStates, engine_ids
+from train.states.served_states import ServedStates, engine_ids, require_room
 from train.states.states_config import StatesServer
 
 # ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.
@@ -51,7 +51,7 @@ def served_states(
     reader = StatesReader(len(ids), size, target.dtype, ids)
     longest = int(samples.lengths.max())
     share = config.max_bytes // ranks.world
-    _require_fits(reader, longest, share, target)
+    _require_fits(reader, longest, config, target, ranks)
     with ExitStack() as stack:
         files = ranks.gather(ranks.together(lambda: _files(config, directory, ranks, stack)))[0]
         assert files is not None, "the first rank has the directory"
@@ -108,19 +108,16 @@ def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
     }
 
 
-def _require_fits(reader: StatesReader, longest: int, share: int, target: Target) -> None:
+def _require_fits(
+    reader: StatesReader, longest: int, config: StatesServer, target: Target, ranks: Ranks
+) -> None:
     if longest >= target.max_positions:
         raise UserError(
             f"a sample has {longest} tokens, and a server needs room for one more, but the target "
             f"has {target.max_positions} positions; set max_length to {target.max_positions - 1} "
             "or less"
         )
-    if reader.size(longest) > share:
-        raise UserError(
-            f"the hidden states of the longest sample, {longest} tokens, are "
-            f"{reader.size(longest) / 2**30:.3f} GiB, more than the {share / 2**30:.3f} GiB that a "
-            "process may have in files; raise features.server.max_gib"
-        )
+    require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
 
 
 def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path | None:

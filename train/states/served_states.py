@@ -19,6 +19,8 @@ from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText
 from train.data.chat import Sample
 
+HEADER_BYTES = 4096  # of a safetensors file, at most
+ID_BYTES = 8  # of a token id in it
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 
 
@@ -87,6 +89,23 @@ class ServedStates:
         if self._norm is not None:
             features[FINAL] = self._norm(features[FINAL])
         return features
+
+
+def file_bytes(token_bytes: int, tokens: int) -> int:
+    """The size of a server's file. token_bytes: of the states of a token."""
+    return HEADER_BYTES + tokens * (token_bytes + ID_BYTES)
+
+
+def require_room(largest: int, tokens: int, max_bytes: int, processes: int) -> None:
+    """Raise UserError unless each of `processes` may have the largest file in its share of
+    `max_bytes`. tokens: of the sample in that file."""
+    if largest > max_bytes // processes:
+        raise UserError(
+            f"features.server.max_gib gives each of {processes} processes "
+            f"{max_bytes / processes / 2**30:.3g} GiB for files, but the hidden states of a sample "
+            f"of {tokens} tokens take {largest / 2**30:.3g} GiB; raise features.server.max_gib, or "
+            "set a smaller max_length"
+        )
 
 
 def engine_id(target: Target, layer: int) -> int:

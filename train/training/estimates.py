@@ -146,16 +146,22 @@ def planned_tokens(tokens: int, loop: LoopConfig) -> int:
 
 
 def read_speeds(option: str) -> dict[str, float]:
-    """Tokens per second by stage or kind of stage, from `generate=900,distill=4000` or from the
-    directory of a run that measured them. Raises UserError for anything else."""
-    report = Path(option) / "report.json"
-    if report.is_file():
-        speeds: dict[str, float] = {}
-        for stage in json.loads(report.read_text())["stages"]:
+    """Tokens per second by stage or kind of stage, and those of all evaluations as `evaluation`,
+    from `generate=900,distill=4000` or from the directory of a run that measured them. Raises
+    UserError for anything else."""
+    file = Path(option) / "report.json"
+    if file.is_file():
+        report, speeds = json.loads(file.read_text()), dict[str, float]()
+        for stage in report["stages"]:
             summary = stage["summary"]
             speed = (summary.get("training") or summary).get("tokens_per_second")
             if speed:
                 speeds |= {stage["kind"]: speed, stage["name"]: speed}
+        # Runs of earlier versions have no seconds and tokens.
+        rows = [row for row in report["rows"] if row.get("seconds")]
+        if rows:
+            seconds = sum(row["seconds"] for row in rows)
+            speeds["evaluation"] = sum(row["tokens"] for row in rows) / seconds
         return speeds
     try:
         pairs = [pair.split("=") for pair in option.split(",")]
