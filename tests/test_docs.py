@@ -17,11 +17,11 @@ ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"`([a-z_]+)`")
 
 
-def table(title: str) -> dict[str, list[str]]:
-    """Rows of the first table below a heading of docs/decoding.md, by the name in backticks that
-    they begin with; their other cells."""
-    section = (ROOT / "docs" / "decoding.md").read_text().split(f"\n## {title}\n")[1]
-    lines = section.split("\n## ")[0].splitlines()
+def table(page: str, title: str) -> dict[str, list[str]]:
+    """Rows of the tables below a heading of a page, by the name in backticks that they begin with;
+    their other cells. The heading is the page's title or one of its sections."""
+    text = (ROOT / "docs" / page).read_text()
+    lines = re.split(rf"^##? {title}\n", text, flags=re.MULTILINE)[1].split("\n## ")[0].splitlines()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
     ]
@@ -29,22 +29,22 @@ def table(title: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize(
-    ("title", "names"),
+    ("page", "title", "names"),
     [
-        ("Rules", list(RULES)),
-        ("Shapes", list(SHAPES)),
-        ("Draft length", list(POLICIES)),
+        ("decoding.md", "Rules", list(RULES)),
+        ("decoding.md", "Shapes", list(SHAPES)),
+        ("decoding.md", "Draft length", list(POLICIES)),
         # Trained ones are named by their directories.
-        ("Drafters", [name for name in DRAFTERS if not DRAFTERS[name].trained]),
-        ("Combinations", list(COMBINATIONS)),
+        ("drafters.md", "Drafters", [name for name in DRAFTERS if not DRAFTERS[name].trained]),
+        ("combinations.md", "Combinations of drafters", list(COMBINATIONS)),
     ],
 )
-def test_tables_list_what_is_registered(title: str, names: list[str]) -> None:
-    assert sorted(table(title)) == sorted(names)
+def test_tables_list_what_is_registered(page: str, title: str, names: list[str]) -> None:
+    assert sorted(table(page, title)) == sorted(names)
 
 
 def test_the_table_of_rules_says_what_they_judge() -> None:
-    for name, (judges, text, _) in table("Rules").items():
+    for name, (judges, text, _) in table("decoding.md", "Rules").items():
         rule = RULES[name]
         expected = "chains" if not rule.trees else "any tree"
         if rule.trees and not rule.judges(True, "mixed"):
@@ -55,7 +55,7 @@ def test_the_table_of_rules_says_what_they_judge() -> None:
 
 
 def test_the_table_of_drafters_says_their_options() -> None:
-    for name, (_, options) in table("Drafters").items():
+    for name, (_, options) in table("drafters.md", "Drafters").items():
         said = {
             option: "none" if value == "none" else float(value.replace(",", ""))
             for option, value in re.findall(r"`(\w+)` (none|[\d,.]*\d)", options)
@@ -66,7 +66,7 @@ def test_the_table_of_drafters_says_their_options() -> None:
 
 
 def test_the_table_of_combinations_says_their_options() -> None:
-    for name, (_, options) in table("Combinations").items():
+    for name, (_, options) in table("combinations.md", "Combinations of drafters").items():
         said = dict(re.findall(r"`(\w+)`(?: ([\w.]+))?", options))
         parameters = inspect.signature(COMBINATIONS[name]).parameters.values()
         assert said == {
