@@ -25,8 +25,7 @@ from decode.drafters.directory import describe_drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import Rows, WeightedLoss
-from distill.losses.divergences import CrossEntropy
+from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny, tiny_llama
 from tests.training import in_new_process, two_ranks
 from train.cli.main import app

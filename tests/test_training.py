@@ -34,8 +34,7 @@ from decode import artifact
 from decode.artifact import verify_directory
 from decode.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import Rows, WeightedLoss
-from distill.losses.divergences import CrossEntropy
+from distill.losses import CrossEntropy, Rows, WeightedLoss
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.errors import UserError
-from distill.losses import LOSSES, Loss, Rows
-from distill.losses.divergences import ForwardKL, TotalVariation
+from distill.losses import LOSSES, ForwardKL, Loss, Rows, TotalVariation
 
 
 @LOSSES.register("negative_log_acceptance")
