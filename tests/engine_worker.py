@@ -2,6 +2,7 @@
 plain command, which goes on."""
 
 import copy
+import gc
 import json
 import os
 import runpy
@@ -122,7 +123,12 @@ def main() -> None:
     """A rank's two lives: one that is checked and dies, in a fork, and the plain command."""
     config, die_at, found, stage, port = sys.argv[1:]
     if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        import deepspeed  # noqa: F401  (once for both)
+        import deepspeed
+
+        # Its own collectives for CPUs are compiled first, for most of a minute, and spin while they
+        # wait. Without them it takes those of torch, as on GPUs.
+        deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
+    gc.freeze()  # as tests/conftest.py does
 
     def first_life() -> None:
         # The engine must not depend on whether accelerate was told that this is a CPU.

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow
 PROMPTS = ("The dog", "She sells sea shells", "What does the drafter propose?", "12 and 30")
 LIMITS = (3, 17, 40)
 CONTEXT = 4096
+SOAK = 8.0  # seconds
 
 
 @pytest.fixture(scope="module")
@@ -49,25 +50,25 @@ def texts() -> Texts:
     }
 
 
-def test_clients_that_do_everything_leave_nothing_behind(command: list[str], texts: Texts) -> None:
-    with ServiceProcess(command) as service:
-        service.warm_up()
-        result = soak(service.url, service.process, texts, seconds=12, clients=8, rounds=4)
-    assert result.faults == []
-    assert {"200", "400", "404", "405", "413", "415", "503"} <= set(result.statuses)
-    assert min(result.hung_up, result.same_as_alone, result.same_as_before) > 20
-    assert result.growth < 64
+def long_answer(tokens: int) -> dict[str, Any]:
+    """What asks for a stream of so many tokens."""
+    asked = {"model": MODEL, "messages": [{"role": "user", "content": PROMPTS[0]}]}
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return asked | stream | {"ignore_eos": True, "max_tokens": tokens, "temperature": 0}
 
 
-def test_what_clients_get_when_the_service_ends_is_killed_and_starts_again(
+def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_end(
     command: list[str], texts: Texts
 ) -> None:
-    openai = pytest.importorskip("openai")
-    long = {"messages": [{"role": "user", "content": PROMPTS[0]}], "ignore_eos": True}
-    long |= {"stream_options": {"include_usage": True}}
-    long |= {"model": MODEL, "stream": True, "max_tokens": 1200, "temperature": 0}
+    long = long_answer(1200)
     with ServiceProcess(command) as service, ThreadPoolExecutor() as pool:
         assert f"is at {service.url}/v1" in service.output()
+        service.warm_up()
+        result = soak(service.url, service.process, texts, seconds=SOAK, clients=8, rounds=4)
+        assert result.faults == []
+        assert {"200", "400", "404", "405", "413", "415", "503"} <= set(result.statuses)
+        assert min(result.hung_up, result.same_as_alone, result.same_as_before) > 20
+        assert result.growth < 64
         # SIGTERM: what has begun comes to its end, and nothing else begins.
         streams = [pool.submit(ask, service.url, long) for _ in range(4)]
         until(lambda: read_metrics(service.url)["num_requests_running"] == 4)
@@ -80,7 +81,13 @@ def test_what_clients_get_when_the_service_ends_is_killed_and_starts_again(
         assert {answer.usage["completion_tokens"] for answer in answers} == {1200}
         assert len({answer.texts[0] for answer in answers}) == 1
         assert service.wait(30) == 0
-        port = service.port
+    bind("127.0.0.1", service.port).close()  # the port is free at once
+
+
+def test_killed_in_the_midst_of_answers_the_service_starts_again_at_its_port(
+    command: list[str], texts: Texts
+) -> None:
+    openai = pytest.importorskip("openai")
 
     def answer_of(prompt: str) -> Any:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=12) as client:
@@ -88,8 +95,7 @@ def test_what_clients_get_when_the_service_ends_is_killed_and_starts_again(
             options: Any = {"model": MODEL, "messages": messages, "max_tokens": 40}
             return client.chat.completions.create(**options, temperature=0)
 
-    # The port is free at once, and so it is after SIGKILL in the midst of answers.
-    with ServiceProcess(command, port) as service, ThreadPoolExecutor(8) as pool:
+    with ServiceProcess(command) as service, ThreadPoolExecutor(8) as pool:
         url = service.url
         done = threading.Event()
 
@@ -101,13 +107,13 @@ def test_what_clients_get_when_the_service_ends_is_killed_and_starts_again(
 
         clients = [pool.submit(asking, prompt) for prompt in PROMPTS]
         until(lambda: read_metrics(url)["generation_tokens_total"] > 200)
-        cut = pool.submit(ask, url, long | {"max_tokens": 3000})
+        cut = pool.submit(ask, url, long_answer(3000))
         until(lambda: read_metrics(url)["num_requests_running"] == 4)
         service.kill()
         with pytest.raises((OSError, HTTPException)):
             cut.result()
-        with ServiceProcess(command, port):
+        with ServiceProcess(command, service.port):
             done.set()
             for prompt, client in zip(PROMPTS, clients, strict=True):
                 assert set(client.result(60)) == {texts[prompt, 40]}
-    bind("127.0.0.1", port).close()
+    bind("127.0.0.1", service.port).close()

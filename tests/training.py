@@ -5,6 +5,7 @@ milliseconds. What a process leaves is compared through its last checkpoint (`le
 """
 
 import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -280,6 +281,7 @@ def _fork_server() -> Any:
 
 
 def _call(code: str, environment: dict[str, str], streams: Sequence[Path]) -> None:
+    gc.freeze()  # as tests/conftest.py does
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)
