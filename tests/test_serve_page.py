@@ -1,6 +1,5 @@
 """The page of the service: what it sends without a browser, and what it does in one."""
 
-import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 
+from tests.browser import browser_path
 from tests.service import MODEL, Running, chat, events, serving, until
 from tests.test_serve_learning import ask, learning, prompts
 from tests.test_serve_settings import save_small
@@ -22,7 +22,6 @@ from tests.tiny import BOS_ID, tiny_target
 HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
 BEGINNING = "The dog ran. The cat ran. "
 ANSWER = f"{BEGINNING}The dog ran. {HOSTILE} {HOSTILE}"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class Scripted:
@@ -56,11 +55,8 @@ def service() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     with playwright.sync_playwright() as session:
-        opened = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        opened = session.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
         yield opened
         opened.close()
 

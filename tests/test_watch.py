@@ -3,7 +3,6 @@
 import contextlib
 import http.client
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from decode.errors import UserError
+from tests.browser import browser_path
 from train.cli.main import app
 from train.console import Reporter
 from train.tracking.curve_file import CURVES_FILE
@@ -24,7 +24,6 @@ pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 
 HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
 class WrittenRun:
@@ -198,14 +197,11 @@ def test_the_server_sends_its_files_to_this_machine_only(run: WrittenRun, addres
 
 def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if path is None:
-        pytest.skip(f"none of {', '.join(BROWSERS)} is installed")
     run.end_stage(0, "text")
     (run.directory / "stages/01-heads").mkdir()
     run.log(5, loss=2.0)
     with playwright.sync_playwright() as session:
-        browser = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        browser = session.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
         page = browser.new_page()
         page.set_default_timeout(60_000)
         problems: list[str] = []
