@@ -29,13 +29,13 @@ from benchmarks.common import (
     describe_machine,
     execute_run,
     format_interval,
+    read_summary,
     rows_table,
     run_command,
     run_config,
     start_benchmark,
     write_json,
 )
-from benchmarks.online import read_summary
 from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.several.combined import SeveralDrafters

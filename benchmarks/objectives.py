@@ -35,6 +35,7 @@ from benchmarks.common import (
     describe_machine,
     execute_run,
     format_interval,
+    read_summary,
     rows_table,
     run_command,
     run_config,
@@ -228,8 +229,7 @@ def measure(
             "tokens_per_step": tally.pooled().tokens_per_step,
         }
         reporter.say(f"{name}, {metric}: {tally.pooled().acceptance_rate:.3f}")
-    record = json.loads((directory / "done.json").read_text())
-    training = record["summary"]["training"]
+    training = read_summary(run, name)["training"]
     dev = training["dev"]
     figures |= {
         "expected_acceptance": dev[-1]["expected_acceptance"] if dev else None,

@@ -40,11 +40,23 @@ from benchmarks.common import (
     describe_machine,
     execute_run,
     format_interval,
+    read_summary,
     rows_table,
     run_command,
     save_figure,
     start_benchmark,
     write_json,
+)
+from benchmarks.parts.domain_prompts import (
+    CodeOption,
+    DataOption,
+    GeneralOption,
+    MathsOption,
+    QuickOption,
+    RequestsOption,
+    domain_files,
+    make_settings,
+    prepare,
 )
 from benchmarks.parts.online_runs import (
     BATCH,
@@ -59,13 +71,10 @@ from benchmarks.parts.online_runs import (
     offline_steps,
     second_config,
 )
-from decode.artifact import write_file
 from decode.drafters.directory import open_drafter
-from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.figures import ratio_of_totals
 from decode.sampling import Sampling
-from train.data.read import Example, read_examples
 from train.plots import LIGHT, SERIES
 from train.run import Run
 
@@ -75,12 +84,12 @@ RECOVERY_TOLERANCE = 0.02
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")] = None,
-    maths: Annotated[Path | None, typer.Option(help="prompts of the first domain")] = None,
-    code: Annotated[Path | None, typer.Option(help="prompts of the second")] = None,
-    general: Annotated[Path | None, typer.Option(help="prompts of the third")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")] = False,
-    requests: Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")] = None,
+    data: DataOption = None,
+    maths: MathsOption = None,
+    code: CodeOption = None,
+    general: GeneralOption = None,
+    quick: QuickOption = False,
+    requests: RequestsOption = None,
     temperature: Annotated[float, typer.Option(help="of the served answers")] = 0.0,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write online.png here")] = None,
@@ -89,11 +98,10 @@ def main(
     """Distil, serve with every arm, print the table."""
     reporter = start_benchmark()
     files = domain_files(data, maths, code, general)
-    size = requests or (100 if quick else 400)
-    directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
-    settings = Settings(quick, runs, directory.absolute(), size, temperature)
+    settings = make_settings(quick, runs, requests, temperature)
+    size = settings.requests
     reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
-    prepare(files, directory, {"train": size, "stream": size})
+    prepare(files, settings.data, {"train": size, "stream": size})
     begin = time.perf_counter()
     first, _ = execute_run(first_config(settings), reporter)
     additional_steps = {
@@ -126,54 +134,6 @@ def main(
                 "machine": describe_machine(),
             },
         )
-
-
-def domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
-    """Return the file of each domain. Raises UserError if neither it nor a directory is named."""
-    files = {}
-    for domain, file in zip(DOMAINS, named_files, strict=True):
-        if file is None and data is None:
-            raise UserError(f"no prompts for the domain {domain}; give --data DIR or --{domain}")
-        files[domain] = file or (data or Path()) / f"{domain}.jsonl"
-    return files
-
-
-def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> None:
-    """Write each domain's prompts for offline distillation and for serving, if they do not exist.
-
-    Raises UserError if an input file is missing, broken or too short.
-    """
-    for domain, file in files.items():
-        if all((directory / f"{domain}-{split}.jsonl").exists() for split in sizes):
-            continue
-        examples, _ = read_examples(str(file), limit=sum(sizes.values()))
-        prompts = [example for example in examples if example.messages is not None]
-        if len(prompts) < sum(sizes.values()):
-            raise UserError(
-                f"{file} has {len(prompts)} prompts among its first {sum(sizes.values())} rows; "
-                f"expected prompts in all of the first {sum(sizes.values())} rows"
-            )
-        begin = 0
-        for split, count in sizes.items():
-            lines = [_line(domain, e) for e in prompts[begin : begin + count]]
-            write_file(directory / f"{domain}-{split}.jsonl", "".join(lines))
-            begin += count
-
-
-def _line(domain: str, example: Example) -> str:
-    # Leave out the answers in the data: all arms learn from the target's own answers.
-    assert example.messages is not None
-    turns = list(example.messages)
-    while turns[-1]["role"] == "assistant":
-        turns.pop()
-    return json.dumps({"id": f"{domain} {example.id}", "messages": turns, "kind": domain}) + "\n"
-
-
-def read_summary(run: Run, stage: str) -> dict[str, Any]:
-    """Return the summary of a finished stage."""
-    record = json.loads((run.stage_directory(stage) / "done.json").read_text())
-    summary: dict[str, Any] = record["summary"]
-    return summary
 
 
 def _offline_cost(run: Run, name: str) -> dict[str, float]:

@@ -16,10 +16,9 @@ as many optimizer steps in total. Acceptance is that of the last 40 requests of 
 """
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 from rich.table import Table
 
 from benchmarks.common import (
@@ -28,36 +27,47 @@ from benchmarks.common import (
     describe_machine,
     execute_run,
     format_interval,
+    read_summary,
     rows_table,
     run_command,
     start_benchmark,
     write_json,
 )
-from benchmarks.online import END, acceptance, domain_files, prepare, read_counts, read_summary
-from benchmarks.parts.online_runs import DOMAINS, GAMMA, Settings, routed_config
+from benchmarks.online import END, acceptance, read_counts
+from benchmarks.parts.domain_prompts import (
+    CodeOption,
+    DataOption,
+    GeneralOption,
+    MathsOption,
+    QuickOption,
+    RequestsOption,
+    domain_files,
+    make_settings,
+    prepare,
+)
+from benchmarks.parts.online_runs import DOMAINS, GAMMA, routed_config
 from decode.artifact import write_file
 
 FROZEN, ONE, EACH = "frozen", "one for all", "one for each"
 
 
 def main(
-    data: Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")] = None,
-    maths: Annotated[Path | None, typer.Option(help="prompts of the first domain")] = None,
-    code: Annotated[Path | None, typer.Option(help="prompts of the second")] = None,
-    general: Annotated[Path | None, typer.Option(help="prompts of the third")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")] = False,
-    requests: Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")] = None,
+    data: DataOption = None,
+    maths: MathsOption = None,
+    code: CodeOption = None,
+    general: GeneralOption = None,
+    quick: QuickOption = False,
+    requests: RequestsOption = None,
     json_file: JsonOption = None,
     runs: RunsOption = Path("runs"),
 ) -> None:
     """Distil, serve with every arm, print the table."""
     reporter = start_benchmark()
     files = domain_files(data, maths, code, general)
-    size = requests or (100 if quick else 400)
-    directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
-    settings = Settings(quick, runs, directory.absolute(), size)
-    prepare(files, directory, {"train": size, "stream": size})
-    mix(directory)
+    settings = make_settings(quick, runs, requests)
+    size = settings.requests
+    prepare(files, settings.data, {"train": size, "stream": size})
+    mix(settings.data)
     run, _ = execute_run(routed_config(settings), reporter)
     stages = ("frozen", "one", *DOMAINS)
     figures = arm_figures({stage: read_counts(run, stage) for stage in stages})

@@ -1,39 +1,30 @@
-"""The one decode loop: draft → verify → commit → roll back, for any drafter and any number of rows.
-
-Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
-"""
+"""The one decode loop, for any drafter and any number of rows: they join, take steps together and
+leave. `decode.step` has one step."""
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from decode.device import Clock, to_device
-from decode.draft import Draft, Limits
 from decode.drafters import Drafter
 from decode.errors import UserError
-from decode.logprobs import TokenLogprob, token_logprobs
 from decode.parts import Part
 from decode.policies import Policy
-from decode.prefill import new_rows, remember, start_drafter
-from decode.rows import Rows, RowSettings, compacted, require_prompts
-from decode.rules import Rule, used_rule
+from decode.prefill import new_rows, start_drafter
+from decode.rows import Rows, RowSettings, require_prompts
+from decode.rules import Rule
 from decode.setup import Setup
 from decode.stats import Counts, Tally, Timing
+from decode.step import OnEnd, OnError, OnTokens, RunningRows
 from decode.target.hidden_states import Features
-from decode.verification import Scores, Verification
-from decode.waiting_rows import WaitingRows
+from decode.verification import Verification
+from decode.waiting_rows import shares
 
 # Prompts join when this part of a batch is free.
 JOIN_SHARE = 8
-
-OnTokens = Callable[[int, list[int]], None]
-OnEnd = Callable[[int, list[int]], None]
-OnError = Callable[[int, UserError], None]
 
 
 @dataclass
@@ -61,7 +52,7 @@ class Decoded:
         }
 
 
-class Decoding:
+class Decoding(RunningRows):
     """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
     `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
     `begin` lets rows wait instead, and `read` reads their prompts a part at a time, with steps of
@@ -104,33 +95,13 @@ class Decoding:
         rows: int = 0,
         slots: int = 0,
     ) -> None:
-        setup.drafter.attach(setup.lm)
-        self.clock = Clock(setup.lm.device, Timing())
-        self.setup, self.seed = setup, seed
-        self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error
-        self.rows = Rows.none(setup.lm.device)
-        self.outputs: dict[int, list[int]] = {}
-        self.logprobs: dict[int, list[TokenLogprob]] = {}
-        self.errors: dict[int, UserError] = {}
-        self.steps: list[Verification] = []
+        super().__init__(
+            setup, on_tokens=on_tokens, on_end=on_end, on_error=on_error, rows=rows, slots=slots
+        )
+        self.seed = seed
         self._admitted = 0
-        self._waiting = WaitingRows(setup)
-        self._features: Features | None = None  # the hidden states of the last pass
-        self._passes = 0  # verification passes, without prefills
-        self._drafted = False  # since the first of the running rows joined
-        if setup.stop:
-            setup.stop.start()
-        if setup.prefixes is not None:
-            setup.prefixes.serve(setup.lm.model)
-        setup.lm.reset(rows, slots)
-        self._keep_slots(np.zeros(0, dtype=np.int64))
         if prompts:
             self.admit(prompts, max_new_tokens, row_ids=row_ids)
-
-    @property
-    def finished(self) -> bool:
-        """Whether no row runs."""
-        return not len(self.rows)
 
     @property
     def waiting(self) -> list[int]:
@@ -142,6 +113,11 @@ class Decoding:
         """How many tokens of prompts are not read yet: for the first row of those that began
         together and wait."""
         return {reading.numbers[0]: reading.left for reading in self._waiting.readings}
+
+    def shares(self, tokens: int) -> dict[int, int]:
+        """How many of `tokens` tokens to `read` next of each row in `unread`; see
+        `decode.waiting_rows.shares`."""
+        return shares(self.unread, tokens)
 
     @property
     def emitted(self) -> int:
@@ -226,11 +202,6 @@ class Decoding:
         self.clock.mark("draft_prefill")
         return count
 
-    def _running(self) -> AbstractContextManager[None]:
-        """Passes inside this context feed the running rows, and not those that wait."""
-        waits = self._waiting.readings
-        return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
-
     def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
         """Append new rows, and tell drafter and policy. verification: their prefill."""
         setup = self.setup
@@ -257,89 +228,6 @@ class Decoding:
         self._keep_slots(np.append(stays, waiting))
         if first:
             self.set(drafter=self.setup.drafter)
-
-    @torch.inference_mode()
-    def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
-        """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
-
-        taking: bool [B], the rows that take part. None: all. The others get no token, and their
-        caches, random numbers and policies stay as they are. This costs about as much as feeding
-        one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
-        rows sit out and the drafter reads hidden states.
-        """
-        with self._running():
-            verification = self._pass(taking, plain)
-        self.clock.give(verification, at_once=self.setup.policy.reads_times)
-        self.setup.policy.observe(verification)
-        self.steps.append(verification)
-        self.retire(verification)
-
-    def _pass(self, taking: np.ndarray | None, plain: bool) -> Verification:
-        """Draft, verify, commit and roll back. Arguments are as for `step`."""
-        setup, rows, clock = self.setup, self.rows, self.clock
-        contexts = rows.contexts
-        clock.resume()
-        self._passes += 1
-        if taking is not None and setup.drafter.captured_layers:
-            raise UserError(
-                f"{type(setup.drafter).__name__} reads hidden states, so no row can sit out a "
-                "pass; let all rows take part"
-            )
-        rows.rng.next_round(contexts.lengths, taking)
-        # The pass itself emits a token, so drafting the last one is never worth it. Each row has
-        # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(setup.policy.depths(), rows.ends - contexts.lengths - 1)
-        depths = np.minimum(depths, setup.lm.credit)
-        if plain:
-            depths = np.zeros_like(depths)
-        elif taking is not None:
-            depths = np.where(taking, depths, 0)
-        draft = self._draft(depths)
-        clock.mark("draft")
-        probes = None
-        if setup.drafter.has_probes and depths.any():
-            probes = setup.drafter.probes(setup.policy.max_depth)
-            logits = probes.verify(setup.lm, contexts, draft)
-        else:
-            logits = setup.lm.verify(contexts, draft)
-        clock.mark("verify")
-        scores = Scores(logits, rows.sampling, draft, contexts, setup.processors)
-        decision = self._rule().decide(draft, scores, rows.rng)
-        verification = Verification.of(draft, scores, decision)
-        verification.number, verification.probes = self._passes, probes
-        if taking is not None:
-            verification.sit_out(~taking)
-        if not draft.is_chain:
-            kept = verification.accepted + 1
-            setup.lm.commit(contexts.lengths - 1, verification.columns(), kept)
-        self._commit(rows, verification, depths)
-        self._tell_drafter(verification)
-        for observer in setup.observers:
-            observer(verification)
-        clock.mark("overhead")
-        return verification
-
-    def retire(self, verification: Verification, first: int = 0) -> None:
-        """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
-        text has ended."""
-        asked = self.rows.logprobs[first:]
-        if (asked >= 0).any():
-            for row, entries in token_logprobs(verification, asked).items():
-                self.logprobs[row] += entries
-        for index, row in enumerate(verification.rows.tolist()):
-            tokens = verification.block[index, : verification.emitted[index]].tolist()
-            self.outputs[row] += tokens
-            if self.on_tokens and tokens:
-                self.on_tokens(row, tokens)
-        verification.release()
-        if verification.ended.any():
-            self._keep(np.append(np.ones(first, dtype=bool), ~verification.ended))
-            for row in verification.rows[verification.ended].tolist():
-                if row in self.errors and self.on_error:
-                    self.on_error(row, self.errors[row])
-                elif self.on_end:
-                    self.on_end(row, self.outputs[row])
-        self.clock.mark("overhead")
 
     @torch.inference_mode()
     def drop(self, row: int) -> None:
@@ -389,24 +277,6 @@ class Decoding:
         setup.use(parts)
         self.clock.mark("draft_prefill")
 
-    def _keep(self, stays: np.ndarray) -> None:
-        """Keep only these rows, bool [B]."""
-        setup, kept = self.setup, compacted(stays)
-        self.rows.leave(~stays)
-        sound = ~np.isin(self.rows.numbers, list(self.errors))
-        remember(setup, self.rows.contexts, np.flatnonzero(~stays & sound))
-        waiting = len(stays) + np.arange(self._waiting.count)
-        self.rows.keep(kept)
-        self._keep_slots(np.append(kept, waiting))
-        if len(kept):
-            setup.drafter.keep_rows(to_device(kept, setup.lm.device))
-            setup.policy.keep_rows(kept)
-            if self._features is not None and setup.observers:
-                self._features = self._features.keep_rows(kept)
-
-    def _keep_slots(self, rows: np.ndarray) -> None:
-        self.setup.lm.keep_rows(to_device(rows, self.setup.lm.device))
-
     def result(self) -> Decoded:
         """All texts so far. Needs all `outputs` and `steps`."""
         self.clock.finish()
@@ -421,59 +291,6 @@ class Decoding:
         )
         outputs = [self.outputs[row] for row in range(self._admitted)]
         return Decoded(outputs, tally, timing, self.steps)
-
-    def _rule(self) -> Rule:
-        """The rule for the running rows. Exact match serves only if all are greedy."""
-        sampling = self.rows.sampling
-        if sampling.greedy == self.setup.sampling.greedy:
-            return self.setup.rule
-        return used_rule(self.setup.parts.rule, sampling)
-
-    def _draft(self, depths: np.ndarray) -> Draft:
-        """The draft of each row, at most depths[b] deep, int [B]."""
-        setup = self.setup
-        if not depths.any():
-            return Draft.none(len(depths), setup.lm.device)
-        if not self._drafted:
-            # Not earlier: a policy may decode a complete text without a draft.
-            setup.drafter.prefill(self.rows.contexts)
-            self.clock.mark("draft_prefill")
-            self._drafted = True
-        policy = setup.policy
-        limits = Limits(depths, policy.stops if policy.watches else None, policy.stops_after)
-        rows = self.rows
-        rng = rows.rng.coupled() if self._rule().couples else rows.rng
-        draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
-        draft = draft.to(setup.lm.device)
-        draft.limit_depth(depths)
-        return draft
-
-    def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
-        """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
-        A row whose logits give no token fails. Without `on_error`, this raises its error and
-        changes nothing."""
-        contexts = rows.contexts
-        verification.rows = rows.numbers
-        verification.contexts, verification.lengths = contexts, contexts.lengths
-        for index in np.flatnonzero(verification.broken).tolist():
-            error = verification.problem(index)
-            if self.on_error is None:
-                raise error
-            self.errors[int(rows.numbers[index])] = error
-        room = rows.ends - contexts.lengths
-        verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
-        contexts.append(verification.block, verification.emitted)
-        verification.describe(depths, self.setup.policy.watched)
-
-    def _tell_drafter(self, verification: Verification) -> None:
-        """Give the pass to the drafter, with the hidden states of the tokens that stay."""
-        if self.setup.drafter.captured_layers:
-            verification.previous_features = self._features
-            counts = verification.accepted + 1
-            features = Features(self.setup.lm.features, counts)
-            self._features = features.at(verification.positions(), counts)
-            verification.features = self._features
-        self.setup.drafter.observe(verification)
 
 
 class Decoder(Setup):

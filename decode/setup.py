@@ -15,6 +15,7 @@ from decode.rules import Rule, used_rule
 from decode.sampling import Sampling
 from decode.target.cache.cached_model import PASS_TOKENS, CachedLM
 from decode.target.cache.prefix_cache import PrefixCache
+from decode.target.memory import affordable_slots
 from decode.text_stream import Stop
 from decode.verification import Observer
 
@@ -101,3 +102,8 @@ class Setup:
         near its end is still fed a draft as deep as the others."""
         end = min(length + max_new_tokens, self.lm.max_positions)
         return end + self.drafter.room(self.policy.max_depth)
+
+    def affordable_slots(self, rows: int, length: int) -> int:
+        """How many slots to allocate from the start for each of so many rows, for texts of `length`
+        tokens: fewer than they need if keys and values would take over half of the free memory."""
+        return affordable_slots(self.lm.model, rows, self.slots(length, 0))

@@ -136,6 +136,8 @@ def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
     >>> shares({0: 900, 1: 30, 2: 700}, 500)
     {0: 250, 1: 30, 2: 220}
     """
+    if not left:
+        return {}
     first, *others = left
     given = {first: min(left[first], -(-tokens // 2))}
     free = tokens - given[first]

@@ -30,7 +30,7 @@ from benchmarks.decode import (
     ratios,
 )
 from benchmarks.drafters import compare, table_row, with_random_layers
-from benchmarks.parts import device_parts, online_runs
+from benchmarks.parts import device_parts, domain_prompts, online_runs
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
 from benchmarks.parts.decode_contestants import Models
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
@@ -395,7 +395,7 @@ def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
         files[domain] = tmp_path / f"{domain}.jsonl"
         rows = [{"prompt": f"{domain} {i}", "reference": "known"} for i in range(10)]
         files[domain].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    online.prepare(files, tmp_path / "data", {"train": 4, "stream": 6})
+    domain_prompts.prepare(files, tmp_path / "data", {"train": 4, "stream": 6})
     lines = {
         split: (tmp_path / "data" / f"code-{split}.jsonl").read_text().splitlines()
         for split in ("train", "stream")
@@ -406,7 +406,7 @@ def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
     }
     assert "known" not in "".join(lines["stream"])
     with pytest.raises(UserError, match="expected prompts in all of the first 11 rows"):
-        online.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})
+        domain_prompts.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})
 
 
 def test_two_measurements_are_compared():

@@ -34,7 +34,6 @@ from decode.target.memory import slot_bytes
 from decode.text_stream import StopStrings
 from decode.trees.static import Static
 from decode.verification import Verification
-from decode.waiting_rows import shares
 from tests import lossless
 from tests.lossless import LONGER, fit_texts, longer_model, parallel_lm, small_lm
 from tests.test_heads_lossless import drafter as heads_drafter
@@ -402,7 +401,7 @@ def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
         decoding.read(6)
     passes, joined = 0, []
     while decoding.waiting:
-        for row, tokens in shares(decoding.unread, 6).items():
+        for row, tokens in decoding.shares(6).items():
             decoding.read(row, tokens)
         joined.append(len(decoding.waiting))
         if not decoding.finished:

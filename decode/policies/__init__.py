@@ -93,6 +93,21 @@ class Policy(ABC):
         return None
 
 
+def require_min_depth(min_depth: int, max_depth: int) -> None:
+    """Raise UserError unless 1 ≤ min_depth ≤ max_depth."""
+    if not 1 <= min_depth <= max_depth:
+        raise UserError(
+            f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
+            "max_depth"
+        )
+
+
+def require_threshold(threshold: float) -> None:
+    """Raise UserError unless the threshold is a probability."""
+    if not 0 <= threshold <= 1:
+        raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+
+
 class Watcher(Policy):
     """A policy that looks at one number per draft token, computed from the drafter's logits.
 
@@ -105,11 +120,7 @@ class Watcher(Policy):
 
     def __init__(self, max_depth: int, min_depth: int) -> None:
         super().__init__(max_depth)
-        if not 1 <= min_depth <= max_depth:
-            raise UserError(
-                f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
-                "max_depth"
-            )
+        require_min_depth(min_depth, max_depth)
         self.min_depth = min_depth
         self._forget()
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from decode.device import to_device
 from decode.errors import UserError
-from decode.policies import POLICIES, Watcher
+from decode.policies import POLICIES, Watcher, require_threshold
 from decode.verification import Verification
 
 
@@ -24,8 +24,7 @@ class Confidence(Watcher):
 
     def __init__(self, max_depth: int = 8, threshold: float = 0.4, min_depth: int = 1) -> None:
         super().__init__(max_depth, min_depth)
-        if not 0 <= threshold <= 1:
-            raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+        require_threshold(threshold)
         self.threshold = threshold
 
     def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
@@ -68,8 +67,7 @@ class AdaptiveConfidence(Watcher):
         min_depth: int = 1,
     ) -> None:
         super().__init__(max_depth, min_depth)
-        if not 0 <= threshold <= 1:
-            raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+        require_threshold(threshold)
         if window < self.WARM:
             raise UserError(f"window is {window}; expected at least {self.WARM} pairs")
         if not 0 < price < 1:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from decode.errors import UserError
-from decode.policies import POLICIES, Policy
+from decode.policies import POLICIES, Policy, require_min_depth
 from decode.verification import Verification
 
 
@@ -57,11 +57,7 @@ class Feedback(Policy):
         self, max_depth: int = 8, min_depth: int = 1, ema: float = 0.7, first: float = 0.5
     ) -> None:
         super().__init__(max_depth)
-        if not 1 <= min_depth <= max_depth:
-            raise UserError(
-                f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
-                "max_depth"
-            )
+        require_min_depth(min_depth, max_depth)
         for name, value, fits in (("ema", ema, 0 <= ema < 1), ("first", first, 0 <= first <= 1)):
             if not fits:
                 raise UserError(f"{name} is {value}; expected a number from 0 to 1 (ema below 1)")

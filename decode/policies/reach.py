@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from decode.errors import UserError
-from decode.policies import POLICIES, Watcher
+from decode.policies import POLICIES, Watcher, require_threshold
 
 
 @POLICIES.register("reach")
@@ -22,8 +21,7 @@ class Reach(Watcher):
 
     def __init__(self, max_depth: int = 8, threshold: float = 0.3, min_depth: int = 1) -> None:
         super().__init__(max_depth, min_depth)
-        if not 0 <= threshold <= 1:
-            raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+        require_threshold(threshold)
         self.threshold = threshold
 
     def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:

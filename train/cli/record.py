@@ -64,7 +64,7 @@ def record(
     from train.record.proxy import Recorder
     from train.record.records import Retention
     from train.record.upstream import Upstreams
-    from train.serve.server import bind
+    from train.serve.server import address_of, bind
 
     keys = Keys() if record_keys is None else Keys.of_file(record_keys)
     retention = Retention(keep_days, keep_bytes)
@@ -79,8 +79,7 @@ def record(
             date_header=False,
             timeout_graceful_shutdown=drain_seconds,
         )
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{bound.getsockname()[1]}/v1"
+        address = f"http://{address_of(host, bound)}/v1"
         typer.echo(f"{upstreams.current.url} is behind {address}; records are in {out}")
         uvicorn.Server(config).run(sockets=[bound])
 

@@ -167,7 +167,7 @@ def serve(
     from decode.settings import DecodeSettings
     from train.serve.dynamic_lenience import require_low
     from train.serve.requests import Bounds
-    from train.serve.server import Server, bind, make_service
+    from train.serve.server import Server, address_of, bind, make_service
 
     quieten()
     settings = DecodeSettings(**decoding.settings)
@@ -206,8 +206,7 @@ def serve(
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
         service = compute_apart(prepare).result()
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{bound.getsockname()[1]}/v1"
+        address = f"http://{address_of(host, bound)}/v1"
         what = f"{service.model_name} with the drafter {drafter}"
         server = Server(service, drain_seconds, lambda: typer.echo(f"{what} is at {address}"))
         try:

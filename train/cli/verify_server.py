@@ -55,7 +55,7 @@ def verify_server(
     from train.edge.server import VerifyServer
     from train.edge.sessions import Bounds
     from train.edge.verifier import Verifier
-    from train.serve.server import bind
+    from train.serve.server import address_of, bind
 
     quieten()
     make_verified_rule(rule)
@@ -73,6 +73,6 @@ def verify_server(
     with bind(host, port) as bound:
         verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds)).result()
         server = VerifyServer(verifier, bound, key)
-        shown = f"[{host}]" if ":" in host else host
-        what = f"{loading.target} verifies by {verifier.rule_name} at ws://{shown}:{server.port}"
+        address = f"ws://{address_of(host, bound)}"
+        what = f"{loading.target} verifies by {verifier.rule_name} at {address}"
         server.run(lambda: typer.echo(what), signals=True)

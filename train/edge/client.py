@@ -8,11 +8,12 @@ import numpy as np
 import torch
 
 from decode.drafters import Drafter
-from decode.loop import Decoded, Decoder, OnTokens
+from decode.loop import Decoded, Decoder
 from decode.parts import Part
 from decode.policies import Policy
 from decode.rows import require_prompts
 from decode.sampling import Sampling
+from decode.step import OnTokens
 from decode.target.identity import Fingerprint, require_same_vocabulary
 from decode.target.loading import Target, resolve_device, resolve_dtype
 from decode.text_stream import Stop

@@ -16,9 +16,7 @@ from decode.parts import Part
 from decode.registry import Choice
 from decode.target.identity import weights_sha256
 from decode.target.loading import Target
-from decode.target.memory import affordable_slots
 from decode.verification import Verification
-from decode.waiting_rows import shares
 from train.edge.arrived_drafts import ArrivedDrafts, make_verified_rule
 from train.edge.protocol import UP, VERSION, Message, ProtocolError, decode, encode
 from train.edge.sessions import Bounds, Connection, Session, Sessions, Text
@@ -90,13 +88,12 @@ class Verifier:
     # --- the verifying thread ---------------------------------------------------------------------
 
     def _new_decoding(self) -> Decoding:
-        decoder, rows = self.decoder, self.bounds.max_rows
-        slots = decoder.slots(self.bounds.row_tokens, 0)
+        rows, length = self.bounds.max_rows, self.bounds.row_tokens
         return Decoding(
-            decoder,
+            self.decoder,
             on_error=lambda row, error: None,
             rows=rows,
-            slots=affordable_slots(decoder.lm.model, rows, slots),
+            slots=self.decoder.affordable_slots(rows, length),
         )
 
     def _run(self) -> None:
@@ -250,8 +247,7 @@ class Verifier:
                 [text.ids], text.end - len(text.ids), row_ids=[text.row_id], settings=text.settings
             )
         except UserError as error:
-            session.texts.pop(text.req, None)
-            self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
+            self._refuse(session, text, "refused", str(error))
             return
         except Exception as error:
             self._begin_anew([(session, text)], error)
@@ -260,10 +256,9 @@ class Verifier:
 
     def _read(self) -> None:
         """Read on in the texts of the rows that are not read yet."""
-        if unread := self._decoding.unread:
-            for row, tokens in shares(unread, self.bounds.prefill_tokens).items():
-                if row in self._decoding.waiting:
-                    self._read_on(*self._rows[row], tokens)
+        for row, tokens in self._decoding.shares(self.bounds.prefill_tokens).items():
+            if row in self._decoding.waiting:  # an error at one row may take others away
+                self._read_on(*self._rows[row], tokens)
 
     def _read_on(self, session: Session, text: Text, tokens: int) -> None:
         """Read so many tokens of a text into its row, or refuse it."""
@@ -273,8 +268,7 @@ class Verifier:
             self._decoding.read(text.row, tokens)
         except UserError as error:
             self._forget(text)
-            session.texts.pop(text.req, None)
-            self._refuse(session, text, ProtocolError("refused", str(error), req=text.req))
+            self._refuse(session, text, "refused", str(error))
             return
         except Exception as error:
             self._begin_anew([(session, text)], error)
@@ -372,16 +366,14 @@ class Verifier:
         self._rows.clear()
         self._decoding = self._new_decoding()
         for session, text in failed:
-            session.texts.pop(text.req, None)
-            problem = ProtocolError(
-                "failed", f"the server failed at the text: {error}", req=text.req
-            )
-            self._refuse(session, text, problem)
+            self._refuse(session, text, "failed", f"the server failed at the text: {error}")
 
-    def _refuse(self, session: Session, text: Text, error: ProtocolError) -> None:
+    def _refuse(self, session: Session, text: Text, code: str, message: str) -> None:
+        """End a text, and say why."""
+        session.texts.pop(text.req, None)
         text.draft = None
         if session.connection is not None:
-            _send_error(session.connection, error)
+            _send_error(session.connection, ProtocolError(code, message, req=text.req))
 
     def _answer(
         self,
@@ -395,10 +387,9 @@ class Verifier:
         """Commit what a pass, which took so many seconds, gave to a text, and send the verdict."""
         row = text.row
         if row in self._decoding.errors:
-            problem = ProtocolError("failed", str(self._decoding.errors[row]), req=text.req)
+            error = self._decoding.errors[row]
             self._forget(text)
-            session.texts.pop(text.req, None)
-            self._refuse(session, text, problem)
+            self._refuse(session, text, "failed", str(error))
             return
         emitted = int(step.emitted[index])
         tokens = step.block[index, :emitted].tolist()

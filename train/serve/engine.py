@@ -20,11 +20,9 @@ from decode.loop import Decoder, Decoding
 from decode.rows import require_prompts
 from decode.sampling import Sampling
 from decode.stats import Judged
-from decode.target.memory import affordable_slots
 from decode.text_stream import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
-from decode.waiting_rows import shares
 from train.serve.metrics import Metrics
 from train.serve.requests import Bounds, Choice, NewTokens, Refusal, Request, RowWatch
 
@@ -282,10 +280,9 @@ class Engine:
 
     def _read(self) -> None:
         """Read on in the prompts of the rows that are not read yet."""
-        if unread := self._decoding.unread:
-            for row, tokens in shares(unread, self.bounds.prefill_tokens).items():
-                if row in self._decoding.waiting:
-                    self._read_on(row, tokens)
+        for row, tokens in self._decoding.shares(self.bounds.prefill_tokens).items():
+            if row in self._decoding.waiting:  # an error at one row may take others away
+                self._read_on(row, tokens)
 
     def _read_on(self, row: int, tokens: int) -> None:
         """Read so many tokens of the prompt of a row. If it is complete, its texts begin."""
@@ -460,12 +457,11 @@ class Engine:
         return refusal
 
     def _make_decoding(self) -> Decoding:
-        decoder, rows = self.decoder, self.bounds.max_rows
-        slots = decoder.slots(self.bounds.row_tokens, 0)
+        rows, length = self.bounds.max_rows, self.bounds.row_tokens
         return Decoding(
-            decoder,
+            self.decoder,
             rows=rows,
-            slots=affordable_slots(decoder.lm.model, rows, slots),
+            slots=self.decoder.affordable_slots(rows, length),
             on_tokens=lambda row, tokens: self._new.append((row, tokens)),
             on_end=lambda row, _: self._ended.add(row),
             on_error=self._failed_row,

@@ -11,17 +11,11 @@ from starlette.routing import Route
 
 from train.serve.answers import event
 from train.serve.engine import Engine
-from train.serve.static_files import file_routes
+from train.serve.static_files import FILES, file_routes
 
 _STATIC = Path(__file__).parent / "static"
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
-}
 # No secrets are in these files, and without them nobody could enter a key.
-OPEN_PATHS = frozenset(_FILES)
+OPEN_PATHS = frozenset(FILES)
 _LIVE_SECONDS = 0.5
 
 
@@ -33,7 +27,7 @@ def page_routes(engine: Engine) -> list[Route]:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(_figures(engine), media_type="text/event-stream", headers=headers)
 
-    routes = file_routes(_STATIC, _FILES)
+    routes = file_routes(_STATIC)
     return [*routes, Route("/live", live, methods=["GET"])]
 
 

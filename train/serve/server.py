@@ -117,6 +117,12 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
+def address_of(host: str, bound: socket.socket) -> str:
+    """HOST:PORT of a socket of `bind`, for a URL."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{bound.getsockname()[1]}"
+
+
 class Server(uvicorn.Server):
     """Ends after the engine has: the first SIGTERM or Ctrl-C lets running texts end, for at most
     `drain_seconds`, and new requests get status 503. A second signal ends it at once.

@@ -1,12 +1,18 @@
 """The files of a page, with headers that let it load nothing from elsewhere."""
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+# By path: the file's name and its media type.
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/page.js": ("page.js", "text/javascript"),
+    "/page.css": ("page.css", "text/css"),
+    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
+}
 # Nothing from elsewhere, nothing inline, in no frame.
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = {
@@ -17,9 +23,9 @@ HEADERS = {
 }
 
 
-def file_routes(folder: Path, files: Mapping[str, tuple[str, str]]) -> list[Route]:
-    """Routes to files of a folder. files: by path, the file's name and its media type."""
-    return [_route(path, folder / name, kind) for path, (name, kind) in files.items()]
+def file_routes(folder: Path) -> list[Route]:
+    """Routes to the files of a page, which are in this folder."""
+    return [_route(path, folder / name, kind) for path, (name, kind) in FILES.items()]
 
 
 def _route(path: str, file: Path, kind: str) -> Route:

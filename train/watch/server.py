@@ -19,12 +19,6 @@ from train.watch.run_state import RunState
 
 HOST = "127.0.0.1"
 _STATIC = Path(__file__).parent / "static"
-_FILES = {
-    "/": ("index.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
-    "/favicon.svg": ("favicon.svg", "image/svg+xml"),
-}
 _SECONDS = 1.0  # between two looks at the files
 _CLOSING_SECONDS = 1
 
@@ -41,7 +35,7 @@ class WatchServer(uvicorn.Server):
             )
 
         app = Starlette(
-            routes=[*file_routes(_STATIC, _FILES), Route("/live", live, methods=["GET"])],
+            routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])],
             # A page of another site, whose name leads here, gets nothing.
             middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
         )
