@@ -1,6 +1,8 @@
 """The benchmarks' settings and helpers; what they measure is not a test's business."""
 
+import itertools
 import json
+import random
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +15,7 @@ from benchmarks import (
     boosting,
     context,
     device,
+    encoder_decoder,
     exact,
     heads,
     objectives,
@@ -44,6 +47,13 @@ from benchmarks.parts.drafter_contestants import (
 )
 from benchmarks.parts.pipeline_checks import weight_difference
 from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
+from benchmarks.parts.translation import (
+    SYLLABLES,
+    Language,
+    Shape,
+    make_tokenizer,
+    write_target,
+)
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS
@@ -130,6 +140,51 @@ def test_the_second_drafters_of_the_boosting_benchmark_differ_by_the_boost_only(
         if name != "answers"
     }
     assert len(limits) == 1
+
+
+def test_an_invented_translation_says_what_its_source_says():
+    language, draw = Language(), random.Random(0)
+    tokenizer = make_tokenizer(language)
+    syllables = {syllable for kind in SYLLABLES for syllable in kind}
+    words = {text: word for word, text in language.translation.items()}
+    assert len(words) == len(language.translation)
+    for _ in range(50):
+        source, text = language.sentence(draw)
+        read = []
+        for clause in text.removesuffix(" .").split(" , "):
+            tokens = clause.split()
+            pairs = map(" ".join, itertools.pairwise(tokens))
+            read.append({words[pair] for pair in pairs if pair in words})
+            read[-1] |= {token for token in tokens if token in syllables}
+        asked = [{*clause.split()} - {"in"} for clause in source.removesuffix(" .").split(" , ")]
+        assert read == asked
+        for side in (source, text):
+            ids = tokenizer(side)["input_ids"]
+            assert tokenizer.decode(ids, skip_special_tokens=True) == side
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+def test_drafters_of_a_target_with_an_encoder_are_trained_and_compared(tmp_path):
+    """All of the benchmark, at sizes that learn nothing; what is there is not made again."""
+    settings = encoder_decoder.Settings(
+        "tiny",
+        tmp_path,
+        Shape(width=32, encoder_layers=1, layers=2, rows=4, train=8, dev=1, test=2),
+        target_steps=3,
+        drafter_steps=2,
+        tokens=6,
+        timed=1,
+        gammas=(2,),
+    )
+    reporter = Reporter(silent=True)
+    _, target, figures = encoder_decoder.measure_all(settings, reporter)
+    assert list(figures) == ["ngram", "blockwise", "medusa", "small"]
+    assert all(row["same_text"] == 1 for row in figures.values())
+    assert all(row["trained_parameters"] > 0 for row in list(figures.values())[1:])
+    assert len(encoder_decoder.ratios(figures)) == 8
+    assert encoder_decoder.drafters_table(figures, target).row_count == 4
+    made = write_target(tmp_path / "tiny-target", settings.shape, 3, reporter)
+    assert made["seconds"] == target["seconds"]
 
 
 @pytest.mark.parametrize("quick", [True, False])

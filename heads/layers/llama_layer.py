@@ -101,7 +101,7 @@ def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) 
         num_hidden_layers=1,
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 30,
         pad_token_id=config.pad_token_id,
-        bos_token_id=config.bos_token_id,
+        bos_token_id=getattr(config, "bos_token_id", None),  # T5 has none
         eos_token_id=config.eos_token_id,
         **values,
     )
