@@ -80,12 +80,13 @@ def run_config(
     data: dict[str, Any] | None = None,
     evaluation: dict[str, Any] = UNJUDGED,
 ) -> dict[str, Any]:
-    """Return the config of a run in bfloat16. data: by default the shipped prompts."""
+    """Return the config of a run: a target in bfloat16, trainings with float32 products. data: by
+    default the shipped prompts."""
     return {
         "name": name,
         "output_dir": str(runs),
         "trackers": [],
-        "precision": "bf16",
+        "precision": "no",
         "target": {"model": target, "dtype": "bfloat16", "device": device},
         "data": data or {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
         "evaluation": evaluation,

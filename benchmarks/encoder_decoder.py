@@ -170,7 +170,7 @@ def drafters_config(settings: Settings, directory: Path) -> dict[str, Any]:
     data = {split: str((directory / f"{split}.jsonl").absolute()) for split in SPLITS}
     config = run_config(settings.name, settings.runs, stages, target=str(directory), data=data)
     config["target"]["dtype"] = "float32"
-    return config | {"precision": "no"}
+    return config
 
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:

@@ -173,6 +173,19 @@ STAGES: list[dict[str, Any]] = [
 ]
 
 
+def test_the_quickstarts_plan_is_written_as_json(place: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    written = place / "plan.json"
+    planned = command(
+        *("quickstart", f"target.model={place / 'target'}", "target.dtype=float32"),
+        *(f"stages.{stage}.draft_vocabulary=100" for stage in ("words", "heads")),
+        *("--dry-run", "--json", str(written)),
+    )
+    assert planned.exit_code == 0, planned.stderr
+    names = [stage["name"] for stage in json.loads(written.read_text())["stages"]]
+    assert {"answers", "distill", "heads"} <= set(names)
+
+
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
 def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     save_tiny(place / "small", layers=1)
