@@ -235,8 +235,9 @@ def test_what_a_cascade_refuses() -> None:
         with pytest.raises(UserError, match="drafts trees, and the"):
             make()
     other = SmallLMDrafter(tiny_model("llama", layers=1, vocab=280))
-    with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
-        VerticalCascade(middle(), other)
+    for cascade in (VerticalCascade, HorizontalCascade):
+        with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
+            cascade(middle(), other)
 
     class Reading(NgramDrafter):
         captured_layers = (1,)

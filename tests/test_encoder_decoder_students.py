@@ -9,7 +9,11 @@ import torch
 
 from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import CompositeDrafter
+from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
@@ -94,6 +98,24 @@ def test_greedy_texts_are_those_of_generate(family: str, shape: Any) -> None:
         decoding.step()
     assert decoding.result().outputs == expected
     assert decoding.result().counts.accepted.sum() > 5
+
+
+def test_combinations_of_drafters_that_read_the_source() -> None:
+    lm = model("t5")
+    small, lookup = SmallLMDrafter(near(lm)), NgramDrafter(1, 2)
+    for drafter in (
+        VerticalCascade(small, lookup),
+        HorizontalCascade(small, lookup),
+        SeveralDrafters([lookup, small]),
+        MeasuredComposite([lookup, small], [0.0, 0.1]),
+        RoutedDrafter([small, lookup], lambda text: int(text[0]) % 2),
+    ):
+        decoder = Decoder(lm, drafter, eos_token_ids=[EOS_ID], gamma=3)
+        decoded = decoder.decode(SOURCES, NEW, batch_size=2)
+        assert decoded.outputs == [generated(lm, source) for source in SOURCES]
+        assert decoded.counts.accepted.sum() > 5
+    with pytest.raises(UserError, match="needs a decoder-only target"):
+        Decoder(lm, HorizontalCascade(SkipDrafter("1"), lookup))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -414,6 +414,11 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
     assert all(before[n].dtype == after[n].dtype for n in before)
+    # A model that only that code can run is refused.
+    settings["model_type"] = "custom"
+    (source / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(UserError, match=r"type 'custom', .* code: code\.Model \(auto_map\)"):
+        import_drafter(str(source), seven, tmp_path / "other")
     assert not (tmp_path / "ran").exists()
 
 

@@ -157,6 +157,11 @@ FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
         edit_json("config.json", dflash_config={"mask_token_id": 303, "target_layer_ids": [0, 4]}),
         "taps are [0, 4]; expected numbers from 0 to 3 in ascending order",
     ),
+    "a block beyond the context": (
+        "vllm",
+        edit_json("config.json", block_size=256),
+        "block_size is 256; expected from 2 to 255: the target's context has 256 tokens",
+    ),
     "a token of texts": (
         "vllm",
         edit_json("config.json", dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 2]}),

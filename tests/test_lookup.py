@@ -18,6 +18,8 @@ from decode.drafters import NoDrafter
 from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.lookup.datastore import (
     SORT_BYTES,
+    SUFFIXES,
+    TOKENS,
     Datastore,
     sorted_suffixes,
     write_datastore,
@@ -38,6 +40,7 @@ from decode.verification import Verification
 from tests.lossless import longer_model
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import tiny_target
+from tests.training import Killed
 from train.config import validate_config
 from train.stages.generate import GenerateConfig
 
@@ -423,6 +426,27 @@ def test_a_stage_writes_a_datastore_of_the_train_split(made: Any, target: Target
     before = (outcome.drafter / "tokens.npy").stat().st_mtime_ns
     assert run_stage(context, stage).summary["tokens"] == outcome.summary["tokens"]
     assert (outcome.drafter / "tokens.npy").stat().st_mtime_ns == before
+
+
+def test_a_datastore_whose_making_was_killed_is_made_again(
+    made: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kill comes when the tokens are written and their suffixes are not yet sorted."""
+    context, _, outcome = made
+    stage = make_stage("datastore", "killed", tree_nodes=8)
+
+    def killed(*args: Any) -> Any:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("decode.drafters.lookup.datastore.sorted_suffixes", killed)
+        with pytest.raises(Killed):
+            run_stage(context, stage)
+    # A part of a datastore is never taken for one, and a complete one stays.
+    assert not (context.directory / "killed" / "drafter").exists()
+    again = run_stage(context, stage)
+    for name in (TOKENS, SUFFIXES):
+        assert (again.drafter / name).read_bytes() == (outcome.drafter / name).read_bytes()
 
 
 def test_a_datastore_that_does_not_fit_is_refused(

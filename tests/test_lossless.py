@@ -64,7 +64,6 @@ def few_slots() -> SparseDrafter:
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn chain": small_lm,
-    "looked up chain": lambda: NgramDrafter(1, 2),
     # Likely and unlikely tokens at each depth.
     "fixed chain": lambda: FixedDraft((0, 1)),
     "fixed tree": lambda: FixedDraft((5, 0, 9, 3, 1, 0), (-1, -1, 0, 0, 1, 1)),
@@ -81,7 +80,6 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ("rule", "drafter", "rows"),
     [
         ("speculative", "drawn chain", ROWS),
-        ("speculative", "looked up chain", ROWS // 4),
         # These emit the target's own draws, so there is less to go wrong.
         ("exact", "drawn chain", ROWS // 4),
         ("exact", "fixed tree", ROWS // 4),
@@ -152,6 +150,9 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
         [small_lm(case=case), NgramDrafter(1, 2)], lambda text: int(text[0]) % 2
     ),
     "changing layers": lambda case: SwiftDrafter(window=4, every=2),
+    "tree by changing layers": lambda case: SwiftDrafter(window=4, every=2).with_shape(
+        Pairs("distinct")
+    ),
     "longest match": lambda case: MaxGramDrafter(),
     "texts of all rows": lambda case: StoreDrafter(1, 2),
     "suffix": lambda case: SuffixDrafter(min_token_prob=0.0, max_spec_factor=4.0),
@@ -195,6 +196,7 @@ CASES = {
         ("speculative", "measured", "plain", 12_000),
         ("speculative", "routed", "plain", 12_000),
         ("speculative", "changing layers", "deeper", 12_000),
+        ("traversal", "tree by changing layers", "deeper", 12_000),
         ("speculative", "longest match", "plain", 6_000),
         ("speculative", "texts of all rows", "plain", 6_000),
         ("speculative", "shared tokens", "plain", 20_000),

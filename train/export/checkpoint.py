@@ -1,7 +1,8 @@
 """A published drafter on disk: its config and its tensors, read as data.
 
-Nothing that comes with it runs. Code files (`auto_map`) are ignored. Pickled weights are refused
-unless the user asks for them, and are then read with `weights_only=True`.
+Nothing that comes with it runs. Code files (`auto_map`) are ignored, and a small LM that only such
+code can run is refused. Pickled weights are refused unless the user asks for them, and are then
+read with `weights_only=True`.
 """
 
 import json
@@ -15,6 +16,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
+import transformers
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
@@ -149,6 +151,16 @@ class Checkpoint:
         if not self.config.get("auto_map"):
             return []
         return ["its config names code (auto_map), which was neither read nor run"]
+
+    def require_no_code(self) -> None:
+        """Raise UserError if only code that the config names can run the model."""
+        code, kind = self.config.get("auto_map"), self.config.get("model_type")
+        if code and kind not in transformers.CONFIG_MAPPING:
+            named = ", ".join(map(str, code.values())) if isinstance(code, dict) else code
+            raise UserError(
+                f"{self.source} is a model of the type {kind!r}, which needs its own code: {named} "
+                "(auto_map). An import runs no code; expected a type that transformers knows"
+            )
 
     @property
     def tokenizer_notes(self) -> list[str]:

@@ -158,7 +158,7 @@ def _layout_of(checkpoint: Checkpoint, form: str | None) -> Format:
     config = checkpoint.config
     stated = {
         key: config[key]
-        for key in ("architectures", "model_type", "speculators_model_type")
+        for key in ("architectures", "model_type", "speculators_model_type", "auto_map")
         if key in config
     }
     raise UserError(

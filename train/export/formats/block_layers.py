@@ -227,6 +227,12 @@ class DFlashLayers(LayerFormat):
             **self.kind_expected(),
         }
         problems += key_problems(expected, usual | contents, "config.json")
+        block, context = contents.get("block_size"), target.max_positions
+        if is_count(block) and block >= context:
+            problems.append(
+                f"block_size is {block}; expected from 2 to {context - 1}: the target's context "
+                f"has {context} tokens"
+            )
         problems += window_problems if self.holds_windows else []
         problems += self.published_problems(checkpoint.config)
         tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=FIRST_LAYER))

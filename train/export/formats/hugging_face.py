@@ -101,6 +101,7 @@ class HuggingFace(Format):
             raise UserError(
                 f"--depth is {job.depth}, but a small LM drafts to any depth; leave it out"
             )
+        checkpoint.require_no_code()
         loaded = load_model_and_tokenizer(
             str(checkpoint.directory), dtype=checkpoint.dtype, device="cpu"
         )
