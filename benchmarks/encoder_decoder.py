@@ -32,6 +32,7 @@ from benchmarks.common import (
     describe_machine,
     execute_run,
     format_interval,
+    read_summary,
     rows_table,
     run_command,
     run_config,
@@ -39,7 +40,6 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.heads import with_interval
-from benchmarks.online import read_summary
 from benchmarks.parts.translation import SPLITS, Shape, write_target
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter

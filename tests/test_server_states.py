@@ -96,10 +96,10 @@ def test_training_from_servers_is_training_beside_the_target(
         assert engine.left() == []
         assert engine.most <= 4
         # Room for one file at a time. That of a request that times out comes while the next waits.
-        engine.most, engine.delays = 0, [0.0] * 4 + [0.8, 0.4]
+        engine.most, engine.delays = 0, [0.0] * 4 + [1.6, 0.4]
         largest = 4096 + max(map(len, texts)) * (2 * 32 * 4 + 8)
         server = {"directory": str(engine.directory), "max_gib": 1.5 * largest / 2**30}
-        stage = stage_with(one, "killed", server | {"timeout_seconds": 0.6})
+        stage = stage_with(one, "killed", server | {"timeout_seconds": 1.2})
         again = drafter_weights(run_killed(context, stage, monkeypatch, 3))
     assert_equal(again, drafter_weights(outcome))
     assert engine.most == 1

@@ -82,6 +82,9 @@ class ServerClient:
         """The headers of the next attempt."""
         return {}
 
+    async def ready(self) -> None:
+        """Called before each attempt."""
+
     async def gave_up(self, headers: Mapping[str, str]) -> None:
         """Called after an attempt without a usable response. headers: of the attempt."""
 
@@ -95,6 +98,7 @@ class ServerClient:
             # Rows that fail together do not come back together.
             wait = min(FIRST_WAIT * 2**tries, LONGEST_WAIT, limit) * random.uniform(0.75, 1.0)
             tries += 1
+            await self.ready()
             headers = self.headers()
             try:
                 async with asyncio.timeout(limit):

@@ -135,9 +135,8 @@ class StatesClient(ServerClient):
 
     async def gave_up(self, headers: Mapping[str, str]) -> None:
         self._given_up.add(headers[REQUEST_ID])
-        await self._no_file_left()
 
-    async def _no_file_left(self) -> None:
+    async def ready(self) -> None:
         """Delete the files of the attempts that were given up, and wait for those that the server
         writes now. Raises ServerLost if one is not complete after `timeout_seconds`."""
         begin, pause = time.monotonic(), 0.001
@@ -173,7 +172,6 @@ class StatesClient(ServerClient):
             if attempt:
                 wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
                 await asyncio.sleep(wait * random.uniform(0.75, 1.0))
-            await self._no_file_left()
             path = self._directory / await self._ask(sample)
             try:
                 await self._written(path)
