@@ -1,9 +1,8 @@
-"""Code that all benchmarks share: options, runs, fresh processes, peak memory, files."""
+"""Code that all benchmarks share: options, runs, fresh processes, files."""
 
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -12,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import psutil
 import torch
 import typer
 from accelerate import Accelerator
@@ -22,7 +20,6 @@ from train.cli.command import cores, quieten, shows_errors, table
 from train.config import validate_config
 from train.console import Reporter
 from train.run import Run, describe_process, make_directory
-from train.training.trainer import peak_memory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,40 +177,6 @@ def in_fresh_process(function: str, **arguments: Any) -> Any:
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]
-
-
-def resident_memory(device: str = "cpu") -> int:
-    """Return the bytes of this process that are in memory now; on a GPU, those of its tensors."""
-    if device != "cpu":
-        return torch.cuda.memory_allocated()
-    return psutil.Process().memory_info().rss
-
-
-def forget_peak(device: str = "cpu") -> None:
-    """Reset the peak if the system supports it (Linux, CUDA). Else the process's peak stays."""
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return
-
-
-def peak_resident_memory(device: str = "cpu") -> int:
-    """Return the most bytes in memory since `forget_peak`; on a GPU, those of tensors.
-
-    Linux: read from VmHWM. getrusage's figure starts at the memory of the process that started this
-    one, and cannot be reset.
-    """
-    if device != "cpu":
-        return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return peak_memory()
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    return int(peak[1]) * 1024 if peak else peak_memory()
 
 
 def _run_in_fresh_process() -> None:

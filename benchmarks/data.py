@@ -29,13 +29,13 @@ from benchmarks.common import (
     JsonOption,
     describe_machine,
     in_fresh_process,
-    peak_resident_memory,
     rows_table,
     run_command,
     start_benchmark,
     start_process,
     write_json,
 )
+from benchmarks.parts.process_memory import peak_resident_memory
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat import Sample
 from train.data.corpus import SHARE_EXAMPLES

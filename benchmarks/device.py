@@ -29,8 +29,6 @@ from benchmarks.common import (
     DeviceOption,
     JsonOption,
     describe_machine,
-    forget_peak,
-    peak_resident_memory,
     rows_table,
     run_command,
     start_benchmark,
@@ -47,6 +45,7 @@ from benchmarks.parts.device_parts import (
     pass_times,
     train_here,
 )
+from benchmarks.parts.process_memory import forget_peak, peak_resident_memory
 from decode.errors import UserError
 from decode.measure.costs import OtherProcesses, busy
 from decode.measure.machine import describe_gpus

@@ -36,11 +36,8 @@ from benchmarks.common import (
     MIB,
     JsonOption,
     describe_machine,
-    forget_peak,
     in_fresh_process,
-    peak_resident_memory,
     require,
-    resident_memory,
     rows_table,
     run_command,
     save_figure,
@@ -50,6 +47,7 @@ from benchmarks.common import (
 )
 from benchmarks.parts.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation
 from benchmarks.parts.distill_settings import Settings
+from benchmarks.parts.process_memory import forget_peak, peak_resident_memory, resident_memory
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model

@@ -34,16 +34,14 @@ from benchmarks.common import (
     DeviceOption,
     JsonOption,
     describe_machine,
-    forget_peak,
     in_fresh_process,
-    peak_resident_memory,
-    resident_memory,
     rows_table,
     run_command,
     start_benchmark,
     start_process,
     write_json,
 )
+from benchmarks.parts.process_memory import forget_peak, peak_resident_memory, resident_memory
 from decode.target.hidden_states import FINAL
 from decode.target.loading import resolve_device
 from distill.losses import WeightedLoss

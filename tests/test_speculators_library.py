@@ -1,5 +1,5 @@
-"""Drafters that the library speculators saved: our import reads them, our export writes them again,
-and the library loads the export."""
+"""The library speculators beside ours. Drafters that it saved: our import reads them, our export
+writes them again, and the library loads the export. A step of EAGLE-3's training in both."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks import speculators
 from tests.export import KEPT, require_environment, save_target
 from tests.tiny import VOCAB
 from train.export import ExportOptions
@@ -114,3 +115,27 @@ def assert_same_settings(before: dict[str, Any], after: dict[str, Any]) -> None:
     for key, value in before[layers].items():
         if key not in special:
             assert after[layers][key] == value, key
+
+
+@pytest.mark.engine
+def test_a_training_step_is_the_librarys(tmp_path: Path) -> None:
+    """The benchmark's: the same loss and gradient, from the same weights and hidden states, also
+    after steps of AdamW. The library's trainer takes none without an accelerator."""
+    require_environment(LIBRARY, speculators.missing_library(), "make engine-speculators")
+    target = save_target(tmp_path / "target", layers=7)
+    results, error = speculators.compare(
+        target,
+        str(tmp_path / "target"),
+        tmp_path,
+        lengths=(24,),
+        vocabularies=(64,),
+        texts=3,
+        half=False,
+    )
+    differences = {
+        name: value for name, value in speculators.ratios(results).items() if "difference" in name
+    }
+    assert len(differences) == 2 * len(speculators.ATTENTIONS)
+    assert max(differences.values()) < 1e-5, differences
+    assert error is not None
+    assert "accelerator" in error

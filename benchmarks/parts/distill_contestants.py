@@ -20,13 +20,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from benchmarks.common import (
-    PROMPTS,
-    forget_peak,
-    resident_memory,
-    start_process,
-)
+from benchmarks.common import PROMPTS, start_process
 from benchmarks.parts.distill_settings import Meter, Settings
+from benchmarks.parts.process_memory import forget_peak, resident_memory
 from decode.target.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.common import TARGET, peak_resident_memory
+from benchmarks.common import TARGET
+from benchmarks.parts.process_memory import peak_resident_memory
 from decode.measure.time_passes import finish
 from decode.target.loading import Target, load_model_and_tokenizer, load_target
 from distill.untrained_student import student_from_layers
