@@ -104,6 +104,7 @@ def test_a_right_import_is_not(source: str) -> None:
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {
     "tests/speculators_child.py",
+    "benchmarks/parts/speculators_child.py",
     "train/export/engines/openvino_child.py",
     "train/export/engines/vllm_child.py",
     "train/states/vllm_connector.py",
