@@ -1,14 +1,14 @@
 """Measures EAGLE-3's training on long texts: seconds and peak memory against the text's length.
 
     python -m benchmarks.long_context [--quick] [--json FILE] [--device auto|cpu|cuda]
-                                      [--length N …] [--steps N]
+                                      [--length N …] [--steps N] [--compiled]
 
 Two parts, each with a row for every length, forward and backward, one text at a time:
 
 - the attention of all steps: from all scores, T × T for each head and step, and merged
   (`heads.layers.unrolled_attention`);
-- a whole training step of the heads, without the target's pass: with all activations kept, and with
-  gradient checkpointing.
+- a whole training step of the heads, without the target's pass: with all activations kept, with
+  gradient checkpointing, and with --compiled also through `torch.compile` of the decoder layer.
 
 Everything is random: only shapes matter. Float32 on a CPU, bfloat16 on CUDA. Each row runs in a
 process of its own. Memory is the peak above what was there before: of the process, on CUDA of
@@ -52,9 +52,9 @@ from heads.layers.unrolled_attention import causal_attention, dense_attention, m
 TURNS = 3
 WARM_UP = 64  # tokens
 ATTENTIONS = {"all scores": dense_attention, "merged": merged_attention}
-STEPS = {"kept": False, "checkpointed": True}
 # By part: the two rows that are compared.
-PARTS = {"attention": tuple(ATTENTIONS), "step": tuple(STEPS)}
+PARTS = {"attention": tuple(ATTENTIONS), "step": ("kept", "checkpointed")}
+COMPILED = "compiled"
 Figures = dict[str, Any]
 
 
@@ -82,6 +82,7 @@ def main(
     device: DeviceOption = "auto",
     length: Annotated[list[int] | None, typer.Option(min=2, help="tokens of a text")] = None,
     steps: Annotated[int, typer.Option(min=2, help="of the training-time test")] = 7,
+    compiled: Annotated[bool, typer.Option("--compiled", help="also with torch.compile")] = False,
 ) -> None:
     """Run both parts and print their tables."""
     reporter = start_benchmark()
@@ -94,7 +95,8 @@ def main(
         reporter.say(f"attention, {name}: differs from float64 by {difference:.1e} at most")
     results: dict[str, dict[int, Figures]] = {}
     errors: dict[str, str] = {}
-    for part, names in PARTS.items():
+    for part, pair in PARTS.items():
+        names = (*pair, COMPILED) if compiled and part == "step" else pair
         for name in names:
             for tokens in lengths:
                 try:
@@ -131,9 +133,9 @@ def main(
 
 def ratios(results: Mapping[str, Mapping[int, Figures]]) -> dict[str, float]:
     """Return, flat by name, seconds and peak memory of the second row of each part over those of
-    the first, for each length that has both."""
+    the first, for each length that has both; and so for a compiled step."""
     values: dict[str, float] = {}
-    for part, (first, second) in PARTS.items():
+    for part, (first, second) in (PARTS | {COMPILED: (PARTS["step"][0], COMPILED)}).items():
         for tokens, ours in results.get(second, {}).items():
             theirs = results.get(first, {}).get(tokens)
             if theirs is not None:
@@ -160,7 +162,10 @@ def measure_step(name: str, shape: dict[str, Any], length: int, device: str) -> 
     start_process()
     sizes = Shape(**shape)
     training = _training(sizes, device)
-    training.heads.gradient_checkpointing = STEPS[name]
+    training.heads.gradient_checkpointing = name == "checkpointed"
+    if name == COMPILED:
+        for layer in training.heads.layers:
+            layer.compile()
     half = _dtype(device) != torch.float32
     hidden = training.heads.hidden_size
 
@@ -180,7 +185,8 @@ def measure_step(name: str, shape: dict[str, Any], length: int, device: str) -> 
 
         return run
 
-    return _measured(turn, length, device)
+    # A graph may be made for each length, so the first turn of this one does not count.
+    return _measured(turn, length, device, WARM_UP if name != COMPILED else length)
 
 
 def measure_differences(shape: Shape, length: int, device: str) -> dict[str, float]:
@@ -195,8 +201,10 @@ def measure_differences(shape: Shape, length: int, device: str) -> dict[str, flo
     return differences
 
 
-def _measured(turn: Callable[[int], Callable[[], Any]], length: int, device: str) -> Figures:
-    turn(WARM_UP)()
+def _measured(
+    turn: Callable[[int], Callable[[], Any]], length: int, device: str, warm_up: int = WARM_UP
+) -> Figures:
+    turn(warm_up)()
     run = turn(length)
     seconds = []
     forget_peak(device)

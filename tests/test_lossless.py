@@ -64,6 +64,7 @@ def few_slots() -> SparseDrafter:
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn chain": small_lm,
+    "looked up chain": lambda: NgramDrafter(1, 2),
     # Likely and unlikely tokens at each depth.
     "fixed chain": lambda: FixedDraft((0, 1)),
     "fixed tree": lambda: FixedDraft((5, 0, 9, 3, 1, 0), (-1, -1, 0, 0, 1, 1)),
@@ -80,6 +81,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ("rule", "drafter", "rows"),
     [
         ("speculative", "drawn chain", ROWS),
+        ("speculative", "looked up chain", ROWS // 4),
         # These emit the target's own draws, so there is less to go wrong.
         ("exact", "drawn chain", ROWS // 4),
         ("exact", "fixed tree", ROWS // 4),

@@ -863,7 +863,7 @@ STAGE = """
 @pytest.fixture
 def base(tmp_path, monkeypatch) -> Path:
     """Two stages with dropout; what judges their drafters is left out."""
-    for name in ("baselines", "drafter", "in_turn"):
+    for name in ("baselines", "drafter", "combined"):
         monkeypatch.setattr(f"train.run.RunEvaluation.{name}", lambda *arguments: None)
     monkeypatch.setattr("train.run.make_report", lambda directory: {})
     monkeypatch.setattr("train.cli.train.print_report", lambda run, report: None)
