@@ -47,6 +47,7 @@ from decode.target.loading import resolve_device
 from distill.losses import WeightedLoss
 from heads.eagle_heads import Eagle3Heads, Eagle3Options
 from heads.head_training import HeadTraining
+from heads.layers.llama_layer import DraftLayer
 from heads.layers.unrolled_attention import causal_attention, dense_attention, merged_attention
 
 TURNS = 3
@@ -164,8 +165,9 @@ def measure_step(name: str, shape: dict[str, Any], length: int, device: str) -> 
     training = _training(sizes, device)
     training.heads.gradient_checkpointing = name == "checkpointed"
     if name == COMPILED:
-        for layer in training.heads.layers:
-            layer.compile()
+        for module in training.heads.modules():
+            if isinstance(module, DraftLayer):
+                module.compile()
     half = _dtype(device) != torch.float32
     hidden = training.heads.hidden_size
 
