@@ -131,6 +131,19 @@ def format_interval(ratio: dict[str, float], digits: int) -> str:
     return f"{value} [{low}, {high}]"
 
 
+def format_figure(value: float | None, form: str) -> str:
+    """The figure in this format, or a dash if there is none."""
+    return "–" if value is None else format(value, form)
+
+
+def with_interval(row: dict[str, Any], figure: str, digits: int) -> str:
+    """A figure with its interval over prompts, without it for a run from before there was one."""
+    interval = row.get(f"{figure}_interval")
+    if interval is not None:
+        return format_interval(interval, digits)
+    return format_figure(row[figure], f".{digits}f")
+
+
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Like `train.run.describe_process`, with the versions of these packages too."""
     process = describe_process()

@@ -43,9 +43,10 @@ from benchmarks.common import (
     run_command,
     run_config,
     start_benchmark,
+    with_interval,
     write_json,
 )
-from benchmarks.heads import plot_arms, with_interval
+from benchmarks.heads import plot_arms
 from benchmarks.parts.drafter_contestants import (
     Contestant,
     named,

@@ -31,15 +31,16 @@ from benchmarks.common import (
     RunsOption,
     describe_machine,
     execute_run,
+    format_figure,
     format_interval,
     read_summary,
     rows_table,
     run_command,
     run_config,
     start_benchmark,
+    with_interval,
     write_json,
 )
-from benchmarks.heads import with_interval
 from benchmarks.parts.translation import SPLITS, Shape, write_target
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
@@ -185,21 +186,20 @@ def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
 def drafters_table(figures: dict[str, dict[str, Any]], target_figures: dict[str, float]) -> Table:
     """Return the table of all drafters."""
 
-    def cell(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
     rows = [
         {
             "drafter": name,
-            "trained": cell(row["trained_parameters"], ",d"),
-            "seconds": cell(row["training_seconds"], ".0f"),
+            "trained": format_figure(row["trained_parameters"], ",d"),
+            "seconds": format_figure(row["training_seconds"], ".0f"),
             "γ": str(row["gamma"]),
-            "first guess right": cell(next(iter(row["acceptance_by_position"]), None), ".0%"),
+            "first guess right": format_figure(
+                next(iter(row["acceptance_by_position"]), None), ".0%"
+            ),
             "tokens/step": with_interval(row, "tokens_per_step", 2),
             "c": with_interval(row, "c", 2),
-            "v": cell(row["v"], ".2f"),
+            "v": format_figure(row["v"], ".2f"),
             "speed-up": format_interval(row["speedup"], 2),
-            "same text": cell(row["same_text"], ".0%"),
+            "same text": format_figure(row["same_text"], ".0%"),
         }
         for name, row in figures.items()
     ]

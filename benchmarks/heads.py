@@ -33,12 +33,14 @@ from benchmarks.common import (
     RunsOption,
     describe_machine,
     execute_run,
+    format_figure,
     format_interval,
     rows_table,
     run_command,
     run_config,
     save_figure,
     start_benchmark,
+    with_interval,
     write_json,
 )
 from decode.drafters import DRAFTERS
@@ -316,36 +318,24 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
             f"{heads['lookup_top1']:.1%}"
         )
 
-    def cell(value: float | None, form: str) -> str:
-        return "–" if value is None else format(value, form)
-
     rows = []
     for name, row in figures.items():
         speedup = row["speedup"]
         cells = {
             "drafter": name,
-            "trained": cell(row["trained_parameters"], ",d"),
-            "seconds": cell(row["seconds"], ".0f"),
-            "first token: top-1": cell(row["top1"], ".1%"),
-            "top-5": cell(row["top5"], ".1%"),
+            "trained": format_figure(row["trained_parameters"], ",d"),
+            "seconds": format_figure(row["seconds"], ".0f"),
+            "first token: top-1": format_figure(row["top1"], ".1%"),
+            "top-5": format_figure(row["top5"], ".1%"),
             "drafts": row["drafts"],
             "tokens/step": with_interval(row, "tokens_per_step", 2),
             "c": with_interval(row, "c", 3),
-            "v": cell(row["v"], ".2f"),
+            "v": format_figure(row["v"], ".2f"),
             "speed-up": "–" if speedup is None else format_interval(speedup, 2),
-            "same text, float32": cell(identical.get(name), ".0%"),
+            "same text, float32": format_figure(identical.get(name), ".0%"),
         }
         rows.append(cells)
     return rows_table(title, rows, left=len(rows[0]) if rows else 1)
-
-
-def with_interval(row: dict[str, Any], figure: str, digits: int) -> str:
-    """A figure with its interval over prompts, without it for a run from before there was one."""
-    interval = row.get(f"{figure}_interval")
-    if interval is not None:
-        return format_interval(interval, digits)
-    value = row[figure]
-    return "–" if value is None else f"{value:.{digits}f}"
 
 
 def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:

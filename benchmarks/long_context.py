@@ -56,6 +56,8 @@ ATTENTIONS = {"all scores": dense_attention, "merged": merged_attention}
 # By part: the two rows that are compared.
 PARTS = {"attention": tuple(ATTENTIONS), "step": ("kept", "checkpointed")}
 COMPILED = "compiled"
+# By ratio: a compiled step is compared with a kept one.
+COMPARED = PARTS | {COMPILED: (PARTS["step"][0], COMPILED)}
 Figures = dict[str, Any]
 
 
@@ -137,7 +139,7 @@ def ratios(results: Mapping[str, Mapping[int, Figures]]) -> dict[str, float]:
     the first, for each length that has both; and the seconds of a compiled step over a kept one's.
     """
     values: dict[str, float] = {}
-    for part, (first, second) in (PARTS | {COMPILED: (PARTS["step"][0], COMPILED)}).items():
+    for part, (first, second) in COMPARED.items():
         for tokens, ours in results.get(second, {}).items():
             theirs = results.get(first, {}).get(tokens)
             if theirs is not None:

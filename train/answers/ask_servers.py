@@ -78,14 +78,11 @@ class ServerClient:
             )
         return response
 
-    def headers(self) -> dict[str, str]:
-        """The headers of the next attempt."""
+    async def headers(self) -> dict[str, str]:
+        """Called before each attempt: its headers."""
         return {}
 
-    async def ready(self) -> None:
-        """Called before each attempt."""
-
-    async def gave_up(self, headers: Mapping[str, str]) -> None:
+    def gave_up(self, headers: Mapping[str, str]) -> None:
         """Called after an attempt without a usable response. headers: of the attempt."""
 
     async def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
@@ -98,8 +95,7 @@ class ServerClient:
             # Rows that fail together do not come back together.
             wait = min(FIRST_WAIT * 2**tries, LONGEST_WAIT, limit) * random.uniform(0.75, 1.0)
             tries += 1
-            await self.ready()
-            headers = self.headers()
+            headers = await self.headers()
             try:
                 async with asyncio.timeout(limit):
                     response = await self._client.request(
@@ -114,7 +110,7 @@ class ServerClient:
                     return response
                 problem = f"status {response.status_code}: {excerpt(response)}"
                 wait = max(wait, _retry_after(response))
-            await self.gave_up(headers)
+            self.gave_up(headers)
         if wait > limit:
             problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
         raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")

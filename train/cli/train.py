@@ -145,10 +145,8 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
     evaluated = run.config.evaluation.stages
     judged = [plan for name, _, plan in plans if evaluated is None or name in evaluated]
     evaluation = ("evaluation", "evaluation", planned_evaluation(run.config, judged, examples))
-    *times, evaluating = (
-        seconds_of(name, kind, plan, speeds) for name, kind, plan in (*plans, evaluation)
-    )
-    everything = list(zip((*plans, evaluation), (*times, evaluating), strict=True))
+    entries = [*plans, evaluation]
+    *times, evaluating = (seconds_of(name, kind, plan, speeds) for name, kind, plan in entries)
     columns = ("stage", "kind", "what", "trained", "tokens", "memory", "disk", "time")
     rows = [
         (
@@ -161,7 +159,7 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
             f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
             f"≈ {format_duration(seconds)}" if seconds else "–",
         )
-        for (name, kind, plan), seconds in everything
+        for (name, kind, plan), seconds in zip(entries, (*times, evaluating), strict=True)
     ]
     reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
     parts = [field.name for field in fields(Memory)]

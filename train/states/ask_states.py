@@ -129,14 +129,15 @@ class StatesClient(ServerClient):
         """Ask for the name of the model. Raises UserError as `model`."""
         self._model = await self.model()
 
-    def headers(self) -> dict[str, str]:
+    async def headers(self) -> dict[str, str]:
+        await self._no_file_left()
         self._count += 1
         return {REQUEST_ID: f"{self._requester}-{self._count}"}
 
-    async def gave_up(self, headers: Mapping[str, str]) -> None:
+    def gave_up(self, headers: Mapping[str, str]) -> None:
         self._given_up.add(headers[REQUEST_ID])
 
-    async def ready(self) -> None:
+    async def _no_file_left(self) -> None:
         """Delete the files of the attempts that were given up, and wait for those that the server
         writes now. Raises ServerLost if one is not complete after `timeout_seconds`."""
         begin, pause = time.monotonic(), 0.001
