@@ -4,8 +4,10 @@
         [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--runs DIR]
         [--random-layers N] [--random-width N]
 
-Without options: the drafters and combinations that need no training, those that come along, and a
-datastore of the target's answers to the shipped training prompts. --run adds every drafter that a
+Without options: the drafters and combinations that need no training, those that come along, and
+what a run of this benchmark makes of the target's answers to the shipped training prompts: a
+datastore, and a small model with another tokenizer, which drafts the tokens that both have (TLI)
+or text (SLEM). --run adds every drafter that a
 run has trained (`runs/quickstart`, or a run of `benchmarks.heads`), also in combinations, with the
 seconds of its training. --drafter adds any other, by the names of `draftsmith evaluate`. Each is
 decoded greedily in its own shape, and timed in turns with plain decoding. The rows are sorted by
@@ -59,6 +61,7 @@ from benchmarks.parts.drafter_contestants import (
     untrained,
 )
 from benchmarks.parts.held_memory import held_bytes
+from benchmarks.parts.other_tokenizer import write_student
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate
@@ -95,7 +98,7 @@ def main(
     loaded = load_target(target, dtype=dtype)
     trained = [row for path in run or () for row in trained_drafters(path)]
     if random_layers is None:
-        contestants = [*untrained(), datastore(target, runs, quick, reporter), *trained]
+        contestants = [*untrained(), *of_own_run(loaded, runs, quick, reporter), *trained]
     else:
         loaded = with_random_layers(loaded, random_layers, random_width)
         contestants = [*of_depth(random_layers), *small_models(trained)]
@@ -186,20 +189,35 @@ def with_random_layers(target: Target, layers: int, width: int) -> Target:
     return replace(target, model=model, eos_token_ids=())
 
 
-def datastore(target: str, runs: Path, quick: bool, reporter: Reporter) -> Contestant:
-    """A datastore of the target's answers to the shipped training prompts, from a run that is
-    kept."""
+def of_own_run(target: Target, runs: Path, quick: bool, reporter: Reporter) -> list[Contestant]:
+    """A datastore of the target's answers to the shipped training prompts, and a small model with
+    another tokenizer that learned from them. Their run is kept."""
+    name = "drafters-quick" if quick else "drafters"
+    prompts, _ = read_examples(str(PROMPTS / "train.jsonl"))
+    other = runs / f"{name}-other-tokenizer"
+    write_student(other, target, (text for row in prompts for text in row.user_texts()))
     stages: list[dict[str, Any]] = [
         {"name": "answers", "kind": "generate", "prompts": 96 if quick else None}
         | {"max_new_tokens": 80, "batch_size": 32, "part_prompts": 96},
         {"name": "datastore", "kind": "datastore", "text": "answers"}
         | {"tree_nodes": DATASTORE_NODES},
+        {"name": "other", "kind": "distill", "text": "answers"}
+        | {"drafter": {"model": str(other.absolute()), "vocabulary": "shared"}}
+        | {"losses": {"forward_kl": 1.0}, "optimizer": {"lr": 2e-3}}
+        | {"loop": {"epochs": 100, "max_steps": 60 if quick else 240, "tokens_per_batch": 1024}},
     ]
-    config = run_config("drafters-quick" if quick else "drafters", runs, stages, target=target)
-    made, _ = execute_run(config, reporter)
-    stage = made.stage_directory("datastore")
-    drafter = stage / "drafter"
-    return Contestant("rest", str(drafter), "rest", seconds_of(stage), size_of(drafter))
+    made, _ = execute_run(run_config(name, runs, stages, target=target.name), reporter)
+    contestants = []
+    for name, kind, stage, option in (
+        ("rest", "rest", "datastore", ""),
+        ("TLI", "shared_vocabulary", "other", ""),
+        ("SLEM", "shared_vocabulary", "other", ":vocabulary=text"),
+    ):
+        directory = made.stage_directory(stage)
+        drafter = directory / "drafter"
+        row = Contestant(name, f"{drafter}{option}", kind, seconds_of(directory), size_of(drafter))
+        contestants.append(row)
+    return contestants
 
 
 def measure(

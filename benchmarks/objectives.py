@@ -1,6 +1,7 @@
 """Which divergence and which text make the drafter that agrees best with SmolLM2-135M?
 
-    python -m benchmarks.objectives [--quick] [--seeds N] [--json FILE] [--plots DIR] [--runs DIR]
+    python -m benchmarks.objectives [--quick] [--seeds N] [--arms NAME,…] [--json FILE]
+        [--plots DIR] [--runs DIR]
 
 Every arm starts from the same drafter: the target's first two layers after an epoch of
 cross-entropy. All arms take the same number of optimizer steps on the same number of tokens. On the
@@ -15,9 +16,9 @@ all of the text at temperature 1 during training (GKD, DistillSpec). Writing tak
 which the table shows. `cache, k` is sampled text with the teacher's top k from an offline cache
 instead of its full distribution. `pard` is sampled text for a drafter that drafts in one pass
 (PARD), and `pard-dpace` the same with D-PACE's weights of places; their rates count all places of a
-draft. For k = 8 … 128, a table shows how much of the full
-divergence and of its gradient remains with k outcomes and a tail. Runs are kept and continue where
-they stopped.
+draft. --arms runs only the arms that it names by loss and text (`lk_hybrid-sampled`), and the one
+that the ratios are over. For k = 8 … 128, a table shows how much of the full divergence and of its
+gradient remains with k outcomes and a tail. Runs are kept and continue where they stopped.
 """
 
 import json
@@ -45,6 +46,7 @@ from benchmarks.common import (
 )
 from decode.drafters.directory import open_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
+from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.figures import ratio_of_totals
 from decode.sampling import Sampling
@@ -88,6 +90,9 @@ GAMMA = 4
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="few steps, one seed")] = False,
     seeds: Annotated[int | None, typer.Option(help="default 2, quick 1")] = None,
+    only: Annotated[
+        str | None, typer.Option("--arms", help="arms to train, as LOSS-TEXT; default: all")
+    ] = None,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write objectives.png here")] = None,
     runs: RunsOption = Path("runs"),
@@ -95,9 +100,8 @@ def main(
     """Train every arm, measure it, print the table."""
     seeds = seeds or (1 if quick else 2)
     reporter = start_benchmark()
-    arms = [
-        (loss, text, seed) for seed in range(seeds) for loss, text in (ARMS[:4] if quick else ARMS)
-    ]
+    chosen = choose_arms(only, quick=quick)
+    arms = [(loss, text, seed) for seed in range(seeds) for loss, text in chosen]
     run, _ = execute_run(objectives_config(arms, quick=quick, runs=runs), reporter)
     figures = {
         _name(*arm): measure(run, arm, reporter, quick=quick) for arm in [("start", "", 0), *arms]
@@ -136,6 +140,18 @@ def main(
                 "machine": describe_machine(),
             },
         )
+
+
+def choose_arms(names: str | None, *, quick: bool) -> list[tuple[str, str]]:
+    """The arms of these names, with BASE; None: all, or the first with `quick`. Raises UserError
+    for an unknown name."""
+    if names is None:
+        return ARMS[:4] if quick else ARMS
+    known = {_name(*arm)[:-2]: arm for arm in ARMS}
+    wanted = names.split(",")
+    if unknown := [name for name in wanted if name not in known]:
+        raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(known)}")
+    return [arm for name, arm in known.items() if arm == BASE or name in wanted]
 
 
 def objectives_config(
@@ -193,7 +209,11 @@ def objectives_config(
                 "max_new_tokens": 80,
             }
         stages.append(stage)
-    return run_config("objectives-quick" if quick else "objectives", runs, stages)
+    parts = ["objectives"]
+    chosen = list(dict.fromkeys((loss, text) for loss, text, _ in arms))
+    if chosen != choose_arms(None, quick=quick):
+        parts += [_name(*arm)[:-2] for arm in chosen]
+    return run_config("-".join([*parts, "quick"] if quick else parts), runs, stages)
 
 
 def measure(

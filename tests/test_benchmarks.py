@@ -45,6 +45,7 @@ from benchmarks.parts.drafter_contestants import (
     trained_drafters,
     untrained,
 )
+from benchmarks.parts.other_tokenizer import write_student
 from benchmarks.parts.pipeline_checks import weight_difference
 from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
 from benchmarks.parts.translation import (
@@ -57,7 +58,7 @@ from benchmarks.parts.translation import (
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import save_drafter
+from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.several.combinations import COMBINATIONS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -107,6 +108,17 @@ def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
     assert failed["bug"].startswith("TypeError: ")
     for name, row in figures.items():
         assert set(table_row(name, row, True)) < set(table_row(name, row, False))
+
+
+def test_a_small_model_with_another_tokenizer_is_made_of_the_target(tmp_path):
+    target, other = tiny_target(layers=2), tmp_path / "other"
+    write_student(other, target, ["the quick brown fox", "the quick dog proposes a token"])
+    plain = DecodeSettings().decoder(target, open_drafter("none", target))[0].decode(TEXTS[:2], 8)
+    for vocabulary in ("shared", "text"):
+        drafter = open_drafter(f"{other}:vocabulary={vocabulary}", target)
+        drafted = DecodeSettings().decoder(target, drafter)[0].decode(TEXTS[:2], 8)
+        assert drafted.outputs == plain.outputs
+        assert drafted.tally.drafted.sum() > 0
 
 
 def test_a_fresh_process_returns_what_the_function_does():
@@ -194,7 +206,12 @@ def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
         objectives.objectives_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS
     )
     assert len({stage.name for stage in config.stages}) == len(config.stages)
-    assert objectives.BASE in objectives.ARMS
+    assert objectives.choose_arms("lk_hybrid-sampled", quick=False) == [
+        objectives.BASE,
+        ("lk_hybrid", "sampled"),
+    ]
+    with pytest.raises(UserError, match="unknown arm 'lk'; known arms: cross_entropy-sampled"):
+        objectives.choose_arms("lk", quick=quick)
 
 
 @pytest.mark.parametrize(
