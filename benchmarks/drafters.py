@@ -61,7 +61,7 @@ from benchmarks.parts.drafter_contestants import (
     untrained,
 )
 from benchmarks.parts.held_memory import held_bytes
-from benchmarks.parts.other_tokenizer import write_student
+from benchmarks.parts.small_vocabulary import write_student
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate

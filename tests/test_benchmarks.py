@@ -45,9 +45,9 @@ from benchmarks.parts.drafter_contestants import (
     trained_drafters,
     untrained,
 )
-from benchmarks.parts.other_tokenizer import write_student
 from benchmarks.parts.pipeline_checks import weight_difference
 from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
+from benchmarks.parts.small_vocabulary import write_student
 from benchmarks.parts.translation import (
     SYLLABLES,
     Language,
