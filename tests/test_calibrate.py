@@ -53,6 +53,19 @@ def test_calibrating_decodes_every_prompt_with_every_threshold() -> None:
     assert found.to_dict()["lossless"] is False
 
 
+def test_a_drafter_that_learns_meets_each_prompt_anew() -> None:
+    found = calibrate_threshold(
+        tiny_target(),
+        DRAFTERS["suffix"](),
+        PROMPTS,
+        DecodeSettings(gamma=3, sampling=Sampling(1.0)),
+        thresholds=[0.2, 0.2 + 1e-9],
+        max_new_tokens=24,
+    )
+    first, second = found.trials
+    assert first.acceptance_rate == second.acceptance_rate
+
+
 def test_what_cannot_be_calibrated_is_refused() -> None:
     target, ngram = tiny_target(), DRAFTERS["ngram"]()
     with pytest.raises(UserError, match="at least one prompt"):

@@ -262,7 +262,11 @@ def test_vllm_hands_out_the_states_of_the_target(
     live = run_stage(context, make_stage("heads", "live", **stage))
     assert len(off) == 2 * 3
     assert max(off) < 1e-5
-    assert_close(drafter_weights(outcome), drafter_weights(live))
+    # AdamW's first steps have the size of the learning rate even where a gradient is nearly 0.
+    ours, theirs = drafter_weights(outcome), drafter_weights(live)
+    assert ours.keys() == theirs.keys()
+    for name, weights in theirs.items():
+        assert (ours[name] - weights).norm() < 1e-3 * weights.norm()
     history = [run.summary["training"]["history"] for run in (outcome, live)]
     for theirs, ours in zip(*history, strict=True):
         assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-4)

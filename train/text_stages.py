@@ -147,7 +147,7 @@ class TextStage(Stage[T]):
         be tokenised, a damaged part, or a text without a sample.
         """
         config, accelerator = self.config, self.accelerator
-        ranks = Ranks(accelerator.process_index, accelerator.num_processes)
+        ranks = Ranks.of(accelerator)
         made_by = [self.corpus.sha256(config.text), self.target.fingerprint.tokenizer_sha256]
         made_by += [str(config.max_length), config.on_long]
         digest = hashlib.sha256(json.dumps(made_by).encode())
@@ -224,7 +224,7 @@ class CacheStage(TextStage[T]):
         if the disk lacks space for the missing ones, for a damaged part, and for a disk that fills
         up on the way. Finished parts are kept.
         """
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
         rank, world = ranks.rank, ranks.world
         begin, scored = time.perf_counter(), 0
         firsts = range(0, len(samples), part_samples)
@@ -307,7 +307,12 @@ class TrainingStage(TextStage[L]):
 
     @classmethod
     def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
-        config.weighted_loss  # noqa: B018  # refuses losses that do not exist
+        loss = config.weighted_loss  # refuses losses that do not exist
+        if config.teacher_temperature != 1 and not loss.needs_teacher:
+            raise UserError(
+                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would do "
+                "nothing; leave it out"
+            )
         super().check(config, earlier)
 
     def cache_directory(self, name: str) -> Path:

@@ -306,7 +306,7 @@ def train_here(bench: Bench, contestant: str) -> dict[str, Any]:
         if contestant in HEADS:
             function = "device_parts:measure_heads"
         figures: dict[str, Any] = in_fresh_process(
-            f"benchmarks.{function}", contestant=contestant, settings=asdict(settings)
+            f"benchmarks.parts.{function}", contestant=contestant, settings=asdict(settings)
         )
     return figures
 

@@ -36,6 +36,8 @@ from decode.target.loading import (
 
 DRAFTER_FILE = "drafter.json"
 FORMAT = 1
+# The kinds of drafters that are a small language model, whose tokenizer may be another one.
+SMALL_LMS = ("shared_vocabulary", "small_lm")
 # What `DIRECTORY:vocabulary=NAME` opens, for a model with another tokenizer than the target's.
 OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
     "shared": SharedVocabularyDrafter,
@@ -97,7 +99,8 @@ def describe_drafter(path: Path) -> dict[str, Any]:
 def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
     """Opens a drafter by name. `spec` is one of:
 
-    - `none`, `ngram`, `store`, `suffix` or `lookahead`, with or without options: `ngram:max_n=4`;
+    - a drafter that is not trained, with or without options: `none`, `ngram:max_n=4`, `store`,
+      `max_gram`, `suffix`, `lookahead`, `skip`, `swift` or `sparse`;
     - a drafter directory, or `embedded:NAME` for one that comes with draftsmith;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's. With `pard_token` in its config it
@@ -144,21 +147,22 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return drafter
     if (path / DRAFTER_FILE).exists():
         description = describe_drafter(path)
-        padding = description["kind"] in ("pard", "rest", "shared_vocabulary", "small_lm")
-        with _naming_options(spec, padding):
+        kind = description["kind"]
+        padding = kind in ("pard", "rest", *SMALL_LMS)
+        with _naming_options(spec, kind in SMALL_LMS and not target.has_encoder):
             require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
         try:
-            loader: Any = DRAFTERS[description["kind"]]
+            loader: Any = DRAFTERS[kind]
         except UserError as error:
             raise UserError(
                 f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
                 "target's hidden states: import open_drafter from there"
             ) from error
         if target.has_encoder:
-            require_no_encoder(loader, f"the {description['kind']} drafter {spec}")
+            require_no_encoder(loader, f"the {kind} drafter {spec}")
         opened: Drafter = loader.load(path, target, dtype=name)
         if target.has_encoder:  # a small language model has an encoder or not
-            require_no_encoder(opened, f"the {description['kind']} drafter {spec}")
+            require_no_encoder(opened, f"the {kind} drafter {spec}")
         return opened
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter without its description is not a plain model
@@ -170,7 +174,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         )
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
-    with _naming_options(spec, True):
+    with _naming_options(spec, not target.has_encoder):
         require_same_vocabulary(
             loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
         )
@@ -254,7 +258,7 @@ def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
         )
     if (path / DRAFTER_FILE).exists():
         kind = describe_drafter(path)["kind"]
-        if kind not in ("shared_vocabulary", "small_lm"):
+        if kind not in SMALL_LMS:
             raise UserError(
                 f"{path} is a drafter of the kind {kind}, which works only with the target it was "
                 "trained for; vocabulary= is for a small language model"

@@ -127,6 +127,7 @@ def calibrate_threshold(
         # Each θ goes first in turn, so that a drift of the machine does not affect the comparison.
         for turn in range(len(thetas)):
             index = (turn + done) % len(thetas)
+            decoders[index].drafter.forget()  # each θ meets the prompt as a new one
             run = decoders[index].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
             runs[index].append(run)
         if progress:

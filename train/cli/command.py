@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 Number = TypeVar("Number", int, float)
 
 _DRAFTER = (
-    "none, ngram, store, a drafter directory, embedded:eagle1-smollm2-135m, a smaller model's id "
-    "or path (with :vocabulary=shared or =text if its tokenizer is another one), or several with + "
-    "between them"
+    "none, ngram, store and other names (docs/drafters.md), a drafter directory, "
+    "embedded:eagle1-smollm2-135m, a smaller model's id or path (with :vocabulary=shared or =text "
+    "if its tokenizer is another one), or several with + between them"
 )
 DrafterOption = Annotated[str, typer.Option(help=_DRAFTER)]
 DraftersOption = Annotated[

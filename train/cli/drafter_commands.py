@@ -78,8 +78,10 @@ def evaluate(
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
     target = loading.load(encoder=True)
-    # All of them before the first measurement: a wrong name must not cost a figure.
+    # All of them before the first measurement: a wrong name or option must not cost a figure.
     opened = {name: open_drafter(name, target) for name in drafters}
+    for opened_drafter in opened.values():
+        protocol.decoder(target, opened_drafter)
     ids = tokenized_prompts(examples, target, limit)
     evaluations = {}
     with reporter.bar("evaluating", len(ids)) as bar:

@@ -12,6 +12,7 @@ from http.client import HTTPException, InvalidURL
 from typing import Any
 
 from decode.errors import UserError
+from train.export.engines.child_process import OPENER
 
 ASK_SECONDS = 300.0
 # vLLM, llama-server and draftsmith have the same names, each behind its prefix.
@@ -29,7 +30,6 @@ _SGLANG = re.compile(
 )
 # An engine may add to its counters a moment after its answer.
 _SETTLE_SECONDS = 10.0
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 class NoAnswer(UserError):
@@ -101,7 +101,7 @@ def ask(
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
         if key:
             request.add_header("Authorization", f"Bearer {key}")
-        with _OPENER.open(request, timeout=seconds) as answer:
+        with OPENER.open(request, timeout=seconds) as answer:
             return bytes(answer.read())
     except urllib.error.HTTPError as error:
         detail = b""

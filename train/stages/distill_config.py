@@ -89,7 +89,8 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
     if config.on_policy is not None:
         _check_on_policy(config)
     if not config.weighted_loss.needs_teacher:
-        refuse(config, tokens_per_pass="no loss reads the teacher")
+        reason = "no loss reads the teacher"
+        refuse(config, tokens_per_pass=reason, remember_teacher=reason)
     if config.shard_teacher:
         reason = "all ranks must run a sharded target for every batch"
         refuse(config, remember_teacher=reason, tokens_per_pass=reason)

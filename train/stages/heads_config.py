@@ -70,11 +70,6 @@ class HeadsConfig(LossConfig):
 
 def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError for settings that do not fit together, or an earlier stage that does not."""
-    if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
-        raise UserError(
-            f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
-            "do nothing; leave it out"
-        )
     config.loop.require_dev(config.name, measured=config.dev is not None)
     for name in stages_of(config.dev.text) if config.dev else []:
         closest_stage(name, earlier, "generate")

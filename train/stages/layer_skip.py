@@ -85,11 +85,6 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
                 f"stage {config.name}: tokens_per_pass cannot be set here: the original target "
                 "runs over each batch of the training; leave it out"
             )
-        if config.teacher_temperature != 1 and not config.weighted_loss.needs_teacher:
-            raise UserError(
-                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would "
-                "do nothing; leave it out"
-            )
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model

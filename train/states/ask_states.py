@@ -8,7 +8,6 @@ Shapes: n tokens of a sample, L layers, H hidden size.
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import random
 import re
@@ -141,7 +140,7 @@ class StatesClient(ServerClient):
         """Delete the files of the attempts that were given up, and wait for those that the server
         writes now. Raises ServerLost if one is not complete after `timeout_seconds`."""
         begin, pause = time.monotonic(), 0.001
-        while rest := [path for path in self._files_given_up() if not _deleted(path)]:
+        while rest := self._unfinished():
             if time.monotonic() - begin > self._seconds:
                 raise self._not_written(rest[0])
             await asyncio.sleep(pause)
@@ -153,17 +152,23 @@ class StatesClient(ServerClient):
             f"(server.timeout_seconds). {self.kept}"
         )
 
-    def _files_given_up(self) -> list[Path]:
-        if not self._given_up:
-            return []
-        locks = self._directory.glob(f"*{self._requester}-*{LOCK}")
+    def _unfinished(self) -> list[Path]:
+        """Delete the complete files of the attempts that were given up, and forget these attempts:
+        each has one file. Returns the files that the server writes now."""
+        rest: list[Path] = []
         name = re.compile(re.escape(self._requester) + r"-\d+")
-        found = ((path, name.search(path.name)) for path in locks)
-        return [
-            path.with_name(path.name.removesuffix(LOCK))
-            for path, match in found
-            if match and match[0] in self._given_up
-        ]
+        locks = self._directory.glob(f"*{self._requester}-*{LOCK}") if self._given_up else ()
+        for lock in list(locks):
+            request = name.search(lock.name)
+            if request is None or request[0] not in self._given_up:
+                continue
+            path = lock.with_name(lock.name.removesuffix(LOCK))
+            if _is_written(path) is False:
+                rest.append(path)
+            else:
+                delete(path)
+                self._given_up.discard(request[0])
+        return rest
 
     async def states(self, sample: Sample) -> Tensor:
         """[n, L, H]. Raises ServerLost if the server does not answer, and UserError if it refuses
@@ -217,23 +222,17 @@ class StatesClient(ServerClient):
         UserError if there is no lock after SEEN_SECONDS."""
         begin, pause = time.monotonic(), 0.001
         while True:
-            waited = time.monotonic() - begin
-            try:
-                with open(_lock_of(path)) as lock:
-                    fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            waited, written = time.monotonic() - begin, _is_written(path)
+            if written:
                 return
-            except FileNotFoundError as error:
-                if waited > SEEN_SECONDS:
-                    raise UserError(
-                        f"the server wrote {path.name}, but {path.parent} does not have it; set "
-                        "server.directory to the server's shared_storage_path, on a disk that both "
-                        "machines see"
-                    ) from error
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES, errno.EWOULDBLOCK):
-                    raise UserError(f"cannot lock {_lock_of(path)}: {error}") from error
-                if waited > self._seconds:
-                    raise self._not_written(path) from error
+            if written is None and waited > SEEN_SECONDS:
+                raise UserError(
+                    f"the server wrote {path.name}, but {path.parent} does not have it; set "
+                    "server.directory to the server's shared_storage_path, on a disk that both "
+                    "machines see"
+                )
+            if written is False and waited > self._seconds:
+                raise self._not_written(path)
             await asyncio.sleep(pause)
             pause = min(2 * pause, 0.05)
 
@@ -344,17 +343,20 @@ def _lock_of(path: Path) -> Path:
     return path.with_name(path.name + LOCK)
 
 
-def _deleted(path: Path) -> bool:
-    """Delete a file, unless the server still writes it. Whether it is gone."""
+def _is_written(path: Path) -> bool | None:
+    """Whether the server has written a file: then its lock is free. None: there is no lock. Raises
+    UserError for a lock that cannot be tried."""
     try:
         with open(_lock_of(path)) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):  # EAGAIN, or EACCES on some file systems
+                return False
+            return True
     except FileNotFoundError:
-        pass
-    except OSError:
-        return False
-    delete(path)
-    return True
+        return None
+    except OSError as error:
+        raise UserError(f"cannot lock {_lock_of(path)}: {error}") from error
 
 
 def delete(path: Path) -> None:

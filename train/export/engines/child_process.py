@@ -35,6 +35,8 @@ ANSWER_SECONDS = 300.0
 HANG_SECONDS = 600.0
 POLL_SECONDS = 0.1
 GUARD = Path(__file__).with_name("guard.py")
+# Without the proxy of the environment, which cannot reach a server of this machine.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 def start_process(
@@ -99,7 +101,7 @@ class Server:
             f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
         )
         try:
-            with urllib.request.urlopen(request, timeout=ANSWER_SECONDS) as answer:
+            with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
                 return json.loads(answer.read())
         except (OSError, ValueError) as error:
             reason = error
@@ -121,9 +123,8 @@ class Server:
                     f"{self._process.returncode}. {log_ending(self._log)}"
                 )
             try:
-                with urllib.request.urlopen(
-                    f"http://127.0.0.1:{self.port}{health}", timeout=5
-                ) as answer:
+                url = f"http://127.0.0.1:{self.port}{health}"
+                with OPENER.open(url, timeout=5) as answer:
                     if answer.status == 200:
                         return
             except OSError:
