@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.cascade import HorizontalCascade
 from decode.rules import RULES
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.trees import Shape
@@ -55,6 +57,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
     """Untrained heads guess the token before; these are moved so that they guess more than that."""
+    if kind == "medusa, then lookup":
+        return HorizontalCascade(drafter("medusa", shape, case), NgramDrafter(1, 1), depth=1)
     lm = case.model(0.0)
     options = HeadOptions.of(KINDS[kind])
     made: Any = HEADS[options.type](options, lm)  # type: ignore[call-arg]
@@ -75,6 +79,7 @@ def drafter(kind: str, shape: Shape | None, case: Case = SHORT) -> Drafter:
     ("kind", "rule", "draw"),
     [
         ("medusa", "speculative", None),
+        ("medusa, then lookup", "speculative", None),
         ("medusa", "multi_round", "top"),
         ("medusa", "multi_round", "distinct"),
         ("medusa", "traversal", "independent"),

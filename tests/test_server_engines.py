@@ -115,6 +115,7 @@ def test_a_signal_from_log_probabilities() -> None:
     [
         (None, "fewer log-probabilities than server.logprobs"),
         ({"token_id:5": 0.5}, "log-probabilities that are none: NaN or above 0"),
+        ("ends too soon", "tokens without log-probabilities"),
     ],
 )
 def test_answers_without_all_log_probabilities_are_left_out(
@@ -123,7 +124,10 @@ def test_answers_without_all_log_probabilities_are_left_out(
     def change(reply: dict[str, Any], number: int) -> None:
         if number == 6:  # the first four are probes
             top = reply["choices"][0]["logprobs"]["top_logprobs"]
-            top[0] = row and top[0] | row
+            if row == "ends too soon":
+                top.pop()
+            else:
+                top[0] = row and top[0] | row
 
     with served(AnswerEngine(change=change).app()) as url:
         with pytest.raises(UserError, match=rf"1 of 4 answers .* cannot be used: .*{reason}"):
