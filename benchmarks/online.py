@@ -187,7 +187,7 @@ def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:
 def arm_figures(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
     """Return an arm's figures: acceptance in each domain and at its end, recovery time, costs.
 
-    counts: int [requests, 4], see `train.online.stream.COUNTS`. size: requests per domain.
+    counts: int [requests, 4], see `train.online.stream_progress.COUNTS`. size: requests per domain.
     """
     keys = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
     figures: dict[str, Any] = {key: {} for key in keys}

@@ -136,20 +136,21 @@ def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict
     return body["meta"]
 
 
+def numbers_of(parent: Path, prefix: str) -> list[int]:
+    """The integers of all `parent/prefix-<integer>`, in ascending order."""
+    names = (path.name.removeprefix(f"{prefix}-") for path in parent.glob(f"{prefix}-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
 def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[CorruptArtifact]]:
     """The `parent/prefix-<integer>` with the highest integer that verifies, or None.
 
     Also returns the errors of the directories that were skipped, for the caller to show. Call
     `recover` first.
     """
-    numbered = re.compile(re.escape(prefix) + "-([0-9]+)")
-    numbers = [
-        (int(match[1]), parent / match[0])
-        for match in map(numbered.fullmatch, os.listdir(parent) if parent.is_dir() else ())
-        if match
-    ]
     skipped = []
-    for _, entry in sorted(numbers, reverse=True):
+    for number in reversed(numbers_of(parent, prefix)):
+        entry = parent / f"{prefix}-{number}"
         try:
             verify_directory(entry)
         except CorruptArtifact as error:

@@ -425,14 +425,14 @@ def first_equal(tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
     alike = (tokens[:, :, None] == tokens[:, None, :]) & (order <= order[:, None])
     # Nodes at depth d are final after d rounds, because those above them are final earlier.
     for _ in range(depth):
-        above = torch.where(parents < 0, -1, first.gather(1, parents.clamp(min=0)))
+        above = renumbered(parents, first)
         first = (alike & (above[:, :, None] == above[:, None, :])).long().argmax(2)
     return first
 
 
-def merged(parents: Tensor, first: Tensor) -> Tensor:
-    """int64 [B, N]: the parents, each replaced by its `first_equal` node."""
-    return torch.where(parents < 0, -1, first.gather(1, parents.clamp(min=0)))
+def renumbered(parents: Tensor, numbers: Tensor) -> Tensor:
+    """int64 [B, N]: the parents, where node i is now called numbers[b, i]. −1, the root, stays."""
+    return torch.where(parents < 0, -1, numbers.gather(1, parents.clamp(min=0)))
 
 
 def best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:

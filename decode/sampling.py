@@ -377,7 +377,7 @@ class CounterRNG:
         """float64 [B, count] in [0, 1): positions first … first+count−1 of a stream in this
         round."""
         positions = torch.arange(first, first + count, device=self._keys.device)
-        return self._at(self._rounds * 4 + stream, positions)
+        return _uniform(_mix(self._mixed(self._rounds * 4 + stream, positions)))
 
     def of_text(self, depths: Tensor) -> Tensor:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
@@ -389,9 +389,6 @@ class CounterRNG:
         """int64 [B, n]: keys for the random numbers of each token id after the committed text.
         depths: as for `of_text`."""
         return self._mixed(self.TEXT, self._lengths[:, None] + depths)
-
-    def _at(self, stream: Tensor | int, positions: Tensor) -> Tensor:
-        return _uniform(_mix(self._mixed(stream, positions)))
 
     def _mixed(self, stream: Tensor | int, positions: Tensor) -> Tensor:
         """stream: one number for all rows, or int64 [B]."""

@@ -12,7 +12,7 @@ only if it is in copy i − 1. So each kept mask token sees a complete chain.
 Shapes: B rows, T tokens of the text, M mask tokens of a row, N = T + M, K copies, n predictions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -128,6 +128,21 @@ def draws(training: bool) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def drawn_copies(predicted: Tensor, parallel: ParallelConfig, *, training: bool) -> MaskedCopies:
+    """`MaskedCopies.drawn` with the random numbers of `draws`. predicted: bool [B, T]."""
+    scores = torch.rand(predicted.shape, generator=draws(training)).to(predicted.device)
+    return MaskedCopies.drawn(predicted, parallel, scores)
+
+
+def copies_of_depths(
+    predicted: Tensor, depths: Sequence[int], keep: float, keep_min: float, *, training: bool
+) -> MaskedCopies:
+    """The copies that heads at these depths are trained on; outside of training, all of them."""
+    share = keep if training else 1.0
+    parallel = ParallelConfig(tokens=max(2, *depths), keep=share, keep_min=keep_min)
+    return drawn_copies(predicted, parallel, training=training)
+
+
 class ParallelDistillation(Distillation):
     """Computes the distillation loss of a student that drafts in parallel.
 
@@ -169,8 +184,7 @@ class ParallelDistillation(Distillation):
         What is dropped depends on torch's random state, which checkpoints store. In eval mode it is
         always the same.
         """
-        scores = torch.rand(loss_mask.shape, generator=draws(self.training)).to(input_ids.device)
-        masks = MaskedCopies.drawn(loss_mask, self.parallel, scores)
+        masks = drawn_copies(loss_mask, self.parallel, training=self.training)
         length = input_ids.shape[1]
         positions = masks.positions(length)
         hidden = self.student.base_model(

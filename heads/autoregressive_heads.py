@@ -107,9 +107,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1).to(
-            self.dtype
-        )
+        features = batch.of(self.captured_layers).to(self.dtype)
         states = self.fuse(self.with_noise(features))
         attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]

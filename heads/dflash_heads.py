@@ -234,7 +234,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         length, device = batch.input_ids.shape[1], batch.input_ids.device
         on_host, is_drawn = self.anchors(batch.loss_mask)
         anchors = on_host.to(device)
-        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
+        features = batch.of(self.captured_layers)
         context = self.fuse(features.to(self.dtype)).to(self.dtype)
         mask = BlockMask(on_host, self.options.block, length, device, self.dtype, self.window)
         positions = torch.arange(length, device=device)[None]

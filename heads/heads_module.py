@@ -91,6 +91,10 @@ class HeadBatch:
     loss_mask: Tensor
     features: Mapping[int, Tensor]
 
+    def of(self, captured_layers: Sequence[int]) -> Tensor:
+        """[B, T, F]: the hidden states of these layers, concatenated in this order."""
+        return torch.cat([self.features[layer] for layer in captured_layers], -1)
+
 
 @dataclass
 class Prediction:

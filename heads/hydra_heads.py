@@ -125,9 +125,7 @@ class HydraHeads(TokenHeads):
         return states
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = self.input_states(
-            torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
-        )
+        features = self.input_states(batch.of(self.captured_layers))
         for depth in depths:
             positions = trained_positions(batch.loss_mask, depth)
             tokens = [shift_left(batch.input_ids, i)[positions] for i in range(1, depth + 1)]

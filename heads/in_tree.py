@@ -59,8 +59,8 @@ class InTreeDrafter(PassDrafter):
         super().__init__(heads, vocab_size, shape)
         if places is not None and places < 2:
             raise UserError(
-                f"places is {places}; expected a whole number ≥ 2, or none for all: after a draft "
-                "with a pass, the text's last token is never the last accepted one"
+                f"places is {places}; expected a whole number ≥ 2, or none for all: with 1, only "
+                "the text's last token has look-ahead tokens, and a pass adds a token after it"
             )
         self.places, self.tokens = places, heads.depth - 1
         self.start(Contexts.of((), 0))

@@ -30,7 +30,6 @@ from distill.replay.replay_buffer import (
     padded_values,
     recorded_signal,
 )
-from distill.teacher.teacher_signal import TopK
 from heads.heads_directory import write_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, Heads
@@ -101,7 +100,7 @@ class HeadStudent(OnlineStudent):
             labels = input_ids[depths == depth]
             labels = labels if self._label_rows is None else self._label_rows[labels]
             of_depth = (signal_depths == depth).to(self.device)
-            teacher = TopK(signal.ids[of_depth], signal.log_p[of_depth], signal.log_tail[of_depth])
+            teacher = signal[of_depth]
             weight, bias = self._heads.output.of(depth)
             loss, values = chunked_loss(
                 prediction.states,
@@ -113,8 +112,6 @@ class HeadStudent(OnlineStudent):
                 chunk=self.chunk,
             )
             total = total + loss
-            if prediction.extra_loss is not None:
-                total = total + prediction.extra_loss
             sums += values
         return total, sums
 

@@ -28,7 +28,7 @@ from decode.errors import UserError
 from decode.sampling import Sampling
 from decode.target.loading import Target
 from decode.trees import Growth
-from distill.parallel_distillation import MaskedCopies, ParallelConfig, draws, kept_share
+from distill.parallel_distillation import copies_of_depths, kept_share
 from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
@@ -205,16 +205,12 @@ class PEagleHeads(TokenHeads, AttendingHeads):
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         options, ids = self.options, batch.input_ids
-        features = torch.cat([batch.features[layer] for layer in self.captured_layers], -1)
+        features = batch.of(self.captured_layers)
         # Place 1 at position t predicts the token at t + 2.
         predicted = shift_left(batch.loss_mask, 1)
-        parallel = ParallelConfig(
-            tokens=max(2, *depths),
-            keep=1.0 if self.trains_all else options.keep,
-            keep_min=options.keep_min,
+        masks = copies_of_depths(
+            predicted, depths, options.keep, options.keep_min, training=not self.trains_all
         )
-        scores = torch.rand(ids.shape, generator=draws(self.training)).to(ids.device)
-        masks = MaskedCopies.drawn(predicted, parallel, scores)
         rows, length = ids.shape
         count = masks.copies.shape[1]
         visible = masks.visible(torch.ones_like(ids))

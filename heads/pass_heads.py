@@ -33,8 +33,7 @@ from decode.target.loading import DTYPES, Target
 from decode.trees import Growth, Shape
 from distill.parallel_distillation import (
     MaskedCopies,
-    ParallelConfig,
-    draws,
+    copies_of_depths,
     kept_share,
     require_full_attention,
     taken_mask,
@@ -128,13 +127,9 @@ class PassHeads(Heads):
         options = self.options
         predicted = batch.loss_mask.clone()
         predicted[:, 1] = False  # `Prediction` has no position before the first token
-        parallel = ParallelConfig(
-            tokens=max(2, *depths),
-            keep=1.0 if self.trains_all else options.keep,
-            keep_min=options.keep_min,
+        masks = copies_of_depths(
+            predicted, depths, options.keep, options.keep_min, training=not self.trains_all
         )
-        scores = torch.rand(predicted.shape, generator=draws(self.training))
-        masks = MaskedCopies.drawn(predicted, parallel, scores.to(predicted.device))
         if not masks.exists.shape[1]:
             # No draft is so long. One token that nothing reads keeps the weights in the graph.
             nothing = torch.zeros_like(predicted[:, :1])

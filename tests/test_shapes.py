@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from decode.draft import Draft, Limits, Siblings, best, first_equal, merged, pack
+from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -130,7 +130,7 @@ def test_equal_paths_become_one() -> None:
     draft = Draft(tokens, np.full(50, 12), parents=parents)
     depth = draft.nodes_by_depth().shape[1]
     first = first_equal(tokens, parents, depth)
-    moved = Draft(tokens, draft.sizes, parents=merged(parents, first))
+    moved = Draft(tokens, draft.sizes, parents=renumbered(parents, first))
     equal = 0
     for row in range(50):
         paths = paths_of(draft, row)

@@ -164,7 +164,7 @@ def check_disks(base: Path) -> None:
 
     def part(rank: int) -> None:
         accelerator = Accelerator(cpu=True)
-        both = Ranks(accelerator.process_index, accelerator.num_processes)
+        both = Ranks.of(accelerator)
         require_shared(base / "shared", both)
         apart = base / f"disk-{rank}"
         with pytest.raises(UserError, match="output_dir") as caught:

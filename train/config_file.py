@@ -349,3 +349,24 @@ def _show(value: Any) -> str:
     if isinstance(value, dict):
         return "a mapping"
     return "a list" if isinstance(value, list) else repr(value)
+
+
+def dotted(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested settings by dotted key, as in overrides. Parts of a list that have a
+    name, such as stages, are named by it; any other list is one value.
+
+    >>> dict(dotted({"seed": 0, "stages": [{"name": "heads", "lr": 0.1}], "tags": ["a"]}))
+    {'seed': 0, 'stages.heads.name': 'heads', 'stages.heads.lr': 0.1, 'tags': ['a']}
+    """
+    if isinstance(values, dict):
+        for key, part in values.items():
+            yield from dotted(part, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(values, list) and values and all(_has_name(part) for part in values):
+        for part in values:
+            yield from dotted(part, f"{prefix}.{part['name']}")
+    else:
+        yield prefix, values
+
+
+def _has_name(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str)

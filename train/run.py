@@ -156,7 +156,7 @@ class Run:
         set_seed(self.config.seed)
         # Before anything is written: a run that cannot begin leaves no directory behind.
         examples, fingerprints = self._read_same_data()
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
         if self.accelerator.is_main_process:
             self._require_same_run(fingerprints)
         self._require_ready(examples)
@@ -173,7 +173,12 @@ class Run:
         )
         finished: dict[str, Path] = {}
         evaluation = RunEvaluation(
-            self.config, lambda: self.target, examples, self.accelerator, self.reporter
+            self.config,
+            lambda: self.target,
+            self.prompts,
+            examples,
+            self.accelerator,
+            self.reporter,
         )
         evaluation.baselines()
         last: tuple[str, Outcome] | None = None
@@ -300,7 +305,7 @@ class Run:
     def _read_same_data(self) -> tuple[Splits, dict[str, str]]:
         """The splits of `read_data`, and their fingerprints. Raises UserError on every rank if one
         of them cannot read its files, or reads others than rank 0."""
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
 
         def read() -> tuple[Splits, dict[str, str]]:
             examples = self.read_data()

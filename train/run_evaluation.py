@@ -27,7 +27,6 @@ from decode.registry import Choice
 from decode.target.loading import Target
 from train.config import RunConfig
 from train.console import Reporter
-from train.data.corpus import Corpus
 from train.data.read import Example, spread
 from train.stage import Outcome, StagePlan
 from train.training.trained_target import load_like
@@ -62,11 +61,13 @@ class RunEvaluation:
     """The evaluations of one run. The acceptance run of a row is spread over all ranks. The main
     process measures times alone, while the other ranks wait.
 
-    load_target: returns the run's target, loaded on first use.
+    load_target: returns the run's target, loaded on first use. prompts: writes examples as token
+    ids.
     """
 
     config: RunConfig
     load_target: Callable[[], Target]
+    prompts: Callable[[Sequence[Example]], list[list[int]]]
     examples: dict[str, Sequence[Example]]
     accelerator: Accelerator
     reporter: Reporter
@@ -129,21 +130,17 @@ class RunEvaluation:
             return settings.gamma
         target = self.load_target()
         count = max(GAMMA_PROMPTS, settings.timed_batch_size)
-        prompts = self._prompts(spread(self.examples["dev"], count))
+        prompts = self.prompts(spread(self.examples["dev"], count))
         self.reporter.say(f"choosing γ for {name} on dev prompts")
         protocol = settings.protocol(trained=False)
         drafter = open_drafter(name, target)
         return fastest_gamma(target, drafter, prompts, settings.baseline_gammas, protocol)
 
-    def _prompts(self, examples: Sequence[Example]) -> list[list[int]]:
-        tokenizer = self.load_target().tokenizer
-        return Corpus(self.examples, tokenizer, self.config.data.system, {}).prompts(examples)
-
     def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
         """Evaluate a row, unless it exists. gamma: returns the row's γ; None: the run's γ. Every
         rank must call this."""
         directory = self.config.run_dir / "evaluations" / f"{row.order:02d}-{row.label}"
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
 
         def needed() -> int | None:
             if directory.exists():
@@ -164,7 +161,7 @@ class RunEvaluation:
             verify_directory(row.target)
             target = load_like(target, row.target)
         examples = spread(self.examples[settings.split], settings.prompts)
-        prompts = self._prompts(examples)
+        prompts = self.prompts(examples)
         drafter = open_drafter(row.spec, target)
         protocol = settings.protocol(gamma, trained=row.spec != row.kind)
         if not ranks.is_main:

@@ -333,7 +333,7 @@ stages:
 
 
 def _quoted(text: str) -> str:
-    """As a YAML string. JSON's strings are some."""
+    """As a YAML string: each JSON string is one."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -161,7 +161,7 @@ def enter_contestants(
     clients: int,
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Start the services, which end with the stack, and return all contestants, and why others
-    cannot take part. clients: the most at once; the others of them wait for rows."""
+    cannot take part. clients: the most that ask at once; those without a row wait."""
     waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})

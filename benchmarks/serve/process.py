@@ -3,7 +3,6 @@
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,17 +14,11 @@ from types import TracebackType
 import psutil
 
 from benchmarks.serve.client import CHAT, Answer, ask
+from train.export.engines.child_process import free_port
 
 MODEL = "target"  # what requests call it
 START_SECONDS = 180
 OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on."""
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        return int(bound.getsockname()[1])
 
 
 def command(*words: str) -> list[str]:

@@ -46,12 +46,12 @@ MALFORMED: tuple[tuple[bytes, str, str, str, int], ...] = (
 
 @dataclass(frozen=True)
 class Job:
-    """One request. prompts, limit: of a greedy one, whose texts are known; stop: its stop string.
-    malformed: sent in place of the body. hang_up: as for `ask`."""
+    """One request. prompt: of a greedy one, whose text is known; else "". malformed: sent in place
+    of the body. hang_up: as for `ask`."""
 
     body: dict[str, Any] = field(default_factory=dict)
     path: str = CHAT
-    prompts: tuple[str, ...] = ()
+    prompt: str = ""
     malformed: tuple[bytes, str, str, str, int] | None = None
     hang_up: int | None = None
 
@@ -182,8 +182,8 @@ def draw_job(texts: Texts, dice: random.Random, hang_ups: bool) -> Job:
         at = dice.randrange(len(text))
         stop = text[at : at + dice.randint(1, 6)]
         if "�" not in stop:  # half a character, which the next token may complete
-            return Job(chat | {"stop": [stop, "never said"]}, prompts=(prompt,))
-    return Job(chat | {"n": dice.choice((1, 1, 2))}, prompts=(prompt,))
+            return Job(chat | {"stop": [stop, "never said"]}, prompt=prompt)
+    return Job(chat | {"n": dice.choice((1, 1, 2))}, prompt=prompt)
 
 
 def _judge(
@@ -208,9 +208,8 @@ def _judge(
         return
     if not answer.complete or len(answer.reasons) != len(answer.texts):
         result.faults.append(f"{what}: the answer has no end: {answer}")
-    elif job.prompts:
-        limit, (prompt,) = job.body["max_tokens"], job.prompts
-        text = texts[prompt, limit]
+    elif job.prompt:
+        text = texts[job.prompt, job.body["max_tokens"]]
         if "stop" in job.body:
             text = text[: text.index(job.body["stop"][0])]
         for got in answer.texts.values():

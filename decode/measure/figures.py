@@ -12,8 +12,8 @@ The meaning of each figure:
   without the token from the target's pass.
 - c, v: the time of a draft divided by its depth, without the drafter's pass over the prompt, and
   the time of one verification pass of the mean width, in plain steps. So c is the time of a pass of
-  a small language model. A drafter that computes all depths in one pass has a draft's cost divided
-  by its depth, so c falls as γ grows. `measured_costs` has the two parts of a draft's cost, the
+  a small language model. A drafter that computes all depths in one pass pays about the same for any
+  depth, so its c falls as γ grows. `measured_costs` has the two parts of a draft's cost, the
   fixed one and the one per depth, where a policy or shape needed them (`decode.measure.costs`).
 - break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
   fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,

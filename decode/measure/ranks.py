@@ -22,6 +22,11 @@ class Ranks:
     rank: int = 0
     world: int = 1
 
+    @classmethod
+    def of(cls, accelerator: Any) -> "Ranks":
+        """The processes of an accelerate `Accelerator`."""
+        return cls(accelerator.process_index, accelerator.num_processes)
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

@@ -73,9 +73,7 @@ def measure_costs(
         per_depth,
         tuple(widths),
         tuple(v.tolist()),
-        _noise([parts[0] + max_depth * parts[1] + v for parts, v in halves])
-        if repeats > 1
-        else 0.0,
+        _noise([parts[0] + max_depth * parts[1] + v for parts, v in halves]),
         other_processes.share(),
         fixed,
     )

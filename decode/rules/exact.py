@@ -13,15 +13,14 @@ from decode.verification import Decision, Scores
 
 
 def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(path, accepted, reached) as in `Verification.of`, and the position after the path, int64
-    [B].
+    """(path, accepted, reached) as in `Decision`, and the position after the path, int64 [B].
 
     passes: bool [B, N]. A node is accepted if it and all its ancestors pass. If several paths have
     the same length, the one drafted first is taken.
     """
     passes = passes & draft.valid()
     rows, nodes = draft.tokens.shape
-    if draft.is_chain:
+    if draft.is_chain or not nodes:
         accepted = passes.long().cumprod(1).sum(1)
         path = torch.arange(nodes, device=passes.device).expand(rows, -1)
         return path, accepted, torch.minimum(accepted + 1, draft.valid().sum(1)), accepted
@@ -44,17 +43,7 @@ class ExactMatch(Rule):
     lossless, trees = True, True
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        rows, nodes = draft.tokens.shape
-        device = draft.tokens.device
         emitted = self.draw(draft, scores, rng)
-        if nodes == 0:
-            zero = torch.zeros(rows, dtype=torch.int64, device=device)
-            return Decision(
-                path=draft.tokens,
-                accepted=zero,
-                reached=zero,
-                next_token=emitted[:, 0],
-            )
         matches = draft.tokens == emitted.gather(1, draft.parent_rows())
         path, accepted, reached, last_row = longest_path(draft, matches)
         return Decision(

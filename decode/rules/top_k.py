@@ -36,14 +36,8 @@ class TopKAcceptance(Rule):
         self.k, self.min_accepted, self.tolerance = k, min_accepted, tolerance
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        rows, nodes = draft.tokens.shape
-        device = draft.tokens.device
-        row_B1 = torch.arange(rows, device=device)[:, None]
+        row_B1 = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
         uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
-        if nodes == 0:
-            zero = torch.zeros(rows, dtype=torch.int64, device=device)
-            picked = scores.sampling.pick(scores.logits[:, 0], uniform)
-            return Decision(path=draft.tokens, accepted=zero, reached=zero, next_token=picked)
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
         drafted = logits.gather(2, draft.tokens[..., None])
         passes = (logits > drafted).sum(2) < self.k

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.device import to_device
-from decode.draft import Draft, Limits, Siblings, best, first_equal, merged, pack
+from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
 
@@ -70,7 +70,7 @@ class Chains(Shape):
         order = torch.arange(nodes, device=device).expand(rows, -1)
         above = (order - chains).clamp(min=-1)
         depth = len(drawn)
-        parents = merged(above, first_equal(tokens, above, depth))
+        parents = renumbered(above, first_equal(tokens, above, depth))
         return Draft(
             tokens,
             np.minimum(nodes, chains * limits.depths),

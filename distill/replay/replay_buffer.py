@@ -10,6 +10,7 @@ Shapes: T tokens of a text, n of them recorded, k most likely tokens of a distri
 vocabulary, m drafts, F numbers of hidden state that heads read.
 """
 
+import itertools
 import json
 import re
 from collections import deque
@@ -260,9 +261,8 @@ class ReplayBuffer:
                 self.directory / f"{SHARD}-{begin}", lambda path: _store(path, new), meta=meta
             )
         self._written = self.next
-        for number, path in _shards(self.directory):
-            following = [n for n, _ in _shards(self.directory) if n > number]
-            if following and following[0] <= self.first:
+        for (_, path), (following, _) in itertools.pairwise(_shards(self.directory)):
+            if following <= self.first:
                 remove_directory(path)
 
     def restore(self, target: Target, *, first: int = 0, end: int | None = None) -> None:

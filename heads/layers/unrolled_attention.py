@@ -35,8 +35,8 @@ BLOCK = 256
 class UnrolledAttention:
     """The attention of all steps over one batch of texts. It keeps the keys and values of each.
 
-    window: what a token sees of the text, counted from its position: that of a later step is
-    further from the text. It holds at least as many tokens as there are steps."""
+    window: how far back a token sees, from its own position. A later step is at a later position,
+    so it sees less of the text. It holds at least as many tokens as there are steps."""
 
     def __init__(self, window: SlidingWindow | None = None) -> None:
         self._window = window

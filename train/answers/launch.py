@@ -142,8 +142,8 @@ def _engine(
 
 @contextmanager
 def _sigterm_raises() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what was started is stopped. Signals of other threads than
-    the main one cannot be handled."""
+    """SIGTERM raises SystemExit, so that what was started is stopped. Only the main thread
+    can handle signals; in another one nothing changes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

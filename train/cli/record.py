@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from decode.errors import UserError
-from train.cli.command import shows_errors
+from train.cli.command import key_from, require_packages, shows_errors
 
 
 @shows_errors
@@ -46,20 +45,10 @@ def record(
 
     Bytes pass untouched. Only answers to requests that allow it are recorded.
     """
-    key = None if admin_key_env is None else os.environ.get(admin_key_env)
-    if admin_key_env is not None and not key:
-        raise UserError(
-            f"--admin-key-env names {admin_key_env}, which is not set or empty; expected the name "
-            "of a variable with a key"
-        )
-    try:
-        import httpx2  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise UserError(
-            f"{error.name} is not installed; run pip install 'draftsmith[serve]'"
-        ) from None
+    key = key_from("--admin-key-env", admin_key_env)
+    require_packages("httpx2", "starlette", "uvicorn")
+    import uvicorn
+
     from train.record.consent import Keys
     from train.record.proxy import Recorder
     from train.record.records import Retention

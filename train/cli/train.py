@@ -208,7 +208,7 @@ def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | Non
     if not speeds:
         reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
     elif missing:
-        reporter.say(f"no time in all: --speed says nothing about {', '.join(missing)}")
+        reporter.say(f"no total time: --speed says nothing about {', '.join(missing)}")
     else:
         total = sum(seconds for seconds in (*times, evaluating) if seconds)
         what, rest = ("stages", "loading and evaluations come")

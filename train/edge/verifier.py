@@ -358,8 +358,8 @@ class Verifier:
             self._answer(session, text, step, places[text.row], started, seconds)
 
     def _begin_anew(self, failed: list[tuple[Session, Text]], error: Exception) -> None:
-        """After an error that leaves the rows as nobody knows: these texts end, and all others are
-        read again."""
+        """After an error that leaves the rows in an unknown state: these texts end, and all others
+        are read again."""
         logger.error("the decode begins anew", exc_info=error)
         for _, text in self._rows.values():
             text.row = None

@@ -87,7 +87,7 @@ class Learner:
 
     def follow(self) -> None:
         """Do one cycle after the other until the process ends. An engine or a recorder that stops
-        to answer is asked again. Raises UserError for what does not pass, such as a recorder that
+        answering is asked again. Raises UserError for what does not pass, such as a recorder that
         does not answer at the start."""
         self.reporter.say(f"requests go to {self.recorder.serving}")
         silent = False

@@ -61,7 +61,6 @@ def run_settings(config: LearnConfig, work: Path, serving: Path, name: str) -> R
             "evaluation.split=test",
             "evaluation.stages=[]",
             "evaluation.baselines=[]",
-            "evaluation.in_turn=[]",
         ),
     )
     source.values = _replaced(source.values, str(serving))
@@ -122,8 +121,7 @@ class TrainingRun:
     def train(self, result: Path) -> None:
         """Train a drafter and copy it to `result`."""
         self.run.execute()
-        made = [self.run.stage_directory(x.name) / "drafter" for x in self.run.config.stages]
-        drafters = [path for path in made if path.exists()]
+        drafters = list(self.run.drafters.values())
         if not drafters:
             raise UserError(f"{self.config.run} has no stage that makes a drafter; add one")
         shutil.rmtree(result, ignore_errors=True)

@@ -30,6 +30,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from decode.drafters import Drafter
+from decode.target.loading import Target
 from decode.verification import Verification
 from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
@@ -231,6 +232,19 @@ class Online:
         self.buffer.add(records)
         self.held_out.add(held_out)
         self.held_out.keep_newest(self.settings.holdout_requests)
+
+    def commit(self) -> list[int]:
+        """Bring the buffers on disk up to date. Returns their numbers, for `restore`."""
+        self.gather()
+        for buffer in (self.buffer, self.held_out):
+            buffer.commit()
+        return [self.buffer.first, self.buffer.next, self.held_out.first, self.held_out.next]
+
+    def restore(self, target: Target, numbers: Sequence[int]) -> None:
+        """Read the buffers that `commit` stored."""
+        first, end, first_held, end_held = numbers
+        self.buffer.restore(target, first=first, end=end)
+        self.held_out.restore(target, first=first_held, end=end_held)
 
     # Internals.
 

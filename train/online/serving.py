@@ -279,11 +279,7 @@ class Serving:
         progress, online = self.progress, self.online
         begin = time.perf_counter()
         if online is not None:
-            online.gather()
-            buffers = (online.buffer, online.held_out)
-            for buffer in buffers:
-                buffer.commit()
-            progress.buffers = gather_object([[x for b in buffers for x in (b.first, b.next)]])
+            progress.buffers = gather_object([online.commit()])
             progress.online = gather_object([online.state()])
         if self.accelerator.is_main_process:
             self.versions.save_progress(progress)

@@ -20,7 +20,13 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.artifact import newest_complete, recover, remove_directory, write_directory
+from decode.artifact import (
+    newest_complete,
+    numbers_of,
+    recover,
+    remove_directory,
+    write_directory,
+)
 from decode.drafters.directory import describe_drafter, save_drafter
 from decode.errors import UserError
 from decode.stats import finite
@@ -160,14 +166,14 @@ class Versions:
             (directory / STATE).write_text(json.dumps(asdict(progress)))
 
         write_directory(self.saves / f"{PROGRESS}-{number}", fill, meta={"number": number})
-        numbers = _numbers(self.saves, PROGRESS)
+        numbers = numbers_of(self.saves, PROGRESS)
         for old in numbers[:-KEEP]:
             remove_directory(self.saves / f"{PROGRESS}-{old}")
-        needed = set(_numbers(self.versions, VERSION)[-self.keep :])
+        needed = set(numbers_of(self.versions, VERSION)[-self.keep :])
         for kept in numbers[-KEEP:]:
             state = self.saves / f"{PROGRESS}-{kept}" / STATE
             needed.add(json.loads(state.read_text())["version"])
-        for old in _numbers(self.versions, VERSION):
+        for old in numbers_of(self.versions, VERSION):
             if old not in needed:
                 remove_directory(self.path(old))
 
@@ -185,7 +191,7 @@ class Versions:
                 describe_drafter(self.path(progress.version))
             except UserError as error:
                 damaged.append(error)  # type: ignore[arg-type]  # only reported
-                older = [n for n in _numbers(self.saves, PROGRESS) if n < number]
+                older = [n for n in numbers_of(self.saves, PROGRESS) if n < number]
                 newest = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
                 continue
             self._say(damaged)
@@ -205,8 +211,3 @@ class Versions:
 
     def moments(self, version: int) -> dict[str, Tensor]:
         return load_file(self.path(version) / MOMENTS)
-
-
-def _numbers(parent: Path, prefix: str) -> list[int]:
-    names = (path.name.removeprefix(f"{prefix}-") for path in parent.glob(f"{prefix}-*"))
-    return sorted(int(name) for name in names if name.isdigit())

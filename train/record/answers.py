@@ -10,14 +10,7 @@ from typing import Any
 BENDING = (
     *("tools", "functions", "response_format", "structured_outputs", "guided_json"),
     *("guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "logit_bias"),
-    *(
-        "stop",
-        "stop_token_ids",
-        "bad_words",
-        "allowed_token_ids",
-        "logits_processors",
-        "min_tokens",
-    ),
+    *("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
     *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prefill"),
     *("ignore_eos", "min_tokens", "truncate_prompt_tokens"),
 )

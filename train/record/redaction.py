@@ -6,7 +6,7 @@ kinds; docs/learning.md lists them.
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from functools import partial
 
 _SECRETS = (
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
@@ -36,34 +36,25 @@ def passes_luhn(digits: str) -> bool:
     return sum(n - 9 if n > 9 else n for n in doubled) % 10 == 0
 
 
-def _is_card(text: str) -> bool:
-    return passes_luhn(re.sub(r"\D", "", text))
-
-
-def _always(text: str) -> bool:
-    return True
-
-
 # Secrets come first: a password may hold digits that look like a phone number.
-_KINDS: tuple[tuple[str, re.Pattern[str], Callable[[str], bool]], ...] = (
-    ("secret", re.compile("|".join(_SECRETS), re.DOTALL), _always),
-    ("mail", re.compile(_MAIL), _always),
-    ("card", re.compile(_CARD), _is_card),
-    ("phone", re.compile(_PHONE), _always),
-)
+_KINDS = {
+    "secret": re.compile("|".join(_SECRETS), re.DOTALL),
+    "mail": re.compile(_MAIL),
+    "card": re.compile(_CARD),
+    "phone": re.compile(_PHONE),
+}
 
 
 def redact(text: str) -> tuple[str, Counter[str]]:
     """Return the text without its personal data and secrets, and how many of each kind it had."""
     counts: Counter[str] = Counter()
-    for kind, pattern, confirms in _KINDS:
 
-        def mark(match: re.Match[str], kind: str = kind, confirms: object = confirms) -> str:
-            assert callable(confirms)
-            if not confirms(match[0]):
-                return match[0]
-            counts[kind] += 1
-            return f"[redacted: {kind}]"
+    def mark(kind: str, match: re.Match[str]) -> str:
+        if kind == "card" and not passes_luhn(re.sub(r"\D", "", match[0])):
+            return match[0]
+        counts[kind] += 1
+        return f"[redacted: {kind}]"
 
-        text = pattern.sub(mark, text)
+    for kind, pattern in _KINDS.items():
+        text = pattern.sub(partial(mark, kind), text)
     return text, counts

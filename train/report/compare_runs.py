@@ -9,6 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from decode.errors import UserError
+from train.config_file import dotted
 from train.plots import DARK, LIGHT, SERIES, css_variables
 from train.report.drafter_table import COLUMNS, row_labels
 from train.report.format_figures import MISSING
@@ -154,25 +155,10 @@ def _settings(report: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run, its versions and its machine as of its last start, by dotted key."""
     start = (report["provenance"] or [{}])[-1]
     config = {key: value for key, value in report["config"].items() if key not in NAMES}
-    flat: dict[str, Any] = {}
-    _flatten("", config, flat)
+    settings = dict(dotted(config))
     for key in ("git_commit", "versions", "machine"):
-        _flatten(key, start.get(key), flat)
-    return flat
-
-
-def _flatten(prefix: str, value: Any, flat: dict[str, Any]) -> None:
-    if (
-        isinstance(value, list)
-        and value
-        and all(isinstance(x, dict) and "name" in x for x in value)
-    ):
-        value = {entry["name"]: entry for entry in value}
-    if not isinstance(value, dict):
-        flat[prefix] = value
-        return
-    for key, part in value.items():
-        _flatten(f"{prefix}.{key}" if prefix else str(key), part, flat)
+        settings |= dotted(start.get(key), key)
+    return settings
 
 
 def _differing(settings: list[dict[str, Any]]) -> dict[str, list[Any]]:

@@ -327,9 +327,9 @@ class Engine:
         self._tokens_per_second = _averaged(self._tokens_per_second, speed)
 
     def _begin_anew(self, error: Exception, broken: Request | None = None) -> None:
-        """After an error that leaves the rows as nobody knows: refuse them, and begin without.
-        Texts whose prompts are not read yet wait again, except those of the request at which it
-        happened."""
+        """After an error that leaves the rows in an unknown state: refuse their requests, and begin
+        with no rows. Texts whose prompts are not read yet wait again, except those of the request
+        at which it happened."""
         logger.error("the decode begins anew", exc_info=error)
         self._new, self._ended, self._failed = [], set(), {}
         with self._changed:

@@ -268,9 +268,7 @@ class Learner(RowWatch):
             self._save_version()
             return
         self._progress = saved
-        first, following, first_held, following_held = saved.buffers[0]
-        online.buffer.restore(self.target, first=first, end=following)
-        online.held_out.restore(self.target, first=first_held, end=following_held)
+        online.restore(self.target, saved.buffers[0])
         online.resume(saved.online[0], versions.moments(saved.version))
 
     def _note(self, learnt: Round) -> None:
@@ -299,11 +297,7 @@ class Learner(RowWatch):
         if self._versions is None:
             return
         progress, online = self._progress, self.online
-        online.gather()
-        buffers = (online.buffer, online.held_out)
-        for buffer in buffers:
-            buffer.commit()
+        progress.buffers = [online.commit()]
         progress.version, progress.served = online.version, online.collector.requests
-        progress.buffers = [[number for b in buffers for number in (b.first, b.next)]]
         progress.online = [online.state()]
         self._versions.save_progress(progress)

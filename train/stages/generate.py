@@ -260,7 +260,7 @@ class GenerateStage(Stage[GenerateConfig]):
         """Write every missing part, with all ranks together. Returns the number of tokens that they
         generated."""
         size = self.config.part_prompts
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
         world, rank = ranks.world, ranks.rank
         # Each rank writes complete parts without communication, so no rank waits.
         numbers = [n for n in range(-(-len(jobs) // size)) if n % world == rank]
@@ -304,7 +304,7 @@ class GenerateStage(Stage[GenerateConfig]):
                 config.server.logprobs or 0,
             ),
             directory=self.directory,
-            ranks=Ranks(self.accelerator.process_index, self.accelerator.num_processes),
+            ranks=Ranks.of(self.accelerator),
             on_progress=lambda answered, note: bar.update(done + answered, note),
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )

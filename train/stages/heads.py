@@ -306,7 +306,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             save_heads(path, full_heads, target=target, provenance=provenance)
         # After saving: trained heads must not be lost if the tree cannot be planned.
         self.accelerator.wait_for_everyone()
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
         if self.config.backbone is not None:
             ranks = replace(ranks, world=1)  # only the main process has the new target
         if ranks.rank < ranks.world:
@@ -332,7 +332,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         config = self.config
         require_losses(heads, config.weighted_loss)
         if config.tree is not None:
-            require_tree(config.tree, self.target, self.corpus, heads, stage=config.name)
+            require_tree(config.tree, self.target, self.corpus, stage=config.name)
         if config.gradient_checkpointing and heads.parts == 1:
             raise UserError(
                 f"stage {config.name}: gradient_checkpointing keeps one step, layer or head in "

@@ -320,9 +320,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
     def _resume(self, online: Online, progress: StreamProgress, versions: Versions) -> None:
         rank = self.accelerator.process_index
         if rank < len(progress.online):
-            first, following, first_held, following_held = progress.buffers[rank]
-            online.buffer.restore(self.target, first=first, end=following)
-            online.held_out.restore(self.target, first=first_held, end=following_held)
+            online.restore(self.target, progress.buffers[rank])
         if progress.online:
             state = progress.online[min(rank, len(progress.online) - 1)]
             online.resume(state, versions.moments(progress.version))

@@ -45,7 +45,7 @@ def served_states(
     long for the target or for `max_gib`, if the disk is full, if a server does not start or answer,
     and if it runs another model.
     """
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes)
+    ranks = Ranks.of(accelerator)
     ids = engine_ids(target, layers)
     size = target.model.config.get_text_config().hidden_size
     reader = StatesReader(len(ids), size, target.dtype, ids)

@@ -122,7 +122,7 @@ def engine_ids(target: Target, layers: Sequence[int]) -> list[int]:
 
 
 def last_norm(target: Target) -> nn.Module:
-    """The norm after the target's last layer. Raises UserError if it is not plain which it is."""
+    """The norm after the target's last layer. Raises UserError if that is not clear."""
     layers = layer_list_name(target.model)
     parent = target.model.get_submodule((layers or "").rpartition(".")[0]) if layers else None
     norms = [x for name, x in parent.named_children() if name in NORMS] if parent else []

@@ -2,7 +2,7 @@
 
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from pydantic import Field
 
 from decode.artifact import write_file
 from decode.errors import UserError
+from train.config_file import dotted
 from train.schema import Strict
 
 ID_FILE = "tracking.json"
@@ -82,7 +83,7 @@ def start_trackers(
     same = {"id": run_id, "resume": "allow", "tags": settings.tags}
     accelerator.init_trackers(
         settings.project,
-        config=dict(flat(config)),
+        config={k: json.dumps(v) if isinstance(v, list) else v for k, v in dotted(config)},
         init_kwargs={
             "wandb": {"name": title, "dir": str(logs), **same},
             "swanlab": {"experiment_name": title, **same},
@@ -90,27 +91,6 @@ def start_trackers(
             "mlflow": {"run_name": title, "tags": dict.fromkeys(settings.tags, "")},
         },
     )
-
-
-def flat(value: Any, prefix: str = "") -> Iterator[tuple[str, str | int | float | bool | None]]:
-    """The values of nested settings by dotted key, as in overrides: parts of a list that have a
-    name, such as stages, by that name; other lists as JSON text.
-
-    >>> dict(flat({"seed": 0, "stages": [{"name": "heads", "lr": 0.1}], "tags": ["a"]}))
-    {'seed': 0, 'stages.heads.name': 'heads', 'stages.heads.lr': 0.1, 'tags': '["a"]'}
-    """
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield from flat(entry, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(value, list) and value and all(_has_name(entry) for entry in value):
-        for entry in value:
-            yield from flat(entry, f"{prefix}.{entry['name']}")
-    else:
-        yield prefix, json.dumps(value) if isinstance(value, list) else value
-
-
-def _has_name(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("name"), str)
 
 
 def _run_id(path: Path) -> str:

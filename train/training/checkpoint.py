@@ -25,7 +25,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from decode.artifact import newest_complete, recover, remove_directory, write_directory
+from decode.artifact import (
+    newest_complete,
+    numbers_of,
+    recover,
+    remove_directory,
+    write_directory,
+)
 from decode.errors import UserError
 from train.console import Reporter
 
@@ -71,7 +77,7 @@ class Checkpoints:
 
         if self.accelerator.is_main_process:
             write_directory(self.parent / f"{PREFIX}-{step}", fill, meta={"step": step})
-            for old in sorted(self._steps())[: -self.keep]:
+            for old in numbers_of(self.parent, PREFIX)[: -self.keep]:
                 remove_directory(self.parent / f"{PREFIX}-{old}")
         else:
             self._save_into(None, extra)
@@ -120,11 +126,11 @@ class Checkpoints:
 
     def count(self) -> int:
         """The number of checkpoints."""
-        return len(self._steps())
+        return len(numbers_of(self.parent, PREFIX))
 
     def stored(self) -> Iterator[dict[str, Any]]:
         """The `progress` of each checkpoint. Damaged ones are left out."""
-        for step in self._steps():
+        for step in numbers_of(self.parent, PREFIX):
             with suppress(OSError, ValueError, KeyError):
                 yield json.loads((self.parent / f"{PREFIX}-{step}" / STATE).read_text())["progress"]
 
@@ -169,8 +175,8 @@ class Checkpoints:
         )
 
     def _share_random_state(self) -> None:
-        """Give all ranks that of the first one, which its file has. What all ranks must draw alike,
-        such as the head of a minibatch, then stays alike."""
+        """Give all ranks the random state of the first one, which it has read from its file. What
+        all ranks must draw alike, such as the head of a minibatch, then stays alike."""
         on_gpu = self.accelerator.device.type == "cuda"
         states: list[Any] = [random.getstate(), np.random.get_state(), torch.get_rng_state()]
         states.append(torch.cuda.get_rng_state() if on_gpu else None)
@@ -188,10 +194,6 @@ class Checkpoints:
         self.accelerator.save_state(path[0])
         extra(Path(path[0]))
         self.accelerator.wait_for_everyone()
-
-    def _steps(self) -> list[int]:
-        names = (path.name.removeprefix(f"{PREFIX}-") for path in self.parent.glob(f"{PREFIX}-*"))
-        return [int(name) for name in names if name.isdigit()]
 
 
 class Stopped(Exception):

@@ -118,7 +118,7 @@ class DevSlice:
     def _decode(self, weights: Weights) -> float:
         """The acceptance rate of real decoding. Each rank decodes a share of the prompts."""
         gathered = weights(self.judging.prefix)
-        ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        ranks = Ranks.of(self.accelerator)
         counts = Counts.zero()
         if prompts := ranks.share(self.prompts):
             target, drafter = self.judging.make_drafter(gathered)

@@ -36,13 +36,11 @@ class TreeConfig(Strict):
     """How many tokens are decoded for each prompt."""
 
 
-def require_tree(
-    settings: TreeConfig, target: Target, corpus: Corpus, heads: Heads, *, stage: str
-) -> None:
+def require_tree(settings: TreeConfig, target: Target, corpus: Corpus, *, stage: str) -> None:
     """Raise UserError before the training if the tree could not be planned after it: no dev split,
     prompts that do not fit, or a target that cannot verify trees.
 
-    stage: the stage's name, for messages. heads: only the shapes matter, not the weights.
+    stage: the stage's name, for messages.
     """
     if "dev" not in corpus.examples:
         raise UserError(

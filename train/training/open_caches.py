@@ -63,7 +63,7 @@ def _open(
             check_directory(directory, cache.parts.what)
         return cache
 
-    ranks = Ranks(accelerator.process_index, accelerator.num_processes)
+    ranks = Ranks.of(accelerator)
     cache = ranks.together(opened)
     hashes = ranks.gather(cache.parts.index_sha256)
     for rank, seen in enumerate(hashes):

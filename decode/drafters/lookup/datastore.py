@@ -164,8 +164,8 @@ class Datastore:
         ]
         # Slices of a plain array take half the time of those of a memory map.
         self.tokens, self.suffixes = (np.asarray(array) for array in mapped)
-        ends = int(np.count_nonzero(self.tokens[-1:] == END))
-        if not ends or not 0 < len(self.suffixes) < len(self.tokens):
+        ended = len(self.tokens) > 0 and self.tokens[-1] == END
+        if not ended or not 0 < len(self.suffixes) < len(self.tokens):
             raise UserError(
                 f"{directory}: {TOKENS} has {len(self.tokens)} tokens and {SUFFIXES} "
                 f"{len(self.suffixes)} suffixes; expected the files of one datastore. Make it again"

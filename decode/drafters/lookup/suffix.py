@@ -116,8 +116,8 @@ class SuffixTrie:
         return place
 
     def followers(self, place: Place) -> list[tuple[int, float, Place]]:
-        """The tokens that follow a place, the one that was seen first most recently in front: each
-        with its share of them and the place after it."""
+        """The tokens that follow a place, each with its share of them and the place after it.
+        Tokens that are new there come first."""
         if isinstance(place, int):
             token = self._token(place)
             return [] if token == END else [(token, 1.0, place + 1)]

@@ -143,8 +143,7 @@ class VerticalCascade(Group):
                 )
                 q[at, place] = done.scores.probs()[at, from_]
         sizes = np.minimum(sizes, texts.lengths - before)
-        columns = before[:, None] + np.arange(width)
-        tokens = np.take_along_axis(texts.tokens, columns, axis=1)
+        tokens = _after(texts, before, width)
         self._tail = tokens, before
         return Draft(to_device(tokens, device), sizes, q)
 

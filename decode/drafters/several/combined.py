@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from decode.device import to_device
-from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, merged, pack
+from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, pack, renumbered
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
@@ -298,10 +298,9 @@ class SeveralDrafters(Group):
         by_depth = torch.where(keep, depths, depth + 1).sort(dim=1, stable=True).indices
         tokens, keep = tokens.gather(1, by_depth), keep.gather(1, by_depth)
         place = by_depth.argsort(1)
-        above = parents.gather(1, by_depth)
-        above = torch.where(above < 0, -1, place.gather(1, above.clamp(min=0)))
+        above = renumbered(parents.gather(1, by_depth), place)
         first = first_equal(tokens, torch.where(keep, above, -1), depth)
-        above = merged(above, first)
+        above = renumbered(above, first)
         if q is None:
             keep &= first == torch.arange(tokens.shape[1], device=tokens.device)
         if q_rows is not None:

@@ -51,7 +51,7 @@ MASK_SIZE = 1 << 26
 
 # Models that passed the trial for trees, with the attention implementation and dtype they passed it
 # in. No other object remembers this.
-_PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
+_PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, str, torch.dtype]]] = WeakKeyDictionary()
 
 
 def require_trees(model: PreTrainedModel) -> None:
@@ -69,51 +69,59 @@ def require_trees(model: PreTrainedModel) -> None:
             "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
             "that can"
         )
-    kind = str(model.config._attn_implementation), model.dtype
-    if kind in _PASSED.get(model, ()):
-        return
-    layers = range(decoder_config(model).num_hidden_layers)
-    captured_layers = layers if layer_list_name(model) else ()
-    reason = reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
-    if reason is not None:
-        raise UserError(
-            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
-            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
-        )
-    _PASSED.setdefault(model, set()).add(kind)
+
+    def trial() -> str | None:
+        layers = range(decoder_config(model).num_hidden_layers)
+        captured_layers = layers if layer_list_name(model) else ()
+        return reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
+
+    _require_trial(
+        model,
+        "trees",
+        trial,
+        f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
+        "token trees need: it {}. Draft chains (shape chain) or use another model",
+    )
 
 
 def require_decoding(lm: "CachedLM") -> None:
     """Check, with a trial of a few tiny forwards, that a decoder under an encoder computes over
     slots what the model computes. A model that passed is not tried again. Raises UserError."""
     model = lm.model
-    kind = f"decoder, {model.config._attn_implementation}", model.dtype
-    if kind in _PASSED.get(model, ()):
-        return
-    reason = reason_against_decoding(CachedLM(model, trial=True), lm.vocab_size)
-    if reason is not None:
-        raise UserError(
-            f"the decoder of {type(model).__name__} cannot be decoded with drafts: over slots it "
-            f"{reason}; use model.generate(), or a T5, BART or Marian model"
-        )
-    _PASSED.setdefault(model, set()).add(kind)
+    _require_trial(
+        model,
+        "decoder",
+        lambda: reason_against_decoding(CachedLM(model, trial=True), lm.vocab_size),
+        f"the decoder of {type(model).__name__} cannot be decoded with drafts: over slots it {{}}; "
+        "use model.generate(), or a T5, BART or Marian model",
+    )
 
 
 def require_replay(lm: "CachedLM") -> None:
     """Check, with a trial of a few tiny forwards, that running states can be rolled back. A model
     that passed is not tried again. Raises UserError, also as `require_slots` does."""
     model = lm.model
-    kind = f"states, {model.config._attn_implementation}", model.dtype
+    _require_trial(
+        model,
+        "states",
+        lambda: reason_against_replay(CachedLM(model, trial=True), lm.vocab_size),
+        f"{type(model).__name__} keeps a running state that cannot be rolled back after a rejected "
+        "draft: it {}; use a model with attention layers, or one such as Qwen3-Next",
+    )
+
+
+@torch.no_grad()
+def _require_trial(
+    model: PreTrainedModel, what: str, trial: Callable[[], str | None], message: str
+) -> None:
+    """Raises UserError with `message`, whose {} is the reason that a trial gives. A model that
+    passed is not tried again."""
+    kind = what, str(model.config._attn_implementation), model.dtype
     if kind in _PASSED.get(model, ()):
         return
-    with torch.no_grad():
-        reason = reason_against_replay(CachedLM(model, trial=True), lm.vocab_size)
+    reason = trial()
     if reason is not None:
-        raise UserError(
-            f"{type(model).__name__} keeps a running state that cannot be rolled back after a "
-            f"rejected draft: it {reason}; use a model with attention layers, or one such as "
-            "Qwen3-Next"
-        )
+        raise UserError(message.format(reason))
     _PASSED.setdefault(model, set()).add(kind)
 
 

@@ -109,9 +109,9 @@ class PrefixCache:
 
 def prefix_cache(model: PreTrainedModel, max_bytes: int | None = None) -> PrefixCache | None:
     """A cache of so many bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
-    float32. For others it is 0, because there reuse can change a text by rounding. None also for a
-    model with an encoder: its texts depend on all of their sources. None also for a model with
-    running states: they are those after a complete text, and no prompt ends exactly there."""
+    float32. For others it is 0, because there reuse can change a text by rounding. Also None
+    for a model with an encoder, whose texts depend on all of their sources, and for one with
+    running states: a state is kept only for the end of a text, and no prompt ends exactly there."""
     if has_encoder(model) or recurrent_layers(model):
         return None
     if max_bytes is None:

@@ -40,8 +40,8 @@ class SlidingWindow:
         return near | (keys < self.sinks) if self.sinks else near
 
     def later(self, count: int) -> "SlidingWindow":
-        """The window of a query `count` positions later, counted from this query: what it sees of
-        the tokens up to this one. Raises UserError if that is none of them."""
+        """What a query `count` positions later still sees of the tokens up to this query. Raises
+        UserError if it sees none of them."""
         return SlidingWindow(self.size - count, self.sinks)
 
     def slots(

@@ -305,8 +305,8 @@ class Slots(FedRows):
             self.locate(to_device(start, self.device)[:, None], n)
 
     def wrote(self, end: int) -> None:
-        """The slots below this one may have been written. `place` and the copies here know it; who
-        writes into the layers alone says it."""
+        """The slots below this one may have been written. `place` and the copies in this class call
+        it. Code that writes into the layers directly must call it too."""
         self._written = max(self._written, end)
 
     def locate(self, first_B1: Tensor, n: int) -> None:

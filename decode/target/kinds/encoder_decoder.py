@@ -135,9 +135,6 @@ class _SourceLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.keys.shape[2]
 
-    def get_max_cache_shape(self) -> int:
-        return self.keys.shape[2]
-
 
 class Sources:
     """What the encoder read for each row that is decoding: keys and values of the cross attention.
@@ -227,6 +224,14 @@ class Sources:
             yield
 
 
+def difference(logits: Tensor, expected: Tensor) -> str | None:
+    """Why the logits of a trial are not the expected ones, or None. Both have the model's dtype."""
+    largest = (logits.float() - expected.float()).abs().max()
+    if largest <= TOLERANCE[expected.dtype] * expected.float().abs().max():
+        return None
+    return f"differs from its forward by {float(largest):.3g} in a logit"  # also if it is NaN
+
+
 @torch.no_grad()
 def reason_against_decoding(lm: "CachedLM", vocab_size: int) -> str | None:
     """Why a decoder over slots is not the model, or None: a trial. Two texts of different lengths
@@ -242,7 +247,7 @@ def reason_against_decoding(lm: "CachedLM", vocab_size: int) -> str | None:
     fed = np.array([len(text) - 2 for text in texts])
     lm.reset(2, max(map(len, texts)))
     lm.encode(sources, 0)
-    ids = torch.tensor([texts[0][:3], [*texts[1][:1], *texts[1][:1], *texts[1][:1]]])
+    ids = torch.tensor([texts[0][:3], [start] * 3])
     lm.forward(ids.to(lm.device), np.zeros(2, dtype=np.int64))
     logits = lm.forward(torch.tensor([text[-2:] for text in texts], device=lm.device), fed)
     for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
@@ -251,7 +256,6 @@ def reason_against_decoding(lm: "CachedLM", vocab_size: int) -> str | None:
             decoder_input_ids=torch.tensor([text], device=lm.device),
             use_cache=False,
         ).logits[0, -2:]
-        difference = (logits[row].float() - expected.float()).abs().max()
-        if not difference <= TOLERANCE[lm.model.dtype] * expected.float().abs().max():
-            return f"differs from its forward by {float(difference):.3g} in a logit"
+        if reason := difference(logits[row], expected):
+            return reason
     return None

@@ -27,7 +27,7 @@ from decode.device import to_device
 from decode.errors import UserError
 from decode.target.cache.fed_rows import FedRows
 from decode.target.hidden_states import layer_list_name
-from decode.target.kinds.encoder_decoder import TOLERANCE
+from decode.target.kinds.encoder_decoder import difference
 from decode.target.pretrained import decoder_config, input_device
 
 if TYPE_CHECKING:
@@ -254,17 +254,16 @@ def reason_against_replay(lm: "CachedLM", vocab_size: int) -> str | None:
     except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
         return f"fails with slots ({error})"
     for row, one in enumerate(expected):
-        difference = (logits[row].float() - one.float()).abs().max()
-        if not difference <= TOLERANCE[lm.model.dtype] * one.float().abs().max():
-            return f"differs from its forward by {float(difference):.3g} in a logit"
+        if reason := difference(logits[row], one):
+            return reason
     return None
 
 
 def _mixer(model: PreTrainedModel, number: int) -> nn.Module:
     """The part of a layer that reads and writes its state."""
     name = layer_list_name(model)
-    layers: Any = model.get_submodule(name) if name else [None] * (number + 1)
-    parts = [] if name is None else list(layers[number].children())
+    layers: Any = model.get_submodule(name) if name else None
+    parts = list(layers[number].children()) if name else []
     mixers = [part for part in parts if _cache_argument(part)]
     if len(mixers) != 1:
         kind = decoder_config(model).layer_types[number]
