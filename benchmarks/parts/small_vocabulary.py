@@ -32,7 +32,8 @@ def write_student(path: Path, target: Target, texts: Iterable[str]) -> None:
         for token in range(len(tokenizer))
     ]
     embeddings = target.model.get_input_embeddings().weight.detach()
-    means = torch.stack([embeddings[ids].mean(0) for ids in spellings])
+    # The target's tokenizer drops some control characters.
+    means = torch.stack([embeddings[ids or slice(None)].mean(0) for ids in spellings])
     model = student_from_layers(target.model, LAYERS)
     model.resize_token_embeddings(len(means), mean_resizing=False)
     with torch.no_grad():
