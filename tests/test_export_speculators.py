@@ -1,8 +1,11 @@
 """EAGLE-3 in the form of speculators: the same drafts when read back, and accepted in vLLM."""
 
+import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ from tests.published import LAYOUTS
 from train.export.engines import Counting
 from train.export.export_directory import check_export, export_drafter
 from train.export.formats import FORMATS
+from train.export.formats.eagle3_layer import is_speculators_config, speculators_config
 from train.export.verify_export import count_drafts, verify_export
 
 EAGLE3 = {"type": "eagle3", "steps": 3}
@@ -77,6 +81,18 @@ def test_the_export_drafts_the_same(
         "name_or_path": "target",
         "architectures": ["LlamaForCausalLM"],
     }
+
+
+def test_a_target_whose_config_names_no_architecture(target: Target) -> None:
+    """As one that was read from a GGUF file."""
+    model = copy.deepcopy(target.model)
+    model.config.architectures = None
+    job: Any = SimpleNamespace(
+        gamma=3, target_name="target", loaded_target=replace(target, model=model)
+    )
+    config = speculators_config("dflash", job)
+    assert is_speculators_config(config, "dflash")
+    assert config["verifier"]["architectures"] == ["LlamaForCausalLM"]
 
 
 def edit_nested(*keys: str, **changes: Any) -> Callable[[Path], None]:

@@ -362,7 +362,8 @@ def speculators_config(algorithm: str, job: ExportJob) -> dict[str, Any]:
         "default_proposal_method": "greedy",
         "verifier": {
             "name_or_path": job.target_name,
-            "architectures": job.loaded_target.model.config.architectures,
+            # A config that was read from a GGUF file names none.
+            "architectures": [type(job.loaded_target.model).__name__],
         },
     }
 
