@@ -16,6 +16,7 @@ from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
 from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
+from decode.drafters.several.combinations import COMBINATIONS
 from decode.drafters.several.combined import CompositeDrafter, Group
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
@@ -238,6 +239,10 @@ def test_what_a_cascade_refuses() -> None:
     for cascade in (VerticalCascade, HorizontalCascade):
         with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
             cascade(middle(), other)
+
+    opened = {"tree": tree, "lookup": NgramDrafter()}.__getitem__
+    horizontal = COMBINATIONS.make("horizontal:first=tree,later=lookup")
+    assert not horizontal.open(opened, tiny_target()).branches  # heads may have a tree
 
     class Reading(NgramDrafter):
         captured_layers = (1,)

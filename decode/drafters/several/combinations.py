@@ -20,6 +20,7 @@ from decode.loop import Decoder
 from decode.measure.time_costs import measure_costs
 from decode.registry import Registry
 from decode.target.loading import Target
+from decode.trees import Chain
 
 # What costs are measured on: drafts after this text, of up to so many tokens.
 SAMPLE = "one, two, three, four, five, six; one, two, three, four, five, six; one, two, "
@@ -65,14 +66,18 @@ class Vertical(Combination):
 @COMBINATIONS.register("horizontal")
 @dataclass(frozen=True, kw_only=True)
 class Horizontal(Combination):
-    """See `decode.drafters.several.cascade.HorizontalCascade`."""
+    """See `decode.drafters.several.cascade.HorizontalCascade`. Heads with a tree draft chains in
+    it."""
 
     first: str
     later: str = "ngram"
     depth: int = 1
 
     def open(self, opened: Opening, target: Target) -> Drafter:
-        return HorizontalCascade(opened(self.first), opened(self.later), depth=self.depth)
+        first = opened(self.first)
+        if first.branches:
+            first = first.with_shape(Chain())
+        return HorizontalCascade(first, opened(self.later), depth=self.depth)
 
 
 @COMBINATIONS.register("measured")
