@@ -691,10 +691,9 @@ def test_the_command_line_from_plan_to_text(base):
     rows = json.loads(figures.read_text())["rows"]
     assert [row["drafter"] for row in rows] == ["ngram", drafter]
     assert rows[1]["evaluation"]["acceptance_rate"] == alone["acceptance_rate"]
-    with (
-        pytest.MonkeyPatch.context() as patch
-    ):  # nothing is measured before all can be decoded with
-        patch.setattr("train.cli.drafter_commands.measure", None)
+    with pytest.MonkeyPatch.context() as patch:
+        # Nothing is measured before all can be decoded with.
+        patch.setattr("decode.measure.evaluation.evaluate", None)
         refused = command(
             *("evaluate", *target, "--drafter", "ngram", "--drafter", "skip:attention=0-99"),
             *("--prompts", str(base / "test.jsonl")),
