@@ -22,7 +22,13 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.target.cache.slots import SlotLayer, round_up_slots
-from decode.target.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
+from decode.target.forward.lean_parts import (
+    ACTIVATIONS,
+    LeanNorm,
+    Product,
+    product,
+    products_keep_bits,
+)
 from decode.target.hidden_states import FINAL
 
 # On a CPU, keys are padded to a multiple of this many slots. The kernel sums the slots one vector
@@ -34,6 +40,8 @@ STATIC_SLOT_STEP = 256
 
 # Nobody drafts longer chains, and more tokens one by one would take long.
 LONGEST_CHAIN = 32
+# Key heads of the trial. On some CPUs one head in a hundred gets other bits.
+HEADS = 16
 
 # The kernel multiplies this many rows of a query at once. More rows go through other sums.
 QUERY_ROWS = 32
@@ -72,7 +80,7 @@ def tokens_together(group: int, size: int, dtype: torch.dtype) -> int:
             slots = round_up_slots(begin + count, SLOT_STEP)
             query, key, value = (
                 torch.randn(1, heads, tokens, size, generator=generator).to(dtype)
-                for heads, tokens in ((2 * group, count), (2, slots), (2, slots))
+                for heads, tokens in ((HEADS * group, count), (HEADS, slots), (HEADS, slots))
             )
             order = torch.arange(slots)
             seen = order <= begin + torch.arange(count)[:, None]
@@ -377,7 +385,11 @@ class LeanForward(nn.Module):
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
-        self.keeps_bits = packed and all(parts.softcap is None for parts in layers)
+        self.keeps_bits = (
+            packed
+            and all(parts.softcap is None for parts in layers)
+            and products_keep_bits(self, LONGEST_CHAIN)
+        )
 
     def changed(
         self, attention: Iterable[int], mlps: Iterable[int], embedding: nn.Module | None = None

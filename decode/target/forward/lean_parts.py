@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.pytorch_utils import Conv1D
 
+TRIED_OUTPUTS = 512  # of a product in a trial
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("swish", ""): nn.functional.silu,
     ("gelu", "tanh"): functools.partial(nn.functional.gelu, approximate="tanh"),
@@ -55,6 +56,12 @@ class PackedLinear(Product, Packed):
             self.weight, self.bias = layers[0].weight, layers[0].bias
         self._packed_state: list[tuple[int, int]] = []
         self.refresh()
+
+    @property
+    def inputs(self) -> tuple[int, torch.dtype]:
+        """How many numbers a product adds up, and their dtype."""
+        weight = self._layers[0].weight
+        return weight.shape[0 if isinstance(self._layers[0], Conv1D) else 1], weight.dtype
 
     def refresh(self) -> None:
         state = [
@@ -109,6 +116,38 @@ class PlainLinear(Product):
 def product(*layers: nn.Linear, packed: bool) -> Product:
     """The product of these layers, packed or not."""
     return PackedLinear(*layers) if packed else PlainLinear(*layers)
+
+
+def products_keep_bits(model: nn.Module, rows: int) -> bool:
+    """Whether the packed products of a model give a row of up to `rows` the bits that it has alone.
+    True in float32, which promises no equal bits."""
+    products = (x for x in model.modules() if isinstance(x, PackedLinear))
+    return all(_keeps_bits(*x.inputs, rows) for x in products)
+
+
+@functools.cache
+def _keeps_bits(inputs: int, dtype: torch.dtype, rows: int) -> bool:
+    """A trial on random numbers decides, because it depends on the machine's instructions. Some
+    CPUs add up more than about a thousand products in an order that depends on the rows."""
+    if dtype.itemsize != 2:
+        return True
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        weight, x, other = (
+            torch.randn(size, generator=generator).to(dtype)
+            for size in ((TRIED_OUTPUTS, inputs), (rows, inputs), (rows, TRIED_OUTPUTS))
+        )
+        layer = nn.Linear(inputs, TRIED_OUTPUTS, bias=False, dtype=dtype)
+        layer.weight.data = weight
+        tried = PackedLinear(layer)
+        for count in (2, 5, 11, rows):
+            together = tried(x[:count]), tried.combined(x[:count], other[:count], "add")
+            for row in range(count):
+                one = slice(row, row + 1)
+                alone = tried(x[one]), tried.combined(x[one], other[one], "add")
+                if not all(torch.equal(a, t[one]) for a, t in zip(alone, together, strict=True)):
+                    return False
+    return True
 
 
 def version(x: Tensor) -> tuple[int, int]:

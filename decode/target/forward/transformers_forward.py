@@ -19,8 +19,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from decode.target.cache.slots import SlotLayer
-from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask, columns_of
-from decode.target.forward.lean_parts import PackedLinear
+from decode.target.forward.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask, columns_of
+from decode.target.forward.lean_parts import PackedLinear, products_keep_bits
 from decode.target.hidden_states import Recorder
 from decode.target.kinds.layer_kinds import RECURRENT
 from decode.target.pretrained import decoder_config
@@ -92,7 +92,11 @@ class TransformersForward(nn.Module):
         self.model, self.layers = model, layers
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
-        self.keeps_bits = self.has_our_attention and _all_packed(model)
+        self.keeps_bits = (
+            self.has_our_attention
+            and _all_packed(model)
+            and products_keep_bits(model, LONGEST_CHAIN)
+        )
         self._recorder = functools.cache(functools.partial(Recorder, model))
 
     def forward(
