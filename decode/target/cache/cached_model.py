@@ -470,10 +470,10 @@ class CachedLM:
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
         """The mask of each layer. Layers with the same window have the same mask."""
         slots = self.slots
-        # Elsewhere than on a CPU, kernels promise no equal bits.
-        chain = (
-            ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static and self.exact_bits
-        )
+        # Elsewhere than on a CPU, kernels promise no equal bits. In 16 bits they cost time, so they
+        # are asked for only where all parts keep them.
+        exact = self.keeps_bits or (self.exact_bits and self.model.dtype.itemsize != 2)
+        chain = ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static and exact
         dtype, windows = self.model.dtype, set(self._windows)
         visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
         if self.watch is not None:
