@@ -7,10 +7,10 @@
 Without options: the drafters and combinations that need no training, those that come along, and
 what a run of this benchmark makes of the target's answers to the shipped training prompts: a
 datastore, and a small model with another tokenizer, which drafts the tokens that both have (TLI)
-or text (SLEM). --run adds every drafter that a
-run has trained (`runs/quickstart`, or a run of `benchmarks.heads`), also in combinations, with the
-seconds of its training. --drafter adds any other, by the names of `draftsmith evaluate`. Each is
-decoded greedily in its own shape, and timed in turns with plain decoding. The rows are sorted by
+or text (SLEM). --run adds every drafter that a run has trained (`runs/quickstart`, or a run of
+`benchmarks.heads`), also in combinations, with the seconds of its training. --drafter adds any
+other, by the names of `draftsmith evaluate`. Each is decoded greedily in its own shape, and timed
+in turns with plain decoding. The rows are sorted by
 the speed-up. A second table says what was not measured, and why; a drafter that fails is there too,
 and the others go on. `memory` is that of all tensors that a drafter has after the last timed
 prompt, weights and slots of its own, without those of the target.
@@ -98,7 +98,7 @@ def main(
     loaded = load_target(target, dtype=dtype)
     trained = [row for path in run or () for row in trained_drafters(path)]
     if random_layers is None:
-        contestants = [*untrained(), *of_own_run(loaded, runs, quick, reporter), *trained]
+        contestants = [*untrained(), *from_answers(loaded, runs, quick, reporter), *trained]
     else:
         loaded = with_random_layers(loaded, random_layers, random_width)
         contestants = [*of_depth(random_layers), *small_models(trained)]
@@ -189,7 +189,7 @@ def with_random_layers(target: Target, layers: int, width: int) -> Target:
     return replace(target, model=model, eos_token_ids=())
 
 
-def of_own_run(target: Target, runs: Path, quick: bool, reporter: Reporter) -> list[Contestant]:
+def from_answers(target: Target, runs: Path, quick: bool, reporter: Reporter) -> list[Contestant]:
     """A datastore of the target's answers to the shipped training prompts, and a small model with
     another tokenizer that learned from them. Their run is kept."""
     name = "drafters-quick" if quick else "drafters"
@@ -208,14 +208,15 @@ def of_own_run(target: Target, runs: Path, quick: bool, reporter: Reporter) -> l
     ]
     made, _ = execute_run(run_config(name, runs, stages, target=target.name), reporter)
     contestants = []
-    for name, kind, stage, option in (
+    for drafts, kind, stage, option in (
         ("rest", "rest", "datastore", ""),
         ("TLI", "shared_vocabulary", "other", ""),
         ("SLEM", "shared_vocabulary", "other", ":vocabulary=text"),
     ):
         directory = made.stage_directory(stage)
         drafter = directory / "drafter"
-        row = Contestant(name, f"{drafter}{option}", kind, seconds_of(directory), size_of(drafter))
+        spec = f"{drafter}{option}"
+        row = Contestant(drafts, spec, kind, seconds_of(directory), size_of(drafter))
         contestants.append(row)
     return contestants
 

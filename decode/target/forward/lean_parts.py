@@ -140,14 +140,14 @@ def _keeps_bits(inputs: int, dtype: torch.dtype, rows: int) -> bool:
         layer = nn.Linear(inputs, TRIED_OUTPUTS, bias=False, dtype=dtype)
         layer.weight.data = weight
         tried = PackedLinear(layer)
-        for count in (2, 5, 11, rows):
-            together = tried(x[:count]), tried.combined(x[:count], other[:count], "add")
-            for row in range(count):
-                one = slice(row, row + 1)
-                alone = tried(x[one]), tried.combined(x[one], other[one], "add")
-                if not all(torch.equal(a, t[one]) for a, t in zip(alone, together, strict=True)):
-                    return False
-    return True
+
+        def results(rows: slice) -> Tensor:
+            return torch.stack([tried(x[rows]), tried.combined(x[rows], other[rows], "add")])
+
+        alone = torch.cat([results(slice(row, row + 1)) for row in range(rows)], 1)
+        return all(
+            torch.equal(results(slice(count)), alone[:, :count]) for count in (2, 5, 11, rows)
+        )
 
 
 def version(x: Tensor) -> tuple[int, int]:
