@@ -84,7 +84,7 @@ def run_config(
         "output_dir": str(runs),
         "trackers": [],
         "precision": "no",
-        "target": {"model": target, "dtype": "bfloat16", "device": device},
+        "target": {"model": target, "dtype": "fastest", "device": device},
         "data": data or {split: f"{split}.jsonl" for split in ("train", "dev", "test")},
         "evaluation": evaluation,
         "stages": stages,

@@ -65,7 +65,7 @@ def main(
     json_file: JsonOption = None,
     plot: Annotated[Path | None, typer.Option(help="draw the table here, as PNG")] = None,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "fastest",
     gamma: Annotated[int, typer.Option(min=1, help="tokens per draft; trees ignore it")] = 4,
     timed: Annotated[
         int | None, typer.Option(min=1, help="prompts whose decoding is timed; default: all")

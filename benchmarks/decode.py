@@ -106,7 +106,7 @@ def main(
     plots: Annotated[Path | None, typer.Option(help="write decode.png here")] = None,
     target: TargetOption = TARGET,
     drafter: Annotated[str | None, typer.Option(help="default: train one")] = None,
-    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "fastest",
     device: DeviceOption = "auto",
     gamma: Annotated[int, typer.Option(min=1, help="of each loop that has a γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",

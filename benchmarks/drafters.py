@@ -82,7 +82,7 @@ def main(
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write drafters.png here")] = None,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="of the target and the drafters")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="of the target and the drafters")] = "fastest",
     gamma: Annotated[int, typer.Option(min=1, help="tokens per draft; trees ignore it")] = 4,
     random_layers: Annotated[
         int | None, typer.Option(min=4, help="a target of random weights with so many layers")

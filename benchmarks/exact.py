@@ -51,7 +51,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="fewer prompts")] = False,
     json_file: JsonOption = None,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of all models")] = "fastest",
     gamma: Annotated[int, typer.Option(min=1, help="depth of the chains")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 48,

@@ -127,8 +127,7 @@ def walk(python: str, quick: bool = False) -> list[tuple[str, str]]:
         ),
         (
             "an answer with it",
-            f"draftsmith generate --target {TARGET} --dtype bfloat16 --drafter {heads} "
-            f"'{QUESTION}'",
+            f"draftsmith generate --target {TARGET} --dtype fastest --drafter {heads} '{QUESTION}'",
         ),
         (
             "its export for vLLM",

@@ -83,7 +83,7 @@ def main(
     """Run the cycle and print the engine's acceptance before and after it."""
     require_engine(engine)
     reporter = start_benchmark()
-    loaded = load_target(target, dtype="bfloat16")
+    loaded = load_target(target, dtype="fastest")
     first = drafter or train_drafter(loaded, quick=True, runs=runs, reporter=reporter)
     asked = conversations(prompts, 24 if quick else None)
     learnt = conversations(requests, 160 if quick else None)
@@ -235,8 +235,8 @@ def write_config(
     """The configs of the cycle and of its training, as a user would write them."""
     run = {
         "name": "cycle",
-        "target": {"model": target, "dtype": "bfloat16"},
-        "precision": "bf16",
+        "target": {"model": target, "dtype": "fastest"},
+        "precision": "fastest",
         "trackers": [],
         "data": {"train": "replaced.jsonl", "test": "replaced.jsonl"},
         "stages": [
@@ -292,12 +292,13 @@ def engine_config(engine: str, target: str, work: Path, loaded: Target) -> Engin
     directory = work / "target"
     loaded.model.save_pretrained(directory)
     loaded.tokenizer.save_pretrained(directory)
+    dtype = str(loaded.dtype).removeprefix("torch.")
     speculative = {"method": "draft_model", "model": "{drafter}", "num_speculative_tokens": 0}
     # The number is no string in JSON.
     setting = json.dumps(speculative).replace(": 0}", ": {gamma}}")
     words = [
         str(environment_of("vllm") / "bin/python"), "-m", "vllm.entrypoints.openai.api_server",
-        "--model", str(directory), "--served-model-name", MODEL, "--dtype", "bfloat16",
+        "--model", str(directory), "--served-model-name", MODEL, "--dtype", dtype,
         "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8",
         "--generation-config", "vllm", "--port", "{port}", "--speculative-config", setting,
     ]  # fmt: skip

@@ -48,7 +48,7 @@ def main(
     json_file: JsonOption = None,
     times: Annotated[int, typer.Option(min=2, help="number of measurements")] = 2,
     target: TargetOption = TARGET,
-    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="dtype of both models")] = "fastest",
     device: DeviceOption = "auto",
     gamma: Annotated[int, typer.Option(min=1, help="depth of drafts that follow γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",

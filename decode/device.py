@@ -20,6 +20,8 @@ from torch import Tensor
 
 T = TypeVar("T")
 
+CPU_FLAGS = Path("/proc/cpuinfo")  # Linux only
+
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """The values as a tensor on `device`, like `torch.as_tensor`. The host does not wait.
@@ -39,10 +41,12 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def cpu_computes_bfloat16() -> bool:
-    """Whether the processor multiplies bfloat16 itself. Others are faster in float32."""
+def computes_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies bfloat16 itself. Others are faster in float32."""
+    if device.type != "cpu":
+        return device.type == "cuda"
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        flags = CPU_FLAGS.read_text()
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags

@@ -350,7 +350,7 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """One line per turn; the answers alone are on standard output."""
     path = save_tiny(tmp_path / "target", max_positions=512)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.device.cpu_computes_bfloat16", lambda: False)
+    monkeypatch.setattr("decode.device.CPU_FLAGS", tmp_path / "no flags")
     command = ["chat", "--target", str(path), "--max-new-tokens", str(TOKENS), "--device", "cpu"]
     lines = f"{QUESTION}\n\n".encode() + b"caf\xe9\n" + b"And the cat?\n/quit\nnever asked\n"
     result = CliRunner().invoke(
@@ -373,17 +373,19 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert stored[1]["steps"] > 0
 
 
-def test_bfloat16_is_taken_where_the_processor_computes_it(
+def test_bfloat16_is_taken_where_the_processor_multiplies_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = str(save_tiny(tmp_path / "target", max_positions=512))
     for computes, named, dtype in (
-        (True, "auto", torch.bfloat16),
-        (False, "auto", torch.float32),
-        (True, "float32", torch.float32),
+        (True, {}, torch.bfloat16),
+        (False, {}, torch.float32),
+        (True, {"dtype": "auto"}, torch.float32),
     ):
-        monkeypatch.setattr("decode.device.cpu_computes_bfloat16", lambda fast=computes: fast)
-        assert ChatTarget(target=path, dtype=named, device="cpu").load().dtype == dtype
+        flags = tmp_path / "cpuinfo"
+        flags.write_text("flags : amx_bf16" if computes else "flags : avx2")
+        monkeypatch.setattr("decode.device.CPU_FLAGS", flags)
+        assert ChatTarget(target=path, device="cpu", **named).load().dtype == dtype
 
 
 def test_the_default_drafter_is_the_newest_that_fits(

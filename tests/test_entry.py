@@ -17,8 +17,10 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
 import draftsmith
+from decode.target.loading import resolve_dtype
 from tests.tiny import save_tiny
-from train.config import load_config
+from train.config import load_config, validate_config
+from train.entry import begun
 from train.launcher import environment_of_one
 from train.tracking.trackers import PACKAGES, chosen_trackers
 
@@ -131,6 +133,23 @@ def test_an_unfinished_run_has_no_report_and_no_drafters(
     assert kept[0].drafters == {}
     with pytest.raises(draftsmith.UserError, match="has no report"):
         _ = kept[0].report
+
+
+@pytest.mark.parametrize("computes", [True, False])
+def test_the_fastest_precision_is_what_the_device_multiplies_in(
+    base: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
+) -> None:
+    flags = base / "cpuinfo"
+    flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2")
+    monkeypatch.setattr("decode.device.CPU_FLAGS", flags)
+    target = {"model": str(base / "target"), "dtype": "fastest", "device": "cpu"}
+    values = {"name": "fast", "precision": "fastest", "target": target, "stages": [STAGE]}
+    config = validate_config(values | {"data": {"train": "rows.jsonl"}}, base_dir=base)
+    with begun(config, quiet=True) as run:
+        assert run.accelerator.mixed_precision == ("bf16" if computes else "no")
+    assert resolve_dtype("fastest", torch.device("cuda")) == torch.bfloat16
+    expected = torch.bfloat16 if computes else torch.float32
+    assert resolve_dtype("fastest", torch.device("cpu")) == expected
 
 
 def test_another_precision_is_refused_if_the_caller_has_an_accelerator(base: Path) -> None:

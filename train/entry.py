@@ -14,7 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
+from decode.device import computes_bfloat16
 from decode.errors import UserError
+from decode.target.loading import resolve_device
 from train.cli.command import cores, quieten
 from train.config import RunConfig, build_config, dump_config
 from train.config_file import ConfigSource, read_config
@@ -94,9 +96,10 @@ def begun(
     """
     quieten()
     borrowed = is_initialized()
-    if borrowed and settings.precision not in (None, AcceleratorState().mixed_precision):
+    precision = mixed_precision(settings)
+    if borrowed and precision not in (None, AcceleratorState().mixed_precision):
         raise UserError(
-            f"precision is {settings.precision}, but this process has an accelerator whose "
+            f"precision is {precision}, but this process has an accelerator whose "
             f"precision is {AcceleratorState().mixed_precision}; train in a process of its own, or "
             "leave precision out"
         )
@@ -112,6 +115,13 @@ def begun(
                 state._reset_state()
 
 
+def mixed_precision(settings: RunConfig) -> str | None:
+    """accelerate's name of the run's precision. None: as its launcher says."""
+    if settings.precision != "fastest":
+        return settings.precision
+    return "bf16" if computes_bfloat16(resolve_device(settings.target.device)) else "no"
+
+
 def start_accelerator(settings: RunConfig) -> Accelerator:
     """This process's part of the launched engine, with its threads set. It ends with its
     launcher. Raises UserError for a tracker that is not installed."""
@@ -120,7 +130,7 @@ def start_accelerator(settings: RunConfig) -> Accelerator:
     accelerator = parallel.start(
         # accelerate would choose Apple's mps, which targets do not use (`decode.target.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
-        mixed_precision=settings.precision,
+        mixed_precision=mixed_precision(settings),
         log_with=trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )

@@ -16,7 +16,7 @@ import psutil
 import torch
 
 import train
-from decode.device import cpu_computes_bfloat16
+from decode.device import computes_bfloat16
 from decode.errors import UserError
 from decode.target.loading import Target
 from decode.target.memory import slot_bytes
@@ -89,7 +89,7 @@ def this_machine() -> tuple[str, Machine]:
     """The kind of this machine, and its sizes with the memory that this machine has."""
     count = torch.cuda.device_count()
     if not count:
-        dtype = "bfloat16" if cpu_computes_bfloat16() else "float32"
+        dtype = "bfloat16" if computes_bfloat16(torch.device("cpu")) else "float32"
         memory = int(psutil.virtual_memory().total)
         return "cpu", replace(MACHINES["cpu"], memory=memory, dtype=dtype)
     memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))

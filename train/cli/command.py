@@ -39,10 +39,14 @@ DraftersOption = Annotated[
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
-DTYPE_NAMES = ["auto", "float32", "bfloat16", "float16"]
+DTYPE_NAMES = ["auto", "fastest", "float32", "bfloat16", "float16"]
 DtypeOption = Annotated[
     str,
-    typer.Option(help="auto, float32, bfloat16 or float16", autocompletion=lambda: DTYPE_NAMES),
+    typer.Option(
+        help="auto, fastest, float32, bfloat16 or float16; auto: float32 on a CPU; fastest: also "
+        "there bfloat16, if it multiplies in it",
+        autocompletion=lambda: DTYPE_NAMES,
+    ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
