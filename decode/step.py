@@ -42,6 +42,7 @@ class RunningRows:
         slots: int,
     ) -> None:
         setup.drafter.attach(setup.lm)
+        setup.lm.drafter_bytes = setup.drafter.token_bytes
         self.clock = Clock(setup.lm.device, Timing())
         self.setup = setup
         self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error

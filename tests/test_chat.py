@@ -123,6 +123,19 @@ def spaced(lines: list[str]) -> list[str]:
     return [re.sub(r"\s+", " ", line) for line in lines]
 
 
+def test_a_target_with_running_states_talks() -> None:
+    """It has no prefix cache."""
+    kinds = ["conv", "full_attention", "conv"]
+    target = tiny_target("lfm2", layers=3, layer_types=kinds, max_positions=512)
+    conversation = Conversation(
+        target, DRAFTERS["ngram"](), DecodeSettings(gamma=3), max_new_tokens=8
+    )
+    said: list[str] = []
+    for question in (QUESTION, "And the cat?"):
+        conversation.ask(question, lambda text, done: said.append(text))
+    assert "".join(said)
+
+
 def test_figures_run_along_below_the_answer_and_go_away(target: Target) -> None:
     terminal = terminal_of(talk(target), QUESTION)
     drawn: list[list[str]] = []

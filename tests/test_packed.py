@@ -256,6 +256,33 @@ def test_a_changed_model_falls_back_says_why_once_and_decodes_its_text(
     assert reason_against_lean(model) == reason
 
 
+def test_a_switched_adapter_changes_the_text() -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    model = tiny_model("llama").eval()
+    plain = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+    adapted(model)
+    assert texts_in_the_loop(model) != plain
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.enable_adapters(False)
+    assert texts_in_the_loop(model) == plain
+
+
+def test_a_copy_has_no_dropout() -> None:
+    """A model may still be in training mode when it is prepared."""
+    model = tiny_model("gpt2", resid_pdrop=0.5)
+    expected = [greedy_text(model.eval(), prompt, 12) for prompt in PROMPTS]
+    model.train()
+    prepare(model)
+    assert texts_in_the_loop(model.eval()) == expected
+
+
+def test_an_activation_that_differs_far_from_zero_is_not_lean() -> None:
+    with pytest.raises(NotLean, match="parts of another kind"):
+        lean_forward(tiny_model("llama", hidden_act="gelu_10"), packed=True)
+
+
 def test_why_products_are_not_packed_is_said(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.prepare_model import prepare
@@ -79,3 +80,40 @@ def test_a_model_without_sdpa_loads_with_what_it_has(tmp_path: Path) -> None:
     loaded = load_model_and_tokenizer(str(tmp_path)).model
     assert loaded.config._attn_implementation == "eager"
     assert any(layer_windows(loaded))
+
+
+def test_a_window_that_the_kind_of_model_ignores_is_ignored() -> None:
+    """Checkpoints can have settings that their model never reads."""
+    model = tiny_model("llama", sliding_window=8)
+    assert layer_windows(model) == [None] * len(layer_windows(model))
+    decoder = Decoder(model, DRAFTERS["none"]())
+    assert isinstance(decoder.lm.forward_pass, LeanForward)
+    assert decoder.decode(PROMPTS, NEW).outputs == [reference(model, x) for x in PROMPTS]
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_texts_end_where_longrope_turns_all_tokens_by_other_angles(lean: bool) -> None:
+    """Phi-3 with a long context. The text of a row is the same beside longer rows."""
+    switch, halves = 32, 4
+    rope = {"rope_type": "longrope", "rope_theta": 10_000.0, "factor": 4.0}
+    rope |= {"short_factor": [1.0] * halves, "long_factor": [3.0] * halves}
+    model = tiny_model(
+        "phi3",
+        max_positions=4 * switch,
+        original_max_position_embeddings=switch,
+        rope_parameters=rope | {"original_max_position_embeddings": switch},
+    )
+    prepare(model, lean=lean)
+    ids = torch.arange(5, 5 + switch + 1)[None]
+    with torch.inference_mode():  # the short factors hold up to the switch, and not beyond
+        first, longer = (model(ids[:, :end]).logits[:, 8] for end in (switch, switch + 1))
+    assert (first - longer).abs().max() > 0.01
+    prompts = [list(range(20, 46)), [7, 11, 13]]
+    decoder = Decoder(model, DRAFTERS["ngram"](), gamma=5)
+    assert decoder.lm.max_positions == switch
+    run = decoder.decode(prompts, 2 * switch)
+    for prompt, output in zip(prompts, run.outputs, strict=True):
+        assert len(prompt) + len(output) == switch
+        assert output[:NEW] == reference(model, prompt)[: len(output)]
+    with pytest.raises(UserError, match=f"{switch}"):
+        decoder.decode([list(range(5, 5 + switch))], 4)

@@ -57,6 +57,11 @@ class Drafter(ABC):
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
 
     @property
+    def token_bytes(self) -> int:
+        """The bytes that it keeps on the target's device for each token of a row."""
+        return 0
+
+    @property
     def estimates(self) -> bool:
         return True  # most drafters ask no policy
 

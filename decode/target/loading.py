@@ -28,6 +28,7 @@ from decode.target.pretrained import (
     gguf_read_once,
     has_encoder,
     input_device,
+    longest_text,
     no_progress_bars,
     no_safetensors,
     require_finite,
@@ -40,8 +41,6 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 # What transformers knows as a device_map by name.
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 EMBEDDED_PREFIX = "embedded:"
-# The value of max_positions for models without a limit in their config.
-UNLIMITED_POSITIONS = 2**31 - 1
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
@@ -103,8 +102,7 @@ class Target:
     @property
     def max_positions(self) -> int:
         """The length of the longest text, in tokens, that the model supports."""
-        config = self.model.config.get_text_config()
-        return getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+        return longest_text(self.model.config.get_text_config())
 
 
 class Loaded(NamedTuple):

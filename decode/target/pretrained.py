@@ -28,6 +28,9 @@ from transformers.distributed import DistributedConfig
 
 from decode.errors import UserError
 
+# The longest text of models without a limit in their config.
+UNLIMITED_POSITIONS = 2**31 - 1
+
 # The exceptions of transformers for files that are missing, malformed or do not fit together.
 # ImportError: a model or an attention implementation needs a package that is not installed.
 _LOAD_ERRORS = (
@@ -236,6 +239,33 @@ def decoder_config(model: Any) -> Any:
         return model.config.get_text_config()
     # Its own config, or one for both parts, which names the decoder's sizes apart.
     return model.get_decoder().config.get_text_config(decoder=True)
+
+
+def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
+    """Which of peft's adapters each of the model's layers applies, and which are merged."""
+    layers: Any = (layer for layer in model.modules() if hasattr(layer, "merged_adapters"))
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters))
+        for layer in layers
+    )
+
+
+def longest_text(config: Any) -> int:
+    """The length of the longest text, in tokens, that a model with this (text) config supports.
+
+    A model with rotary positions of the type `longrope` (Phi-3) turns all tokens of a text by other
+    angles once it is longer than `original_max_position_embeddings`. The keys of the tokens before
+    would be wrong from there on, so its texts end there.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = rope.values() if all(isinstance(kind, dict) for kind in rope.values()) else [rope]
+    switches = (
+        kind.get("original_max_position_embeddings", longest)
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    )
+    return min([longest, *switches])
 
 
 def decoder_start(model: Any) -> int:

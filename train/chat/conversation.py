@@ -14,7 +14,7 @@ from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.settings import DecodeSettings
 from decode.stats import Counts, Tally
-from decode.target.cache.prefix_cache import PrefixCache
+from decode.target.cache.prefix_cache import DEFAULT_BYTES, prefix_cache
 from decode.target.loading import Target
 from decode.text import prompt_ids
 from decode.text_stream import TextStream
@@ -105,7 +105,7 @@ class Conversation:
         self.target, self.settings = target, settings
         self.max_new_tokens, self.seed, self.plain = max_new_tokens, seed, False
         self._system = [] if system is None else [{"role": "system", "content": system}]
-        self._prefixes = PrefixCache()
+        self._prefixes = prefix_cache(target.model, DEFAULT_BYTES)
         self._plain_seconds: deque[float] = deque(maxlen=LATEST)
         self._since_plain = 0
         self._turn = 0

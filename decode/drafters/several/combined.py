@@ -51,6 +51,10 @@ class Group(Drafter):
         return all(drafter.estimates for drafter in self.drafters)
 
     @property
+    def token_bytes(self) -> int:
+        return sum(drafter.token_bytes for drafter in self.drafters)
+
+    @property
     def rewinds(self) -> bool:
         return all(drafter.rewinds for drafter in self.drafters)
 

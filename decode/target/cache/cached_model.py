@@ -35,7 +35,7 @@ from decode.target.kinds.layer_kinds import (
 from decode.target.kinds.recurrent_states import RecurrentStates, reason_against_replay
 from decode.target.kinds.tree_support import reason_against_trees
 from decode.target.memory import require_memory
-from decode.target.pretrained import decoder_config, input_device
+from decode.target.pretrained import decoder_config, input_device, longest_text
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
@@ -180,10 +180,11 @@ class CachedLM:
         self.device = input_device(model)
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.max_positions: int = getattr(config, "max_position_embeddings", None) or 1 << 30
+        self.max_positions = longest_text(config)
         windows = layer_windows(model)
         self._windows = [None if size is None else SlidingWindow(size) for size in windows]
         self._slots: Slots | None = None
+        self.drafter_bytes = 0  # what a drafter keeps of each token beside this model
         self.pass_tokens = pass_tokens
         self._trial = trial
         # The positions of the nodes of the tree that was fed last, [B, m].
@@ -250,7 +251,7 @@ class CachedLM:
         `require_memory`."""
         require_slots(self.model)
         self._slots = None  # the memory of the old slots is free again
-        require_memory(self.model, rows, capacity)
+        require_memory(self.model, rows, capacity, drafter_bytes=self.drafter_bytes)
         self.refresh()
         self._slots = Slots(
             len(self._windows) - len(recurrent_layers(self.model)),
@@ -268,15 +269,15 @@ class CachedLM:
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
         Raises as `reset` does, and then changes nothing."""
-        slots = self._slots
+        slots, drafter = self._slots, self.drafter_bytes
         assert slots is not None
-        rows, least = slots.rows + count, False
+        rows, least, held = slots.rows + count, False, slots.allocated
         try:
-            require_memory(self.model, *slots.grown(rows, capacity), slots.allocated)
+            require_memory(self.model, *slots.grown(rows, capacity), held, drafter_bytes=drafter)
         except MemoryShortage:
             # Rows that nobody uses need not get longer too.
             least = True
-            require_memory(self.model, *slots.least(rows, capacity), slots.allocated)
+            require_memory(self.model, *slots.least(rows, capacity), held, drafter_bytes=drafter)
         slots.add_rows(count, capacity, least=least)
         if self.sources is not None:
             self.sources.add_rows(count)

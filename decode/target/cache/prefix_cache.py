@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.errors import UserError
 from decode.target.cache.slots import SlotStates
 from decode.target.kinds.layer_kinds import recurrent_layers
-from decode.target.pretrained import has_encoder
+from decode.target.pretrained import adapters_in_use, has_encoder
 
 # Shorter beginnings are not worth a copy: most texts share a few tokens of the template.
 SHORTEST = 16
@@ -46,7 +46,7 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self._texts: OrderedDict[int, _Kept] = OrderedDict()  # used longest ago first
         self._next = 0
-        self._weights: tuple[object, ...] = ()
+        self._served: tuple[object, ...] = ()  # the weights and adapters of the texts' model
         self.bytes = 0
         self.reused = 0
         self.read = 0
@@ -68,9 +68,10 @@ class PrefixCache:
         weights = tuple(
             (id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in model.parameters()
         )
-        if weights != self._weights:
+        served = weights, adapters_in_use(model)
+        if served != self._served:
             self.clear()
-            self._weights = weights
+            self._served = served
 
     def find(self, prompt: np.ndarray) -> SlotStates | None:
         """The states of the longest known beginning of a prompt, int64 [L], or None."""

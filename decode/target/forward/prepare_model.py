@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import psutil
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -28,7 +27,13 @@ from decode.target.forward.recognition import NotLean, is_wrapped, lean_forward,
 from decode.target.forward.transformers_forward import ATTENTION, TransformersForward
 from decode.target.kinds.decoder_positions import read_positions
 from decode.target.kinds.encoder_decoder import DecoderForward
-from decode.target.pretrained import has_encoder, is_hooked, is_sharded
+from decode.target.memory import free_bytes
+from decode.target.pretrained import (
+    adapters_in_use,
+    has_encoder,
+    is_hooked,
+    is_sharded,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +70,7 @@ def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
         id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]
     }
     copied: PreTrainedModel = copy.deepcopy(model, shared)
-    return copied
+    return copied.eval()
 
 
 def refresh_packed(module: nn.Module) -> None:
@@ -111,6 +116,7 @@ def _prepared(model: PreTrainedModel, lean: bool | None) -> "_Prepared":
         tuple(ref(module) for module in model.modules()),
         model.config._attn_implementation,
         is_hooked(model),
+        adapters_in_use(model),
     )
     known = _FORWARDS.get(model)
     if lean is None and known is not None:
@@ -218,7 +224,8 @@ def reason_against_packing(model: nn.Module) -> str | None:
             return f"this CPU has no matrix products in {str(dtype).removeprefix('torch.')}"
     if is_wrapped(model):
         return "another library has wrapped or quantised the model"
-    if 2 * sum(p.nbytes for p in parameters) >= psutil.virtual_memory().available:
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and 2 * sum(p.nbytes for p in parameters) >= free:
         return "a second copy of the weights would take more than half of the free memory"
     return None
 

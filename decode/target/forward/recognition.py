@@ -199,7 +199,7 @@ def lean_norm(norm: Any, packed: bool) -> LeanNorm | None:
 def _activation(function: Any) -> tuple[str, str] | None:
     if not callable(function):
         return None
-    x = torch.linspace(-4, 4, 33)
+    x = torch.linspace(-64, 64, 513)
     for name, known in ACTIVATIONS.items():
         if torch.allclose(function(x), known(x), atol=1e-6):
             return name

@@ -26,7 +26,7 @@ from decode.target.forward.lean_forward import AttentionMask
 from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.kinds.decoder_positions import Positions, at_positions
 from decode.target.memory import require_memory
-from decode.target.pretrained import decoder_start, input_device
+from decode.target.pretrained import decoder_start, input_device, longest_text
 
 if TYPE_CHECKING:
     from decode.target.cache.cached_model import CachedLM
@@ -147,9 +147,7 @@ class Sources:
         self.start_id = decoder_start(model)
         self.model, self._forward, self._layers = model, forward_pass, layers
         self.device = input_device(model)
-        config = model.get_encoder().config
-        longest: int = getattr(config, "max_position_embeddings", None) or 1 << 30
-        self.max_prompt = longest + 1
+        self.max_prompt = longest_text(model.get_encoder().config) + 1
         if forward_pass.cross_layers != layers:
             raise UserError(
                 f"{type(model).__name__} has {layers} decoder layers, but cross attention that is "

@@ -57,7 +57,10 @@ def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """How many tokens back each layer sees, the token itself included. None: all tokens."""
     config = decoder_config(model)
     window: int | None = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
+    # A checkpoint can name a window that its kind of model does not have.
+    if not hasattr(type(config), "sliding_window") or not getattr(
+        config, "use_sliding_window", True
+    ):
         window = None
     layers: int = config.num_hidden_layers
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
