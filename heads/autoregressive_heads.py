@@ -133,7 +133,7 @@ class AutoregressiveDrafter(AttendingDrafter):
     heads: AutoregressiveHeads
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return _Growth(self, contexts, sampling)
+        return _Growth(self, contexts, sampling, max_depth)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         tokens = np.take_along_axis(contexts.tokens, columns + 1, axis=1)
@@ -153,7 +153,11 @@ class _Growth(Growth):
     """
 
     def __init__(
-        self, drafter: AutoregressiveDrafter, contexts: Contexts, sampling: Sampling
+        self,
+        drafter: AutoregressiveDrafter,
+        contexts: Contexts,
+        sampling: Sampling,
+        max_depth: int,
     ) -> None:
         heads = drafter.heads
         super().__init__(
@@ -161,10 +165,11 @@ class _Growth(Growth):
         )
         self.drafter, self.heads = drafter, heads
         self.entries = contexts.lengths - 1  # [B]
-        self.states = drafter.states[:, :0]
+        self.first_B1 = to_device(self.entries, self.device)[:, None]
+        self.states = drafter.newest(contexts)[:, None]
+        drafter.place_chain(self.entries, max_depth)
 
     def _first(self) -> Tensor:
-        self.states = self.drafter.newest(self.contexts)[:, None]
         return self._logits(self.states)[:, 0]
 
     def _extend(self, count: int) -> Tensor:
@@ -172,37 +177,26 @@ class _Growth(Growth):
         if self.ancestors is None:
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
-                positions = to_device(self.entries + node, self.device)[:, None]
+                attend = self.drafter.chain_attention(self.entries, self.first_B1, node)
                 token = self.fed[:, node : node + 1]
-                self._feed(self.states[:, -1:], token, positions, node)
+                self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
         else:
             visible = self.ancestors[:, before:]
             order = torch.arange(visible.shape[2], device=self.device)
             # The parent is the ancestor that was fed last. 0 is the root.
             parents = torch.where(visible & (order < order[before:, None]), order + 1, 0).amax(2)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
-            entries_B1 = to_device(self.entries, self.device)[:, None]
-            positions = entries_B1 + visible.sum(2) - 1
-            states = self.states[rows_B1, parents]
-            self._feed(states, self.fed[:, before:], positions, before, visible)
+            positions = self.first_B1 + visible.sum(2) - 1
+            attend = self.drafter.attention(self.entries + before, count, self.entries, visible)
+            self._feed(self.states[rows_B1, parents], self.fed[:, before:], positions, attend)
         return self._logits(self.states[:, -count:])
 
-    def _feed(
-        self,
-        states: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        before: int,
-        visible: Tensor | None = None,
-    ) -> None:
+    def _feed(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> None:
         """Run the steps of n more nodes and append their states.
 
-        states: [B, n, H], the states of their parents. before: the number of nodes fed before.
-        visible: for a tree, which nodes each node may see. Keys and values go to the slots after
-        the last entry.
+        states: [B, n, H], the states of their parents. Keys and values go to the slots after the
+        last entry.
         """
-        root = None if visible is None else self.entries
-        attend = self.drafter.attention(self.entries + before, tokens.shape[1], root, visible)
         new_states = self.heads.step(states, tokens, positions, attend)
         self.states = torch.cat([self.states, new_states], 1)
 

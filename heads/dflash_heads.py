@@ -273,7 +273,7 @@ class DFlashDrafter(AttendingDrafter):
     heads: DFlashHeads
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
-        self.slots.place(columns[:, 0], columns.shape[1])
+        self.place(columns[:, 0], columns.shape[1])
         layers = self.heads.context(states, to_device(columns, states.device))
         for slots, (keys, values) in zip(self.slots.layers, layers, strict=True):
             slots.update(keys, values)

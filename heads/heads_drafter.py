@@ -23,6 +23,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling
+from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.cache.slots import Slots
 from decode.target.forward.lean_forward import AttentionMask, SlotAttention
@@ -208,6 +209,19 @@ class AttendingDrafter(HeadsDrafter):
 
     decoder_only = True
     heads: AttendingHeads
+    _static_step: int | None = None  # of static slots, the number that attention gets more of
+
+    def attach(self, lm: CachedLM) -> None:
+        """The slots are static if the target's are."""
+        forward = lm.forward_pass
+        self._static_step = forward.slot_step if forward.static_slots else None
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the input states, and of keys and values in each layer."""
+        projections = ("k_proj.weight", "v_proj.weight")
+        sizes = [len(x) for name, x in self.heads.named_parameters() if name.endswith(projections)]
+        return (self.heads.hidden_size + sum(sizes)) * self.heads.dtype.itemsize
 
     def start(self, contexts: Contexts) -> None:
         rows, capacity = contexts.tokens.shape
@@ -216,7 +230,12 @@ class AttendingDrafter(HeadsDrafter):
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
         heads = self.heads
         self.slots = Slots(
-            heads.attending_layers, rows, capacity + heads.spare_slots, parameter.device
+            heads.attending_layers,
+            rows,
+            capacity + heads.spare_slots,
+            parameter.device,
+            step=self._static_step or 1,
+            static=self._static_step is not None,
         )
         self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
         self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
@@ -345,11 +364,54 @@ class AttendingDrafter(HeadsDrafter):
         tree, root is the slot of its first node, int [B], ancestors tells which nodes each node
         may see, and depths, int64 [1 or B, n], how many positions each node is after the root.
         """
-        window = self.heads.window
+        base_B1 = self.place(start, count, root, self.heads.window)
+        return self._placed_attentions(base_B1, count, ancestors, depths)
+
+    def place(
+        self,
+        start: np.ndarray,
+        count: int,
+        root: np.ndarray | None = None,
+        window: SlidingWindow | None = None,
+    ) -> Tensor:
+        """Have `count` tokens of each row go to the slots from `start`, int [B].
+
+        Returns the slot of the root, or else the first slot, int64 [B, 1]. root: as for
+        `attentions`. window: what attention gets; None: all slots.
+        """
         self.slots.place(start, count, window, root)
-        first_slot = start if root is None else root
-        first_B1 = to_device(first_slot, self.states.device)[:, None]
-        visible = self.slots.mask(first_B1, count, ancestors, window, depths)
+        first_B1 = to_device(start, self.states.device)[:, None]
+        if self.slots.static:
+            self.slots.locate(first_B1, count)
+        return first_B1 if root is None else to_device(root, self.states.device)[:, None]
+
+    def place_chain(self, start: np.ndarray, depth: int) -> None:
+        """With static slots, have those for all steps of a chain: a draft is then work for the
+        device only. start: int [B], the slot of the first step."""
+        if self.slots.static and not self.shape.branches:
+            self.slots.place(start, depth, ahead=True)
+
+    def chain_attention(
+        self, start: np.ndarray, first_B1: Tensor, before: int, count: int = 1
+    ) -> SlotAttention:
+        """Attention for `count` steps of a chain after `before` others, in the first layer.
+
+        start: int [B], the slot of the first step; first_B1: the same, on the device.
+        """
+        if not self.slots.static:
+            return self.attention(start + before, count)
+        at_B1 = first_B1 + before
+        self.slots.locate(at_B1, count)
+        return self._placed_attentions(at_B1, count)[0]
+
+    def _placed_attentions(
+        self,
+        base_B1: Tensor,
+        count: int,
+        ancestors: Tensor | None = None,
+        depths: Tensor | None = None,
+    ) -> list[SlotAttention]:
+        visible = self.slots.mask(base_B1, count, ancestors, self.heads.window, depths)
         mask = AttentionMask(visible, self.states.dtype)
         return [SlotAttention(layer, mask) for layer in self.slots.layers]
 

@@ -165,6 +165,7 @@ class KangarooDrafter(AttendingDrafter):
     _view: LayerView | None = None
 
     def attach(self, lm: CachedLM) -> None:
+        super().attach(lm)
         if self._lm is not lm:
             self._view, self._lm = lm.view(self.heads.skipped), lm
             self._view.capture(self.captured_layers)
@@ -185,7 +186,7 @@ class KangarooDrafter(AttendingDrafter):
         return self._view
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
-        return _Growth(self, contexts, sampling)
+        return _Growth(self, contexts, sampling, max_depth)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         attend = self.attention(columns[:, 0], columns.shape[1])
@@ -208,8 +209,11 @@ class _Growth(CachedGrowth):
     adapter."""
 
     lm: LayerView
+    reads_out = False  # the view's output layer, which is large, gets no tokens
 
-    def __init__(self, drafter: KangarooDrafter, contexts: Contexts, sampling: Sampling) -> None:
+    def __init__(
+        self, drafter: KangarooDrafter, contexts: Contexts, sampling: Sampling, max_depth: int
+    ) -> None:
         super().__init__(
             drafter.view,
             contexts.lengths,
@@ -219,28 +223,28 @@ class _Growth(CachedGrowth):
             drafter.heads.vocabulary,
         )
         self.drafter, self.heads = drafter, drafter.heads
-        # The view's logits are not used, so its output layer, which is large, gets no tokens.
-        self.columns = np.zeros((self.rows, 0), dtype=np.int64)
+        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
+        exits = self._exits(to_device(last, self.device), -1, None)
+        self.states = drafter.after_text(contexts, exits[:, 0])
+        self.place_chain(drafter.shape, max_depth)
+        drafter.place_chain(self.lengths, max_depth)
 
     def _first(self) -> Tensor:
-        start = self.lengths - 1
-        last = np.take_along_axis(self.contexts.tokens, start[:, None], axis=1)
-        exits = self._exits(to_device(last, self.device), start, None)
-        return self.heads.output.at(1, self.drafter.after_text(self.contexts, exits[:, 0]))
+        return self.heads.output.at(1, self.states)
 
-    def feed(self, ids: Tensor, start: np.ndarray, seen: Tensor | None) -> Tensor:
-        exits = self._exits(ids, start, seen)
-        root = None if seen is None else self.lengths
-        attend = self.drafter.attention(start, ids.shape[1], root, seen)
+    def feed(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
+        exits = self._exits(ids, before, seen)
+        count = ids.shape[1]
         if seen is None:
-            first_B1 = to_device(start, self.device)[:, None]
-            positions = first_B1 + torch.arange(ids.shape[1], device=self.device)
+            attend = self.drafter.chain_attention(self.lengths, self.first_B1, before, count)
+            positions = self.first_B1 + before + torch.arange(count, device=self.device)
         else:
-            positions = to_device(self.lengths, self.device)[:, None] + seen.sum(2) - 1
+            attend = self.drafter.attention(self.lengths + before, count, self.lengths, seen)
+            positions = self.first_B1 + seen.sum(2) - 1
         return self.heads.output.at(1, self.heads.adapter(exits, positions, attend))
 
-    def _exits(self, ids: Tensor, start: np.ndarray, seen: Tensor | None) -> Tensor:
+    def _exits(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
         """[B, n, H]: the exit states of these tokens."""
-        super().feed(ids, start, seen)
+        super().feed(ids, before, seen)
         (layer,) = self.drafter.captured_layers
         return self.lm.features[layer].to(self.drafter.states.dtype)

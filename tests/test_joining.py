@@ -5,6 +5,7 @@ And around it: prompts read in several passes, memory that is refused, slots tha
 
 import functools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from decode.loop import Decoder, Decoding
 from decode.policies import POLICIES
 from decode.rows import RowSettings, compacted
 from decode.sampling import Sampling
+from decode.target import memory
 from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.cache.slots import Slots
@@ -538,3 +540,28 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     assert decoding.outputs == {0: expected}
     with pytest.raises(UserError, match="keys and values of LlamaForCausalLM for 8 rows of"):
         which.decode(PROMPTS, NEW)
+    # What the drafter keeps counts too, before the target reads anything.
+    for kind in ("chain", "eagle1"):
+        drafted = decoder(KINDS[kind](), gamma=1)
+        slots = drafted.slots(len(PROMPTS[0]), NEW)
+        enough = (slots + 1) * each
+        monkeypatch.setattr(memory, "free_bytes", lambda device, free=enough: free)
+        which.decode(PROMPTS[:1], NEW)
+        monkeypatch.setattr(drafted.lm, "forward", forward)
+        with pytest.raises(UserError, match="LlamaForCausalLM and its drafter for 1 rows"):
+            drafted.decode(PROMPTS[:1], NEW)
+
+
+def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, (_, *version_2), (_, *version_1) = torch.device("cpu"), *memory.CONTAINERS
+    for number, (limit, used, droppable) in enumerate((version_2, version_1)):
+        directory = tmp_path / str(number)
+        directory.mkdir()
+        (directory / limit).write_text("5000\n")
+        (directory / used).write_text("3000\n")
+        (directory / "memory.stat").write_text(f"anon 10\n{droppable} 400\n")
+        places = [(directory, limit, used, droppable), (tmp_path, limit, used, droppable)]
+        monkeypatch.setattr(memory, "CONTAINERS", places)
+        assert memory.free_bytes(cpu) == 2400
+        (directory / limit).write_text("max\n")
+        assert memory.free_bytes(cpu) > 1 << 20

@@ -4,7 +4,6 @@ It is traced on the CPU by the frontend of `torch.compile`. The graph is the sam
 need the same number of slots, and the logits are those of transformers' forward.
 """
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from decode.draft import Contexts, Draft
+from decode.drafters import Drafter
+from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -23,7 +24,7 @@ from decode.sampling import CounterRNG, Sampling
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
 from decode.target.forward.lean_parts import PackedLinear
-from decode.target.forward.prepare_model import prepare
+from decode.target.forward.prepare_model import has_products, prepare
 from decode.target.forward.recognition import lean_forward
 from decode.target.hidden_states import FINAL
 from decode.trees import Growth, chain_of
@@ -156,35 +157,56 @@ class OverSlots(Growth):
         return logits
 
 
+def drafter_of(kind: str, target: Any) -> Drafter:
+    if kind == "small_lm":
+        small = tiny_model("llama", seed=7, layers=1)
+        prepare(small, lean=True)
+        return SmallLMDrafter(small)
+    if kind == "skip":
+        return SkipDrafter(exit=2)
+    return headed(kind)(target, lambda module: module)
+
+
 @torch.inference_mode()
-@pytest.mark.parametrize("kind", ["medusa", "blockwise", "hydra", "dflash", "dspark", "p_eagle"])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0)])
-def test_heads_draft_a_chain_as_one_graph(kind: str, sampling: Sampling) -> None:
-    """From the growth on, in every step the same graph: the growths of a decode are drawn again."""
-    target = tiny_model("llama", layers=LAYERS)
-    drafter: Any = headed(kind)(target, lambda module: module)
-    begun: list[Growth] = []
-    plain = drafter.growth
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "blockwise",
+        "dspark",
+        "eagle1",
+        "eagle3",
+        "hydra",
+        "hydra_plus",
+        "kangaroo",
+        "pass",
+        "skip",
+        "small_lm",
+    ],
+)
+def test_a_chain_is_drafted_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every step the same graph, from the growth on: what a draft reads of new text comes before
+    it. The prompts' lengths differ, one of them is a single token."""
+    prompts, new, sampling = [[5, 17, 250, 9, 42], [7, 8, 9], [11]], 14, Sampling(temperature=1.0)
 
-    def growth(*args: Any) -> Growth:
-        begun.append(plain(*args))
-        return copy.copy(begun[-1])
+    def texts() -> list[list[int]]:
+        target = tiny_model("llama", layers=LAYERS)
+        prepare(target, lean=True)
+        decoder = Decoder(target, drafter_of(kind, target), gamma=3, sampling=sampling)
+        return decoder.decode(prompts, new).outputs
 
-    drafter.growth = growth
-    prompts = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11]]
-    Decoder(target, drafter, gamma=2, sampling=sampling).decode(prompts, 14)
-    steps = [growth for growth in begun if growth.rows == ROWS][:3]
-    assert len(steps) == 3
+    expected, chain, steps = texts(), chain_of, 0
+    draft_once, counter = traced(chain)
 
-    def draft(growth: Growth, rng: CounterRNG) -> tuple[list[Tensor], list[Tensor]]:
-        return chain_of(growth, 2, sampling, rng)
+    def draft(growth: Growth, depth: int, *rest: Any) -> Any:
+        nonlocal steps
+        if growth.rows < ROWS or depth < 3:  # near the end
+            return chain(growth, depth, *rest)
+        steps += 1
+        return draft_once(growth, depth, *rest)
 
-    draft_once, counter = traced(draft)
-    rng = CounterRNG(0, torch.arange(ROWS))
-    for step in steps:
-        rng.next_round(step.contexts.lengths)
-        results, expected = draft_once(copy.copy(step), rng), draft(copy.copy(step), rng)
-        torch.testing.assert_close(results, expected, rtol=0, atol=1e-6)
+    monkeypatch.setattr("decode.trees.chain_of", draft)
+    assert texts() == expected
+    assert steps >= 3
     assert counter.frame_count == 1
 
 
@@ -251,7 +273,8 @@ def test_standard_decoders_are_lean_without_packing(family: str, dtype: torch.dt
     assert not any(isinstance(module, PackedLinear) for module in lean.modules())
     parameters = {id(parameter) for parameter in model.parameters()}
     assert {id(parameter) for parameter in lean.parameters()} <= parameters
-    lean_forward(model, packed=True)
+    if has_products(dtype):  # some CPUs have none in bfloat16
+        lean_forward(model, packed=True)
 
 
 def test_the_choice_stays_with_the_model() -> None:

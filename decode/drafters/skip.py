@@ -60,7 +60,9 @@ class SelfDrafter(ShapedDrafter):
     ) -> Growth:
         """The object that predicts the next tokens after the text and after each node. max_depth:
         the max depth of the draft."""
-        return SelfGrowth(view, contexts, sampling)
+        growth = SelfGrowth(view, contexts, sampling)
+        growth.place_chain(self.shape, max_depth)
+        return growth
 
     def use(self, skipped: Sublayers) -> None:
         """Draft without these sublayers from now on."""
@@ -95,11 +97,11 @@ class SelfGrowth(CachedGrowth):
 
     def __init__(self, lm: CachedLM, contexts: Contexts, sampling: Sampling) -> None:
         super().__init__(lm, contexts.lengths, contexts, sampling, lm.vocab_size)
+        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
+        self.last_B1 = to_device(last, lm.device)
 
     def _first(self) -> Tensor:
-        start = self.lengths - 1
-        last = np.take_along_axis(self.contexts.tokens, start[:, None], axis=1)
-        return self.lm.forward(to_device(last, self.device), start)[:, 0]
+        return self.feed(self.last_B1, -1, None)[:, 0]
 
 
 @DRAFTERS.register("skip")

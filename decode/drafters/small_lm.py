@@ -21,6 +21,7 @@ from decode.sampling import CounterRNG, Sampling
 from decode.target.cache.cached_model import CachedLM, require_trees
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.loading import Target, load_model_and_tokenizer
+from decode.target.memory import slot_bytes
 from decode.trees import Growth, Shape
 from decode.trees.static import stored_shape
 from decode.verification import Verification
@@ -95,6 +96,10 @@ class SmallLMDrafter(VerifyingDrafter):
     @property
     def device(self) -> torch.device:
         return self.lm.device
+
+    @property
+    def token_bytes(self) -> int:
+        return slot_bytes(self.lm.model)
 
     @property
     def rewinds(self) -> bool:
@@ -288,7 +293,7 @@ class SmallLMDrafter(VerifyingDrafter):
 
     def growth(self, contexts: Contexts, sampling: Sampling, depths: np.ndarray) -> Growth:
         """What the shape draws the draft from. depths: int [B], the max depth per row."""
-        return _LMGrowth(self, contexts, sampling, depths > 0)
+        return _LMGrowth(self, contexts, sampling, depths)
 
     def make_room(self, contexts: Contexts, depths: np.ndarray) -> np.ndarray:
         """int [B]: how deep each row can be drafted, at most `depths`, int [B]. In rows whose text
@@ -367,10 +372,10 @@ class CachedGrowth(Growth):
     """Feeds the nodes to a model over slots.
 
     lm: the model. lengths: int [B], the slot of each row's first node. vocabulary: as for `Growth`.
-    columns: as for `CachedLM.forward`, the fed tokens whose logits are computed.
+    reads_out: whether the model's logits are computed.
     """
 
-    columns: np.ndarray | None = None
+    reads_out = True
 
     def __init__(
         self,
@@ -383,21 +388,36 @@ class CachedGrowth(Growth):
     ) -> None:
         super().__init__(contexts, sampling, lm.device, vocab_size, vocabulary)
         self.lm, self.lengths = lm, lengths
+        self.first_B1 = to_device(lengths, lm.device)[:, None]
+        self._placed = False
+
+    def place_chain(self, shape: Shape, depth: int) -> None:
+        """Have static slots for all passes of a chain `depth` long, from the text's last token on.
+        The draft is then work for the device only."""
+        self._placed = self.lm.slots.static and not shape.branches
+        if self._placed:
+            self.lm.slots.place(self.lengths - 1, depth, ahead=True)
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
         new = self.to_read(self.fed[:, before:])
         seen = None if self.ancestors is None else self.ancestors[:, before:]
-        return self.of_tokens(self.feed(new, self.lengths + before, seen))
+        return self.of_tokens(self.feed(new, before, seen))
 
-    def feed(self, ids: Tensor, start: np.ndarray, seen: Tensor | None) -> Tensor:
-        """The model's logits after these tokens, int64 [B, n], in the slots from `start`, int [B].
+    def feed(self, ids: Tensor, before: int, seen: Tensor | None) -> Tensor:
+        """The model's logits after these tokens, int64 [B, n].
 
-        seen: bool [B, n, m], for a tree of m nodes, those that each token may see. None: a chain.
+        before: the number of nodes in the slots before them; −1 for the text's last token. seen:
+        bool [B, n, m], for a tree of m nodes, those that each token may see. None: a chain.
         """
+        if self._placed:
+            none = None if self.reads_out else ids.new_zeros(self.rows, 0)
+            logits, self.lm.features = self.lm.run(ids, self.first_B1 + before, none)
+            return logits
+        columns = None if self.reads_out else np.zeros((self.rows, 0), dtype=np.int64)
         depths = None if seen is None else seen.sum(2) - 1
         return self.lm.forward(
-            ids, start, columns=self.columns, depth_BN=depths, ancestors_BNM=seen
+            ids, self.lengths + before, columns=columns, depth_BN=depths, ancestors_BNM=seen
         )
 
     def of_tokens(self, logits: Tensor) -> Tensor:
@@ -411,19 +431,21 @@ class CachedGrowth(Growth):
 
 class _LMGrowth(CachedGrowth):
     def __init__(
-        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, drafting: np.ndarray
+        self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, depths: np.ndarray
     ) -> None:
-        """drafting: bool [B], the rows that draft."""
-        self.text = drafter.read(contexts)
-        lengths = self.text.lengths - drafter._begin  # of the part that is read
+        """depths: int [B], the max depth per row."""
+        text = drafter.read(contexts)
+        lengths = text.lengths - drafter._begin  # of the part that is read
         vocabulary = drafter.vocabulary
         super().__init__(drafter.lm, lengths, contexts, sampling, drafter.vocab_size, vocabulary)
-        self.drafter, self.drafting = drafter, drafting
+        self.drafter = drafter
+        logits = drafter.feed(text, text.lengths, depths > 0)
+        assert logits is not None  # the last committed token is never in the cache
+        self.first_logits = self.of_tokens(logits)
+        self.place_chain(drafter.shape, int(depths.max()))
 
     def _first(self) -> Tensor:
-        logits = self.drafter.feed(self.text, self.text.lengths, self.drafting)
-        assert logits is not None  # the last committed token is never in the cache
-        return self.of_tokens(logits)
+        return self.first_logits
 
     def of_tokens(self, logits: Tensor) -> Tensor:
         return self.drafter.draft_logits(logits)

@@ -106,7 +106,7 @@ class HeadOutput(nn.Module):
 
     def _layer(self, depth: int) -> nn.Module:
         if not len(self.layers):
-            assert self._borrowed, "the target's layer is not borrowed yet"
+            assert len(self._borrowed), "the target's layer is not borrowed yet"
             return self._borrowed[0]
         return self.layers[depth - 1 if len(self.layers) > 1 else 0]
 

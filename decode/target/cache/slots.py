@@ -278,14 +278,17 @@ class Slots(FedRows):
         n: int,
         sliding: SlidingWindow | None = None,
         root: np.ndarray | None = None,
+        *,
+        ahead: bool = False,
     ) -> None:
         """The next n fed tokens go to the slots from `start`, int [B].
 
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
-        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node."""
+        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
+        ahead: of static slots, several passes feed these tokens; `locate` comes before each."""
         window = self._window
         first, last = int(start.min()), int(start.max())
-        window.fresh = not last
+        window.fresh = not last and not ahead
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = last + n
         self.wrote(end)
