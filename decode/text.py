@@ -119,6 +119,7 @@ class SpeculativeGenerator:
         logits_processor: Sequence[LogitsProcessor] = (),
         streamer: BaseStreamer | None = None,
         seed: int = 0,
+        batch_size: int | None = None,
         num_beams: int | None = None,
         observers: Sequence[Observer] = (),
     ) -> str | list[str]:
@@ -140,7 +141,8 @@ class SpeculativeGenerator:
         stop: strings that end a text. They stay in it, with the full token that completes one.
         logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
         It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
-        the index of its prompt, not on the batch. observers: as for `Decoder`.
+        the index of its prompt, not on the batch. batch_size: how many prompts are decoded at once;
+        when a text ends, the next prompt takes its place. None: all. observers: as for `Decoder`.
 
         For beam search use `model.generate()`. Raises UserError for num_beams other than 1, for a
         streamer with several prompts, for messages without a chat template, and for a setting of
@@ -193,7 +195,9 @@ class SpeculativeGenerator:
 
         if streamer is not None:
             streamer.put(torch.tensor(decoder.lm.begin(ids)[0]))
-        self.decoded = decoder.decode(ids, max_new_tokens, seed=seed, on_tokens=on_tokens)
+        self.decoded = decoder.decode(
+            ids, max_new_tokens, seed=seed, batch_size=batch_size, on_tokens=on_tokens
+        )
         if streamer is not None:
             streamer.end()
         texts = [decode(self.tokenizer, output) for output in self.decoded.outputs]

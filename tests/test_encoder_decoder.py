@@ -228,8 +228,18 @@ def joint_law(lm: Any, source: list[int]) -> np.ndarray:
     return law.reshape((WORDS,) * SAMPLED)
 
 
-@pytest.mark.parametrize("family", ["bart", "t5"])
-@pytest.mark.parametrize("kind", ["ngram", "medusa chain", "medusa tree"])
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        ("bart", "ngram"),
+        ("bart", "medusa chain"),
+        ("bart", "hydra tree"),
+        ("marian", "blockwise tree"),
+        ("t5", "ngram"),
+        ("t5", "medusa tree"),
+        ("t5", "blockwise chain"),
+    ],
+)
 def test_sampled_texts_have_the_targets_distribution(family: str, kind: str) -> None:
     """Of two sources in one batch, each against its exact joint distribution."""
     lm = model(family, vocab=WORDS, hidden=16, heads=2, encoder_layers=1, layers=1)
@@ -237,7 +247,7 @@ def test_sampled_texts_have_the_targets_distribution(family: str, kind: str) -> 
         drafter: Drafter = NgramDrafter(1, 2)
     else:
         shape = Static(widths=[2, 2], draw="distinct") if kind.endswith("tree") else None
-        drafter = heads_drafter(lm, WORDS, shape)
+        drafter = heads_drafter(lm, WORDS, shape, kind.split()[0])
     decoder = Decoder(lm, drafter, gamma=2, sampling=Sampling(1.0))
     sources, rows = [[1, 3, 2, 4, 1], [2, 4]], 6000
     decoded = decoder.decode(sources * rows, SAMPLED, batch_size=4000)
@@ -323,8 +333,15 @@ def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
         Decoder(tiny_encoder_decoder("t5"), SkipDrafter("1", "1"))
     with pytest.raises(UserError, match="SmallLMDrafter needs a decoder-only target"):
         Decoder(made.model, SmallLMDrafter(small))
-    with pytest.raises(UserError, match="SkipDrafter needs a decoder-only target"):
-        Decoder(made.model, DRAFTERS.make("skip:attention=0,mlp=0"))
+    for spec, name in (
+        ("skip:attention=0,mlp=0", "SkipDrafter"),
+        ("swift", "SwiftDrafter"),
+        ("sparse", "SparseDrafter"),
+    ):
+        with pytest.raises(UserError, match=f"{name} needs a decoder-only target"):
+            Decoder(made.model, DRAFTERS.make(spec))
+    trained = [DRAFTERS[name] for name in ("eagle1", "kangaroo", "pass", "pard", "dflash")]
+    assert all(drafter.decoder_only for drafter in trained)
     small.save_pretrained(tmp_path / "small")
     made.tokenizer.save_pretrained(tmp_path / "small")
     with pytest.raises(UserError, match=r"small language model .* needs a decoder-only target"):

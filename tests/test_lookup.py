@@ -350,7 +350,7 @@ def test_places_and_continuations_are_those_of_the_documents(tmp_path: Path, voc
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_suffixes_are_sorted_by_their_tokens(dtype: type) -> None:
+def test_suffixes_are_sorted_by_their_tokens(dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also part by part, as for a text that is larger than memory."""
     tokens = np.random.default_rng(0).integers(1, 3, 400).astype(dtype)
     tokens[100:180] = 1  # a run that is longer than what is sorted by
@@ -362,6 +362,10 @@ def test_suffixes_are_sorted_by_their_tokens(dtype: type) -> None:
     parts = [part.tolist() for part in sorted_suffixes(tokens, 32, 60)]
     assert [place for part in parts for place in part] == order.tolist()
     assert len(parts) > 3
+    # The run begins with one key, which is never parted.
+    monkeypatch.setattr("decode.drafters.lookup.datastore.free_bytes", lambda device: 0)
+    with pytest.raises(UserError, match=r"places of the text that begin alike .* repeats"):
+        list(sorted_suffixes(tokens, 32, 20))
 
 
 def test_rest_drafts_the_most_frequent_nodes(tmp_path: Path) -> None:

@@ -84,6 +84,7 @@ def test_options_reach_the_decoder() -> None:
     assert texts == ours.generate(TEXTS, **sampled, seed=5)
     assert texts != ours.generate(TEXTS, **sampled, seed=6)
     assert ours.generate(TEXTS[0], **sampled, seed=5) == texts[0]
+    assert ours.generate(TEXTS, **sampled, seed=5, batch_size=1) == texts
     # Nothing but the likeliest token stays.
     assert ours.generate(TEXTS[0], max_new_tokens=NEW, temperature=1.0, top_k=1) == ours.generate(
         TEXTS[0], max_new_tokens=NEW

@@ -33,12 +33,20 @@ def memory_to_sort(tokens: int) -> int:
 
 def require_memory_to_sort(tokens: int) -> None:
     """Raises UserError if the suffixes of so many tokens cannot be sorted in the free memory."""
-    free, needed = free_bytes(torch.device("cpu")), memory_to_sort(tokens)
+    _require_free(
+        memory_to_sort(tokens),
+        f"sorting the suffixes of {tokens:,} tokens",
+        "free some memory, or take less text. "
+        f"{memory_to_sort(SORTED_AT_ONCE) / 1e9:.2f} GB are enough for most texts of any length",
+    )
+
+
+def _require_free(needed: int, what: str, advice: str) -> None:
+    free = free_bytes(torch.device("cpu"))
     if free is not None and needed > free:
         raise UserError(
-            f"sorting the suffixes of {tokens:,} tokens takes {needed / 1e9:.2f} GB of memory, and "
-            f"{free / 1e9:.2f} GB are free; free some memory, or take less text. "
-            f"{memory_to_sort(SORTED_AT_ONCE) / 1e9:.2f} GB are enough for most texts of any length"
+            f"{what} takes {needed / 1e9:.2f} GB of memory, and {free / 1e9:.2f} GB are free; "
+            f"{advice}"
         )
 
 
@@ -78,7 +86,7 @@ def sorted_suffixes(tokens: np.ndarray, length: int, at_once: int) -> Iterator[n
     tokens: uint16 or uint32 [n]. No suffix begins with `END`. A part has about `at_once` places at
     most. It is a range of keys, the first 8 bytes of a suffix, and takes one scan of all tokens.
     Suffixes with one key are never parted, so a text that says the same over and over takes more
-    memory.
+    memory. Raises UserError if that is not free.
     """
     count = -(-len(tokens) // at_once)
     limits = np.zeros(0, dtype=np.uint64)
@@ -90,6 +98,12 @@ def sorted_suffixes(tokens: np.ndarray, length: int, at_once: int) -> Iterator[n
         limits = np.unique(keys[(steps * len(keys)).astype(np.int64)])
     for low, high in zip([None, *limits], [*limits, None], strict=True):
         places = _places_between(tokens, low, high)
+        if len(places) > at_once:
+            _require_free(
+                SORT_BYTES * len(places),
+                f"sorting {len(places):,} places of the text that begin alike",
+                "free some memory, or drop what the text repeats",
+            )
         if len(places):
             yield _sorted_places(tokens, places, length)
 

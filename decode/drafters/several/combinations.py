@@ -44,7 +44,8 @@ COMBINATIONS: Registry[type[Combination]] = Registry("combination of drafters")
 @COMBINATIONS.register("vertical")
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Combination):
-    """See `decode.drafters.several.cascade.VerticalCascade`."""
+    """See `decode.drafters.several.cascade.VerticalCascade`. An inner drafter with a tree drafts
+    chains in it."""
 
     model: str
     inner: str = "ngram"
@@ -59,14 +60,14 @@ class Vertical(Combination):
                 f"the model of a vertical cascade is {self.model}, a {type(model).__name__}; "
                 "expected a small language model, or sparse"
             )
-        inner = opened(self.inner)
+        inner = _of_chains(opened(self.inner))
         return VerticalCascade(model, inner, gamma=self.gamma, rule=self.rule, rounds=self.rounds)
 
 
 @COMBINATIONS.register("horizontal")
 @dataclass(frozen=True, kw_only=True)
 class Horizontal(Combination):
-    """See `decode.drafters.several.cascade.HorizontalCascade`. Heads with a tree draft chains in
+    """See `decode.drafters.several.cascade.HorizontalCascade`. Drafters with a tree draft chains in
     it."""
 
     first: str
@@ -74,10 +75,12 @@ class Horizontal(Combination):
     depth: int = 1
 
     def open(self, opened: Opening, target: Target) -> Drafter:
-        first = opened(self.first)
-        if first.branches:
-            first = first.with_shape(Chain())
-        return HorizontalCascade(first, opened(self.later), depth=self.depth)
+        first, later = _of_chains(opened(self.first)), _of_chains(opened(self.later))
+        return HorizontalCascade(first, later, depth=self.depth)
+
+
+def _of_chains(drafter: Drafter) -> Drafter:
+    return drafter.with_shape(Chain()) if drafter.branches else drafter
 
 
 @COMBINATIONS.register("measured")
