@@ -2,7 +2,8 @@
 
 `python -m tests.controls` prints each with the statistic that finds it, the total variation of the
 texts and the exact law, which chance alone keeps above 0, and the share of seeds in which it is
-found; `--seeds` says how many. About a minute and a half with 20.
+found; `--seeds` says how many. Drafters that learn have `LEARNING_SEEDS`. Then it prints the errors
+whose outcomes are enumerated, not drawn, with their exact total variation. A few minutes in all.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
+from heads.parallel_heads import MedusaDrafter
 from tests.lossless import (
     LONGER,
     PENALISED,
@@ -35,8 +37,10 @@ from tests.lossless import (
 )
 from tests.mutants import (
     BonusOffByOne,
+    ChoosingDrafter,
     ClampedRatio,
     ColdDrafter,
+    DroppingDrafter,
     FirstReject,
     ForgottenRows,
     JudgedAsDistinct,
@@ -54,7 +58,7 @@ from tests.mutants import (
 )
 from tests.other_tokenizers import shared_small_lm
 
-SEEDS = 20
+SEEDS, LEARNING_SEEDS = 20, 5
 
 Making = Callable[[], Any]
 
@@ -117,6 +121,25 @@ class OfDrafting(Control):
         return Found(1 - counts.acceptance_rate, 1e-3, found.total_variation)
 
 
+@dataclass(frozen=True)
+class LearningControl:
+    """The drafters of tests that learn while they draft, without and with an error. make: the
+    tests' own function, of a kind of drafter and a seed. rows: texts per seed."""
+
+    name: str
+    rows: int
+    make: Callable[..., Any]
+    sound: type[Drafter]
+    faulty: type[Drafter]
+
+    statistic = Control.statistic
+
+    def find(self, kind: type[Drafter], seed: int) -> Found:
+        found = self.make(kind, seed).run(self.rows, seed)
+        statistic = np.inf if found.impossible else found.chi2
+        return Found(statistic, found.limit, found.total_variation)
+
+
 def _of_rule(
     name: str, faulty: Making, drafter: Making, rows: int, sound: str, case: Case = SHORT
 ) -> Control:
@@ -158,6 +181,22 @@ CONTROLS = [
         "q of another temperature",
         SHORT,
         20_000,
+    ),
+    _of_drafter(
+        Control,
+        lambda: ChoosingDrafter(model(0.2)),
+        small_lm,
+        "q of a draw, but the likeliest token is drafted",
+        SHORT,
+        3_000,
+    ),
+    _of_drafter(
+        Control,
+        lambda: DroppingDrafter(model(0.2)),
+        small_lm,
+        "drawn tokens dropped for their own q",
+        SHORT,
+        8_000,
     ),
     _of_drafter(
         Control,
@@ -268,24 +307,70 @@ CONTROLS = [
 ]
 
 
+def learning_controls() -> list[LearningControl]:
+    # Their modules take seconds to import.
+    from tests import test_online, test_online_heads
+
+    name = "q of the weights before the last swap"
+    return [
+        LearningControl(
+            f"{name}, small_lm", 40_000, test_online.learning, SmallLMDrafter, test_online.OldQ
+        ),
+        LearningControl(
+            f"{name}, medusa",
+            100_000,
+            test_online_heads.learning,
+            MedusaDrafter,
+            test_online_heads.OldQ,
+        ),
+    ]
+
+
+def enumerated() -> dict[str, Callable[[str], float]]:
+    """The errors whose outcomes tests enumerate, and what computes their total variation."""
+    from tests import test_cascade, test_rules, test_shapes_lossless
+
+    return {
+        **dict.fromkeys(test_rules.ERRORS, test_rules.variation),
+        **dict.fromkeys(
+            test_shapes_lossless.SPECTR_ON_MERGED, test_shapes_lossless.variation_of_merged
+        ),
+        **dict.fromkeys(
+            test_shapes_lossless.CHANGED_CHAINS, test_shapes_lossless.variation_of_chains
+        ),
+        **dict.fromkeys(test_cascade.LENIENT_INSIDE, test_cascade.variation_of_lenient),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=SEEDS)
-    seeds = range(parser.parse_args().seeds)
-    print(
-        "error | statistic | limit | without it | with it (median) | total variation without it | "
-        "with it (median) | found in"
-    )
+    seeds: int = parser.parse_args().seeds
+    print("error", "statistic without it", "with it", "limit", end=" | ", sep=" | ")
+    print("total variation without it", "with it", "seeds that find it", sep=" | ")
     for control in CONTROLS:
-        sound = control.find(control.sound, 0)
-        found = [control.find(control.faulty, seed) for seed in seeds]
-        print(
-            f"{control.name} | {control.statistic} | {sound.limit:.4g} | {sound.statistic:.4g} | "
-            f"{np.median([f.statistic for f in found]):.4g} | {sound.total_variation:.4f} | "
-            f"{np.median([f.total_variation for f in found]):.4f} | "
-            f"{sum(f.rejected for f in found)} of {len(found)}",
-            flush=True,
-        )
+        _print(control, seeds)
+    for learning in learning_controls():
+        _print(learning, min(seeds, LEARNING_SEEDS))
+    print("error, enumerated", "total variation", sep=" | ")
+    for name, total_variation in enumerated().items():
+        print(name, f"{total_variation(name):.4f}", sep=" | ", flush=True)
+
+
+def _print(control: Control | LearningControl, seeds: int) -> None:
+    sound = control.find(control.sound, 0)  # type: ignore[arg-type]
+    found = [control.find(control.faulty, seed) for seed in range(seeds)]  # type: ignore[arg-type]
+    print(
+        control.name,
+        f"{control.statistic} {sound.statistic:.4g}",
+        f"{np.median([each.statistic for each in found]):.4g}",
+        f"{sound.limit:.4g}",
+        f"{sound.total_variation:.4f}",
+        f"{np.median([each.total_variation for each in found]):.4f}",
+        f"{sum(each.rejected for each in found)} of {len(found)}",
+        sep=" | ",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

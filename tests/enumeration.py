@@ -74,6 +74,11 @@ class Contextual:
         return joint
 
 
+def total_variation(one: np.ndarray, other: np.ndarray) -> float:
+    """Of two distributions of the same texts."""
+    return float(np.abs(one - other).sum() / 2)
+
+
 def logits_of(probs: np.ndarray) -> Tensor:
     with np.errstate(divide="ignore"):
         return torch.as_tensor(np.log(probs), dtype=torch.float32)

@@ -194,6 +194,32 @@ class ColdDrafter(SmallLMDrafter):
         return draft
 
 
+class DroppingDrafter(SmallLMDrafter):
+    """Drops drawn tokens for their own q, with all that follows them."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        if draft.q is not None:
+            own = draft.q.gather(2, draft.tokens[..., None])[..., 0]
+            kept = (own > 0.3).long().cumprod(1).sum(1)
+            draft.sizes = np.minimum(draft.sizes, kept.cpu().numpy())
+        return draft
+
+
+class ChoosingDrafter(SmallLMDrafter):
+    """Drafts the likeliest tokens, and declares the whole distribution."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        if draft.q is not None:
+            draft.tokens = draft.q.argmax(-1)
+        return draft
+
+
 class StaleCache(SmallLMDrafter):
     """Takes its own last token for cached, which was drawn but never fed: so after full acceptance
     it reads a slot that nothing was written to."""

@@ -1,7 +1,7 @@
 """The pairings of drafter, draft and rule whose texts the joint tests sample, for the reference.
 
 They are read from the tests' own parameters, and compared with the registries: a drafter, a
-combination or a lossless rule without a pairing is named, or has its reason in `UNPAIRED`.
+combination, a shape or a lossless rule without a pairing is named, or has its reason in `UNPAIRED`.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,6 +17,7 @@ from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.rules import RULES
+from decode.trees import SHAPES
 from tests import test_heads_lossless, test_lossless
 from tests.lossless import LONGER, FixedDraft
 
@@ -80,11 +81,13 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Pairing:
-    """drafter: its registered name, or that of its class. draft: what it drafts, in words. test:
-    which texts are sampled, in words."""
+    """drafter: its registered name, or that of its class. draft: what it drafts, in words. shape:
+    its registered name, or `""` for a shape of the tests. test: which texts are sampled, in
+    words."""
 
     drafter: str
     draft: str
+    shape: str
     rule: str
     test: str
 
@@ -100,6 +103,11 @@ def _name(drafter: Drafter) -> str:
     return f"`{registered[0] if registered else NAMES[type(drafter)]}`"
 
 
+def _shape(drafter: Drafter) -> str:
+    kind = type(getattr(drafter, "shape", None))
+    return next((name for name in SHAPES if SHAPES[name] is kind), "")
+
+
 def pairings() -> Iterator[Pairing]:
     """All pairings of the joint tests, in the tests' order."""
     short, longer = (
@@ -109,11 +117,12 @@ def pairings() -> Iterator[Pairing]:
     for values in _parameters(short):
         label = values["drafter"]
         drafter = test_lossless.DRAFTERS[label]()
-        yield Pairing(_name(drafter), label, values["rule"], "one block")
+        yield Pairing(_name(drafter), label, _shape(drafter), values["rule"], "one block")
     for values in _parameters(longer):
         label = values["drafter"]
         drafter = test_lossless.LONGER_DRAFTERS[label](LONGER)
-        yield Pairing(_name(drafter), label, values["rule"], f"many rounds, {values['case']}")
+        words = f"many rounds, {values['case']}"
+        yield Pairing(_name(drafter), label, _shape(drafter), values["rule"], words)
     for test, words in (
         (test_heads_lossless.test_texts_have_the_targets_distribution, "one block"),
         (test_heads_lossless.test_ragged_texts_of_many_rounds, "many rounds, plain"),
@@ -121,26 +130,30 @@ def pairings() -> Iterator[Pairing]:
         for values in _parameters(test):
             drawn = values["draw"]
             draft = "drawn chain" if drawn is None else f"tree, {drawn}"
-            yield Pairing(f"`{values['kind']}`", draft, values["rule"], words)
+            shape = "chain" if drawn is None else "static"
+            yield Pairing(f"`{values['kind']}`", draft, shape, values["rule"], words)
 
 
-def unpaired() -> tuple[list[str], list[str]]:
-    """The registered drafters and combinations, and the lossless rules, that no joint test
-    samples."""
+def unpaired() -> tuple[list[str], list[str], list[str]]:
+    """The registered drafters and combinations, the shapes, and the lossless rules, that no joint
+    test samples."""
     found = list(pairings())
     drafters = {pairing.drafter for pairing in found}
+    shapes = {pairing.shape for pairing in found}
     rules = {pairing.rule for pairing in found}
     return (
         [name for name in (*DRAFTERS, *COMBINATIONS) if f"`{name}`" not in drafters],
+        [name for name in SHAPES if name not in shapes],
         [name for name in RULES if RULES[name].lossless and name not in rules],
     )
 
 
 def pairings_reference() -> str:
     """A table of all pairings, a row for each drafter and draft."""
-    rows: dict[tuple[str, str], dict[str, list[str]]] = {}
+    rows: dict[tuple[str, str, str], dict[str, list[str]]] = {}
     for pairing in pairings():
-        tests = rows.setdefault((pairing.drafter, pairing.draft), {})
+        shape = f"`{pairing.shape}`" if pairing.shape else "–"
+        tests = rows.setdefault((pairing.drafter, pairing.draft, shape), {})
         rules = tests.setdefault(pairing.test, [])
         if pairing.rule not in rules:
             rules.append(pairing.rule)
@@ -153,20 +166,21 @@ def pairings_reference() -> str:
         "joint distribution. `one block`: texts of one draft and its verification. `many",
         "rounds`: rows of different lengths, several rounds, ends inside a block; `penalised`",
         "and `processed` are texts with a repetition penalty, or with a logits processor.",
+        "A dash: a shape of the tests (two children of every node), or a drafter without shapes.",
         "`pytest -m slow tests/test_lossless.py tests/test_heads_lossless.py` runs them. The",
         "rules themselves are also enumerated exactly (`tests/test_rules.py`,",
         "`tests/test_shapes_lossless.py`).",
         "",
-        "| drafter | draft | rules |",
-        "| --- | --- | --- |",
+        "| drafter | draft | shape | rules |",
+        "| --- | --- | --- | --- |",
     ]
-    for (drafter, draft), tests in sorted(
+    for (drafter, draft, shape), tests in sorted(
         rows.items(), key=lambda row: row[0][0].strip("`").lower()
     ):
         cells = "; ".join(
             f"{words}: {', '.join(f'`{rule}`' for rule in rules)}" for words, rules in tests.items()
         )
-        lines.append(f"| {drafter} | {draft} | {cells} |")
+        lines.append(f"| {drafter} | {draft} | {shape} | {cells} |")
     lines += ["", "Registered drafters that are not sampled:", ""]
     lines += [f"- `{name}` {reason}." for name, reason in UNPAIRED.items()]
     lines += ["", "Joint tests elsewhere in `tests/`:", ""]

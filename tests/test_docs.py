@@ -98,3 +98,17 @@ def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> 
         for number in paper.findall(path.read_text())
     }
     assert cited <= set(paper.findall(page))
+
+
+def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> None:
+    page = (ROOT / "docs" / "papers.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    assert len(tables) > 5
+    for header, _, *rows in (table.splitlines() for table in tables):
+        assert header == "| method (paper) | file | command or setting | test | what differs |"
+        for row in rows:
+            cells = row.strip("|").split("|")
+            assert len(cells) == header.count("|") - 1, row
+            assert all(cell.strip() for cell in cells), row
+    for file, name in re.findall(r"`(\w+\.py)::(\w+)`", page):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name

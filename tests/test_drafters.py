@@ -21,6 +21,7 @@ from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES
 from decode.verification import Verification
 from tests import lossless
+from tests.mutants import ChoosingDrafter
 from tests.test_loop import RandomTrees
 from tests.tiny import FAMILIES, after, padded, tiny_model
 
@@ -756,19 +757,7 @@ class Cold(SmallLMDrafter):
         return draft
 
 
-class Chosen(SmallLMDrafter):
-    """Trap 1: the likeliest token is chosen, and the whole distribution declared."""
-
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
-        assert draft.q is not None
-        draft.tokens = draft.q.argmax(-1)
-        return draft
-
-
-@pytest.mark.parametrize("dishonest", [Cold, Chosen])
+@pytest.mark.parametrize("dishonest", [Cold, ChoosingDrafter])
 def test_a_dishonest_q_is_found(dishonest: Callable[[Any], Drafter]) -> None:
     wrong, _ = mismatches(dishonest(model("llama", layers=1, seed=7)), SAMPLINGS[0], 1000, 4)
     assert wrong > 10

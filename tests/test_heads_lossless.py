@@ -120,6 +120,7 @@ def test_texts_have_the_targets_distribution(
     ("kind", "rule", "draw"),
     [
         ("medusa", "block", None),
+        ("medusa, then lookup", "block", None),
         ("medusa", "spectr", "independent"),
         ("hydra", "block", None),
         ("blockwise", "speculative", None),
@@ -130,6 +131,7 @@ def test_texts_have_the_targets_distribution(
         ("eagle3", "speculative", None),
         ("eagle3", "traversal", "distinct"),
         ("p_eagle", "block", None),
+        ("pass", "block", None),
         ("pass", "traversal", "distinct"),
         ("in_tree", "block", None),
         ("in_tree", "traversal", "distinct"),

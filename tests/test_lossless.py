@@ -28,6 +28,7 @@ from decode.drafters.swift import SwiftDrafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
+from decode.trees import SHAPES, Chain
 from decode.verification import Scores
 from tests.controls import CONTROLS, SEEDS, Control
 from tests.lossless import (
@@ -119,12 +120,23 @@ def vertical(case: Case, **options: Any) -> VerticalCascade:
     return VerticalCascade(small_lm(case=case), inner, **({"gamma": 2} | options))
 
 
+def shaped(case: Case, shape: str, **options: Any) -> Drafter:
+    return small_lm(case=case).with_shape(SHAPES[shape](**options))
+
+
 # How each drafts in a case.
 LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "drawn chain": lambda case: small_lm(case=case),
     "independent": lambda case: small_lm("independent", case),
     "distinct": lambda case: small_lm("distinct", case),
+    "the likeliest paths": lambda case: shaped(case, "dynamic", width=4, nodes=40),
+    "two chains": lambda case: shaped(case, "chains", chains=2, budget=6),
+    "planned tree": lambda case: shaped(case, "sequoia", acceptance=[0.5, 0.3, 0.1], nodes=6),
+    "measured tree": lambda case: shaped(
+        case, "calibrated", table=[[0.6, 0.3], [0.5, 0.2], [0.4, 0.1]], nodes=6, draw="independent"
+    ),
     "self-drafted chain": lambda case: SkipDrafter(attention=1),
+    "first layers": lambda case: SkipDrafter(exit=1),
     "self-drafted tree": lambda case: SkipDrafter(mlp="0").with_shape(Pairs("distinct")),
     "chain over a part of the text": lambda case: few_slots(),
     "tree over a part of the text": lambda case: few_slots().with_shape(Pairs("distinct")),
@@ -160,6 +172,7 @@ LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
     "suffix": lambda case: SuffixDrafter(min_token_prob=0.0, max_spec_factor=4.0),
     "suffix tree": lambda case: SuffixDrafter(tree_nodes=6, min_token_prob=0.0, max_spec_offset=5),
     "datastore": lambda case: looked_up(case),
+    "chain of a datastore": lambda case: looked_up(case).with_shape(Chain()),
     "lookahead": lambda case: LookaheadDrafter(3, 4, 3),
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
@@ -180,7 +193,12 @@ CASES = {
         ("speculative", "drawn chain", "plain", 20_000),
         ("speculative", "drawn chain", "through transformers", 12_000),
         ("traversal", "distinct", "through transformers", 12_000),
+        ("traversal", "the likeliest paths", "plain", 12_000),
+        ("spectr", "two chains", "plain", 12_000),
+        ("multi_round", "planned tree", "plain", 12_000),
+        ("traversal", "measured tree", "plain", 12_000),
         ("speculative", "self-drafted chain", "plain", 20_000),
+        ("speculative", "first layers", "deeper", 12_000),
         ("traversal", "self-drafted tree", "plain", 12_000),
         ("speculative", "chain over a part of the text", "plain", 20_000),
         ("traversal", "tree over a part of the text", "plain", 12_000),
@@ -224,6 +242,7 @@ CASES = {
         ("multi_round", "suffix tree", "plain", 12_000),
         ("multi_round", "datastore", "plain", 12_000),
         ("traversal", "datastore", "plain", 12_000),
+        ("speculative", "chain of a datastore", "plain", 12_000),
         ("multi_round", "lookahead", "penalised", 12_000),
         ("exact", "lookahead", "penalised", 12_000),
     ],

@@ -32,9 +32,10 @@ def test_a_generated_file_is_current(path: Path) -> None:
     assert path.read_text() == make_files()[path], "run `python -m tests.reference --write`"
 
 
-def test_every_drafter_and_every_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:
-    drafters, rules = unpaired()
+def test_every_drafter_shape_and_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:
+    drafters, shapes, rules = unpaired()
     assert set(drafters) == set(UNPAIRED)
+    assert not shapes
     assert not rules
     for test in ELSEWHERE:
         file, _, name = test.partition("::")
