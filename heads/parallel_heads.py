@@ -1,7 +1,7 @@
 """Heads that do not see the tokens of earlier heads: Medusa's and Blockwise's.
 
 Medusa (2401.10774): each head is a few residual blocks and an output layer. Blockwise parallel
-decoding (1811.03115, section 5): one hidden layer for all heads.
+decoding (1811.03115, section 6): one hidden layer for all heads.
 
 Shapes: B rows, F features of a token, D heads, d ≤ D of them, H hidden size, V' draft vocabulary.
 """
