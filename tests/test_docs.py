@@ -12,6 +12,7 @@ from decode.drafters.several.combinations import COMBINATIONS
 from decode.policies import POLICIES
 from decode.rules import RULES
 from decode.trees import SHAPES
+from tests.controls import CONTROLS, enumerated, learning_controls
 
 ROOT = Path(__file__).parent.parent
 NAME = re.compile(r"`([a-z_]+)`")
@@ -112,3 +113,10 @@ def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> Non
             assert all(cell.strip() for cell in cells), row
     for file, name in re.findall(r"`(\w+\.py)::(\w+)`", page):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+
+
+def test_the_tables_of_controls_have_all_of_them() -> None:
+    section = (ROOT / "docs" / "lossless.md").read_text().split("## Tests that find errors\n")[1]
+    rows = [line.split("|")[1].strip() for line in section.splitlines() if line[:2] == "| "]
+    named = [control.name for control in (*CONTROLS, *learning_controls())]
+    assert [row for row in rows if not row.startswith("error")] == [*named, *enumerated()]
