@@ -143,9 +143,10 @@ def read_again(
 
 
 def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
-    """Keep the keys and values of rows, int [n], before they leave."""
-    known = setup.prefixes
-    if known is None or setup.drafter.captured_layers:
+    """Keep the keys and values of rows, int [n], before they leave, and the hidden states that the
+    drafter reads."""
+    known, layers = setup.prefixes, setup.lm.kept_layers
+    if known is None or layers != setup.drafter.captured_layers:
         return
     slots = setup.lm.slots
     room = known.room(slots.token_bytes)
@@ -153,4 +154,4 @@ def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
         # The target has not read the last token.
         count = min(int(contexts.lengths[row]) - 1, room)
         if count >= SHORTEST:
-            known.add(contexts.tokens[row, :count], slots.take(row, count))
+            known.add(contexts.tokens[row, :count], slots.take(row, count), layers)

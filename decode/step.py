@@ -59,7 +59,7 @@ class RunningRows:
             setup.stop.start()
         if setup.prefixes is not None:
             setup.prefixes.serve(setup.lm.model)
-        setup.lm.reset(rows, slots)
+        setup.lm.reset(rows, slots, keep_states=setup.prefixes is not None)
         self._keep_slots(np.zeros(0, dtype=np.int64))
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decode.device import to_device
 from decode.draft import Contexts, Draft
@@ -43,6 +44,7 @@ class Reading:
         self._read = contexts.of_rows(np.unique(self.copied, return_index=True)[1])
         self._fed = self._read.lengths - (not setup.first_target)
         self._long: LongRead | None = None
+        self._kept: Mapping[int, Tensor] | None = None  # hidden states of all tokens, [B, n, H]
         self._begun = False
 
     @property
@@ -62,7 +64,7 @@ class Reading:
 
     def begin_anew(self) -> None:
         """Forget what is read. The next part is the first one."""
-        self._long, self._begun = None, False
+        self._long, self._kept, self._begun = None, None, False
 
     def read_on(self, place: int, tokens: int) -> int:
         """Read about so many tokens into the slots of the rows from `place` on: at least one of
@@ -79,6 +81,9 @@ class Reading:
             while self.left and (count < tokens or not count):
                 assert self._long is not None
                 count += self._long.read_on(max(tokens - count, 1))
+            if not self.left and setup.lm.kept_layers:
+                kept = setup.lm.slots.kept_states(int(self._fed.max()))
+                self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
         return count
 
     def _begin(self, place: int) -> LongRead:
@@ -103,7 +108,8 @@ class Reading:
         if self._long is not None:
             logits = self._long.logits
             if setup.drafter.captured_layers:
-                features = Features(self._long.features(), self._fed)
+                read = self._long.features() if self._kept is None else self._kept
+                features = Features(read, self._fed)
             if not np.array_equal(self.copied, np.arange(self.count)):
                 assert logits is not None
                 logits = logits[to_device(self.copied, logits.device)]
@@ -153,13 +159,13 @@ def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.n
     tokens of each row need not be fed, int [B]: at most fed[b] − 1, because the last one gives
     logits.
 
-    Nothing is reused if the drafter reads hidden states: those of known tokens are not kept.
+    If the drafter reads hidden states, only texts that were kept with the same ones are known.
     """
-    start, known = np.zeros(len(fed), dtype=np.int64), setup.prefixes
-    if known is None or setup.drafter.captured_layers:
+    start, known, layers = np.zeros(len(fed), dtype=np.int64), setup.prefixes, setup.lm.kept_layers
+    if known is None or layers != setup.drafter.captured_layers:
         return start
     for row, tokens in enumerate(contexts.tokens):
-        states = known.find(tokens[: max(fed[row] - 1, 0)])
+        states = known.find(tokens[: max(fed[row] - 1, 0)], layers)
         if states is not None:
             setup.lm.slots.put(first + row, states)
             start[row] = states.count

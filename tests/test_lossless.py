@@ -30,7 +30,7 @@ from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
 from decode.trees import SHAPES, Chain
 from decode.verification import Scores
-from tests.controls import CONTROLS, SEEDS, Control
+from tests.controls import CONTROLS, Control
 from tests.lossless import (
     DEEPER,
     LONGER,
@@ -286,5 +286,5 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
 def test_errors_are_found(control: Control) -> None:
     assert not control.find(control.sound, 0).rejected
-    found = [control.find(control.faulty, seed) for seed in range(SEEDS)]
-    assert sum(each.rejected for each in found) >= SEEDS - 1, found
+    found = [control.find(control.faulty, seed) for seed in range(5)]
+    assert all(each.rejected for each in found), found

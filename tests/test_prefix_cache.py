@@ -8,6 +8,7 @@ import torch
 
 from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.measure.evaluation import evaluate
@@ -16,6 +17,7 @@ from decode.settings import EvaluationProtocol
 from decode.target.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
 from decode.target.cache.slots import Slots, SlotStates
 from decode.text import SpeculativeGenerator
+from decode.trees import Chain
 from tests.test_joining import KINDS, decoder
 from tests.tiny import VOCAB, tiny_model, tiny_target
 
@@ -37,19 +39,23 @@ def turns(which: Decoder, **options: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["none", "chain", "tree", "in turn"])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "chain", "tree", "in turn", "medusa", "eagle1", "eagle1 tree", "dflash", "kangaroo"],
+)
 def test_a_reused_beginning_changes_no_text(kind: str, sampling: Sampling) -> None:
-    known = PrefixCache()
-    which = decoder(KINDS[kind](), sampling=sampling, prefixes=known)
+    known, drafter = PrefixCache(), KINDS[kind]()
+    expected = turns(decoder(drafter, sampling=sampling))
+    which = decoder(drafter, sampling=sampling, prefixes=known)
     texts = turns(which)
-    assert texts == turns(decoder(KINDS[kind](), sampling=sampling))
+    assert texts == expected
     # The second and third turn read little more than what is new in them.
     assert known.reused > 2 * len(SYSTEM) + 2 * NEW
     assert known.read < 32 + 9 + 4 + 33 + 20 + 22 + 16
     assert turns(which) == texts  # now all of them are known
     assert (
-        decoder(KINDS[kind](), prefixes=known, first_target=False).decode([SYSTEM], NEW).outputs
-        == decoder(KINDS[kind]()).decode([SYSTEM], NEW).outputs
+        decoder(drafter, prefixes=known, first_target=False).decode([SYSTEM], NEW).outputs
+        == decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs
     )
 
 
@@ -68,11 +74,58 @@ def test_a_wrong_beginning_is_seen() -> None:
         assert turns(which) != expected
 
 
-@pytest.mark.parametrize("kind", ["medusa", "eagle1"])
-def test_drafters_of_hidden_states_read_every_prompt(kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", ["eagle1", "eagle1 tree", "dflash", "kangaroo", "in tree, then eagle1"]
+)
+def test_kept_hidden_states_are_those_that_the_target_computes(kind: str) -> None:
+    """Of a prompt and of its answer, where drafts were rejected."""
+    drafter: Any
+    if kind == "in tree, then eagle1":
+        drafter = CompositeDrafter([KINDS["in tree"]().with_shape(Chain()), KINDS["eagle1"]()])
+        reading = drafter.drafters[1]
+    else:
+        drafter = reading = KINDS[kind]()
+
+    def read(which: Decoder, prompt: list[int]) -> torch.Tensor:
+        which.decode([prompt], NEW)
+        states: torch.Tensor = reading.states[0, : len(prompt)].clone()
+        return states
+
     known = PrefixCache()
-    assert turns(decoder(KINDS[kind](), prefixes=known)) == turns(decoder(KINDS[kind]()))
-    assert not known.reused
+    which = decoder(drafter, prefixes=known)
+    first = [*SYSTEM, 3]
+    answered = [*first, *which.decode([first], NEW).outputs[0]]
+    prompt = [*answered, 2, 1]
+    expected = read(decoder(drafter), prompt)
+    torch.testing.assert_close(read(which, prompt), expected, rtol=0, atol=1e-4)
+    assert known.reused == len(answered) - 1
+    for kept in known._texts.values():
+        keys, *hidden = kept.states.keys.tensors
+        kept.states.keys.tensors = [keys, *(-x for x in hidden)]
+    assert (read(which, prompt) - expected).abs().max() > 0.1  # other ones are found
+
+
+def test_texts_are_known_to_drafters_of_the_same_hidden_states() -> None:
+    known = PrefixCache()
+    for kind, reused in (("eagle1", 0), ("chain", 0), ("eagle1 tree", 1), ("chain", 1)):
+        which, before = decoder(KINDS[kind](), prefixes=known), known.reused
+        texts = which.decode([[*SYSTEM, 1]], NEW).outputs
+        assert texts == decoder(KINDS[kind]()).decode([[*SYSTEM, 1]], NEW).outputs
+        assert (known.reused > before) == bool(reused)
+
+
+def test_another_drafter_in_the_middle_of_a_text() -> None:
+    """Its hidden states have holes then, so the text is not kept."""
+    known = PrefixCache()
+    which = decoder(KINDS["eagle1"](), prefixes=known)
+    expected = decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs[0]
+    decoding = Decoding(which, [SYSTEM], NEW)
+    for kind in ("chain", "eagle1"):
+        decoding.step()
+        decoding.set(drafter=KINDS[kind]())
+    while not decoding.finished:
+        decoding.step()
+    assert decoding.outputs == {0: expected}
     assert not len(known)
 
 

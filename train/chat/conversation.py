@@ -78,10 +78,9 @@ class Answer:
 class Conversation:
     """Messages so far, and how the next answer is decoded.
 
-    max_new_tokens: of one answer. system: a first message, or None. plain: no step drafts. Keys and
-    values of earlier turns are reused (`decode.target.cache.prefix_cache`), unless the drafter
-    reads hidden states. In 16 bits an answer is therefore the same as without reuse only within
-    rounding.
+    max_new_tokens: of one answer. system: a first message, or None. plain: no step drafts. What the
+    target has read of earlier turns is reused (`decode.target.cache.prefix_cache`). In 16 bits an
+    answer is therefore the same as without reuse only within rounding.
 
     Raises UserError if messages cannot be formatted for the target, and as `use`.
 

@@ -125,7 +125,7 @@ class RemoteLM(CachedLM):
             "that runs at the edge"
         )
 
-    def reset(self, rows: int, capacity: int) -> None:
+    def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
         self.keep_rows(torch.zeros(0, dtype=torch.int64))
 
     def add_rows(self, count: int, capacity: int) -> None:

@@ -154,12 +154,14 @@ class CachedLM:
     watch: called before the attention of each layer, with the layer's number and the arguments of
     `lean_forward.Watch`.
     window: what all layers see of the text; None: what the model's config says. See `narrow`.
+    kept_layers: those whose hidden states the slots keep of all tokens of all rows. See `reset`.
     """
 
     credit: int = 1 << 30
     repeats_rows: bool = True
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None
+    kept_layers: tuple[int, ...] = ()
 
     sources: Sources | None = None
     states: RecurrentStates | None = None
@@ -225,6 +227,8 @@ class CachedLM:
         """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
         captured_modules(self.model, layers)
         self.captured_layers = tuple(layers)
+        if self.captured_layers != self.kept_layers:
+            self.kept_layers = ()  # the texts would have holes
 
     @property
     def keeps_bits(self) -> bool:
@@ -246,12 +250,14 @@ class CachedLM:
         require_no_states(self.model)
         return LayerView(self, skipped, embedding)
 
-    def reset(self, rows: int, capacity: int) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots. Raises as `require_slots` and
+    def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots. keep_states: keep the captured
+        hidden states of all tokens beside their keys (`kept_layers`). Raises as `require_slots` and
         `require_memory`."""
         require_slots(self.model)
         self._slots = None  # the memory of the old slots is free again
-        require_memory(self.model, rows, capacity, drafter_bytes=self.drafter_bytes)
+        self.kept_layers = self.captured_layers if keep_states else ()
+        require_memory(self.model, rows, capacity, drafter_bytes=self._other_bytes)
         self.refresh()
         self._slots = Slots(
             len(self._windows) - len(recurrent_layers(self.model)),
@@ -260,16 +266,23 @@ class CachedLM:
             self.device,
             step=self.forward_pass.slot_step,
             static=self.forward_pass.static_slots,
+            states=len(self.kept_layers),
         )
         if self.sources is not None:
             self.sources.reset(rows)
         if self.states is not None:
             self.states.reset(rows, self._slots.allocated[1])
 
+    @property
+    def _other_bytes(self) -> int:
+        """What each token takes beside the model's keys and values."""
+        width = self.model.config.get_text_config().hidden_size * self.model.dtype.itemsize
+        return self.drafter_bytes + len(self.kept_layers) * width
+
     def add_rows(self, count: int, capacity: int) -> None:
         """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
         Raises as `reset` does, and then changes nothing."""
-        slots, drafter = self._slots, self.drafter_bytes
+        slots, drafter = self._slots, self._other_bytes
         assert slots is not None
         rows, least, held = slots.rows + count, False, slots.allocated
         try:
@@ -354,8 +367,15 @@ class CachedLM:
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
         with feeding:
-            logits, self.features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
+            logits, features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
+        self.take_features(features)
         return logits
+
+    def take_features(self, features: Mapping[int, Tensor]) -> None:
+        """The hidden states of the tokens that were placed last, [B, n, H] of each layer."""
+        self.features = features
+        if self.kept_layers:
+            self.slots.keep_states([features[layer] for layer in self.kept_layers])
 
     def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
         """See `RecurrentStates.rewind`. Rows that go back further are read again."""

@@ -24,11 +24,12 @@ DEFAULT_BYTES = 256 << 20
 class _Kept:
     tokens: np.ndarray  # int64 [L]
     states: SlotStates
+    layers: tuple[int, ...]  # whose hidden states are kept too
 
 
 class PrefixCache:
-    """At most `max_bytes` of keys and values. Beyond that it drops what was used longest ago. A
-    text that is too long keeps its beginning.
+    """At most `max_bytes` of keys and values, and of the hidden states that drafters read. Beyond
+    that it drops what was used longest ago. A text that is too long keeps its beginning.
 
     A prompt reuses the longest beginning that it shares with a kept text, if that has at least
     SHORTEST tokens. In float32 the text of an answer is the same as without reuse. In 16 bits it is
@@ -73,10 +74,13 @@ class PrefixCache:
             self.clear()
             self._served = served
 
-    def find(self, prompt: np.ndarray) -> SlotStates | None:
-        """The states of the longest known beginning of a prompt, int64 [L], or None."""
+    def find(self, prompt: np.ndarray, layers: tuple[int, ...] = ()) -> SlotStates | None:
+        """The states of the longest known beginning of a prompt, int64 [L], or None. layers: whose
+        hidden states it must have too, and no others."""
         best, longest = None, SHORTEST - 1
         for number, kept in self._texts.items():
+            if kept.layers != layers:
+                continue
             shared = _shared(prompt, kept.tokens)
             if shared > longest:
                 best, longest = number, shared
@@ -89,16 +93,19 @@ class PrefixCache:
         """How many tokens of a text fit, if each takes `token_bytes`."""
         return self.max_bytes // max(token_bytes, 1)
 
-    def add(self, text: np.ndarray, states: SlotStates) -> None:
-        """Keep a text, int64 [L], with its states. Texts that it continues are dropped."""
+    def add(self, text: np.ndarray, states: SlotStates, layers: tuple[int, ...] = ()) -> None:
+        """Keep a text, int64 [L], with its states, and hidden states of these layers among them.
+        Texts that it continues are dropped."""
         for number, kept in list(self._texts.items()):
+            if kept.layers != layers:
+                continue
             shared = _shared(text, kept.tokens)
             if shared == len(text):
                 self._texts.move_to_end(number)  # a known text goes on from here
                 return
             if shared == len(kept.tokens):
                 self._drop(number)
-        self._texts[self._next] = _Kept(text.copy(), states)
+        self._texts[self._next] = _Kept(text.copy(), states, layers)
         self._next += 1
         self.bytes += states.nbytes
         while self.bytes > self.max_bytes:

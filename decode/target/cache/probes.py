@@ -53,7 +53,7 @@ class Probes:
         judged = np.tile(np.arange(nodes + 1), (rows, 1))
         logits = self.view.feed(contexts, self._behind(draft), judged)
         features = self.view.features
-        lm.features = {layer: features[layer] for layer in lm.captured_layers}
+        lm.take_features({layer: features[layer] for layer in lm.captured_layers})
         self.states = features[FINAL][:, nodes + 1 :].unflatten(1, (-1, len(self.ids)))
         return logits
 

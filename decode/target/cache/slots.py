@@ -71,7 +71,8 @@ class _Window:
 class _Store:
     """The keys of all layers, or the values, [R, H, C, D] per layer, for R allocated rows. They are
     in one tensor, so one gather moves a path in all layers. A layer with a different shape, dtype
-    or device than the first one has a separate tensor."""
+    or device than the first one has a separate tensor, and so have the hidden states of a captured
+    layer, whose numbers follow those of the layers."""
 
     def __init__(self, layers: int, rows: int, capacity: int) -> None:
         self._layers, self._rows, self._capacity = layers, rows, capacity
@@ -86,11 +87,16 @@ class _Store:
             self._tensors.append(like.new_zeros(self._layers, *shape))
         first = self._tensors[0]
         alike = first.shape[1:] == shape and first.dtype == like.dtype
-        if alike and first.device == like.device:
+        if layer < self._layers and alike and first.device == like.device:
             self._index[layer] = 0, layer
         else:
             self._index[layer] = len(self._tensors), 0
             self._tensors.append(like.new_zeros(1, *shape))
+
+    @property
+    def states(self) -> int:
+        """How many of the tensors, the last ones, are of hidden states."""
+        return sum(layer >= self._layers for layer in self._index)
 
     def of(self, layer: int) -> Tensor:
         """The keys or values of a layer, [R, H, C, D]."""
@@ -219,6 +225,11 @@ class SlotLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of the slots that
         attention gets, [B, H, S, D]."""
+        self.write(key_states, value_states)
+        return self.window.taken(self.keys), self.window.taken(self.values)
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As `update`, without the slots that attention gets."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         window = self.window
@@ -228,7 +239,6 @@ class SlotLayer(CacheLayerMixin):
             else:
                 rows, slots = window.slots_on(cache.device)
                 cache[rows, :, slots] = new.transpose(1, 2)
-        return window.taken(self.keys), window.taken(self.values)
 
     def get_seq_length(self) -> int:
         return self.window.begin or 0
@@ -244,7 +254,8 @@ class Slots(FedRows):
     """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
 
     step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
-    masked. static: the host does not say where tokens go, so `locate` follows each `place`.
+    masked. static: the host does not say where tokens go, so `locate` follows each `place`. states:
+    how many hidden states of each token are kept beside the layers (`keep_states`).
     """
 
     def __init__(
@@ -256,6 +267,7 @@ class Slots(FedRows):
         *,
         step: int = 1,
         static: bool = False,
+        states: int = 0,
     ) -> None:
         self.device, self._step, self.static = device, step, static
         capacity = round_up_slots(capacity, step)
@@ -267,9 +279,11 @@ class Slots(FedRows):
         # bool [2 C]: what a token sees of the slots is a part of it, C times True and then False.
         self._past = torch.zeros(0, dtype=torch.bool)
         self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
-        self.layers = [
-            SlotLayer(number, self._stores, capacity, self._window) for number in range(layers)
+        every = [
+            SlotLayer(number, self._stores, capacity, self._window)
+            for number in range(layers + states)
         ]
+        self.layers, self._states = every[:layers], every[layers:]
         self._look_up(0, rows)
 
     def place(
@@ -316,6 +330,15 @@ class Slots(FedRows):
         """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
         rows_B1 = torch.arange(len(first_B1), device=self.device)[:, None]
         self._window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
+
+    def keep_states(self, values: Sequence[Tensor]) -> None:
+        """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""
+        for layer, states in zip(self._states, values, strict=True):
+            layer.write(states[:, None], states[:, None, :, :0])
+
+    def kept_states(self, count: int) -> list[Tensor]:
+        """A copy of the hidden states of the first `count` tokens of each row, [B, count, H]."""
+        return [layer.keys[:, 0, :count].clone() for layer in self._states]
 
     def mask(
         self,
@@ -437,18 +460,20 @@ class Slots(FedRows):
         self.wrote(states.count)
         for store, new in zip(self._stores, (states.keys, states.values), strict=True):
             store.put(row, new, states.count)
-        for layer in self.layers:
+        for layer in (*self.layers, *self._states):
             layer.is_initialized = True
         self._look_up(self._fed.start, self._fed.stop)
 
     def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
         """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
-        goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before."""
+        goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before.
+        Hidden states are not copied."""
         self.wrote(int(target_BN.max(initial=-1)) + 1)
         rows_B1 = torch.arange(len(source_BN), device=self.device)[:, None]
         source, target = (to_device(x, self.device) for x in (source_BN, target_BN))
         for store, from_ in zip(self._stores, other._stores, strict=True):
-            store.write(rows_B1, target, from_.copy(rows_B1, source))
+            copied = from_.copy(rows_B1, source)
+            store.write(rows_B1, target, copied[: len(copied) - from_.states])
 
     @contextmanager
     def restored(self, start: np.ndarray, n: int) -> Iterator[None]:
@@ -471,7 +496,7 @@ class Slots(FedRows):
         capacity = self.allocated[1]
         if len(self._past) != 2 * capacity:
             self._past = torch.arange(2 * capacity, device=self.device) < capacity
-        for layer in self.layers:
+        for layer in (*self.layers, *self._states):
             layer.look_up(self._fed, self.allocated[1])
 
 
