@@ -43,7 +43,7 @@ from tests.stages import (
     stage_context,
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
-from tests.training import assert_equal
+from tests.training import assert_equal, assert_near
 from train.cli.main import app
 from train.config import load_config
 from train.console import Reporter
@@ -385,11 +385,13 @@ def test_a_killed_stage_ends_with_the_same_target(
     whole = run_stage(context, make_stage("heads", "whole", **settings))
     stage = make_stage("heads", "killed", **settings)
     again = run_killed(context, stage, monkeypatch, 4)
-    assert_equal(drafter_weights(again), drafter_weights(whole))
+    assert_near(drafter_weights(again), drafter_weights(whole))
     targets = [load_target(str(o.target), device="cpu").model for o in (again, whole)]
-    assert_equal(*(dict(model.state_dict()) for model in targets))
-    assert again.summary["training"]["history"] == whole.summary["training"]["history"]
-    assert again.summary["drift"] == whole.summary["drift"]
+    assert_near(*(dict(model.state_dict()) for model in targets))
+    histories = (o.summary["training"]["history"] for o in (again, whole))
+    for one, other in zip(*histories, strict=True):
+        assert one == pytest.approx(other, rel=1e-4, abs=1e-5)
+    assert again.summary["drift"] == pytest.approx(whole.summary["drift"], rel=1e-4, abs=1e-5)
 
 
 def test_heads_alone_first_and_then_both(context: Any) -> None:

@@ -434,12 +434,12 @@ class _LMGrowth(CachedGrowth):
         self, drafter: SmallLMDrafter, contexts: Contexts, sampling: Sampling, depths: np.ndarray
     ) -> None:
         """depths: int [B], the max depth per row."""
-        text = drafter.read(contexts)
-        lengths = text.lengths - drafter._begin  # of the part that is read
+        self.text = drafter.read(contexts)
+        lengths = self.text.lengths - drafter._begin  # of the part that is read
         vocabulary = drafter.vocabulary
         super().__init__(drafter.lm, lengths, contexts, sampling, drafter.vocab_size, vocabulary)
         self.drafter = drafter
-        logits = drafter.feed(text, text.lengths, depths > 0)
+        logits = drafter.feed(self.text, self.text.lengths, depths > 0)
         assert logits is not None  # the last committed token is never in the cache
         self.first_logits = self.of_tokens(logits)
         self.place_chain(drafter.shape, int(depths.max()))
