@@ -29,6 +29,7 @@ from tests.lossless import (
     SHALLOW,
     SHORT,
     Case,
+    Fit,
     decode,
     lookup_and_cascade,
     merged,
@@ -80,6 +81,12 @@ class Found:
     limit: float
     total_variation: float
 
+    @classmethod
+    def of(cls, fit: Fit) -> "Found":
+        """By χ², which is ∞ if a text has probability 0."""
+        statistic = np.inf if fit.impossible else fit.chi2
+        return cls(statistic, fit.limit, fit.total_variation)
+
     @property
     def rejected(self) -> bool:
         return not self.statistic < self.limit
@@ -103,8 +110,7 @@ class Control:
             found, _ = decode(
                 setup.drafter(), setup.rule(), rows=self.rows, seed=seed, case=self.case
             )
-        statistic = np.inf if found.impossible else found.chi2
-        return Found(statistic, found.limit, found.total_variation)
+        return Found.of(found)
 
 
 class OfDrafting(Control):
@@ -135,9 +141,7 @@ class LearningControl:
     statistic = Control.statistic
 
     def find(self, kind: type[Drafter], seed: int) -> Found:
-        found = self.make(kind, seed).run(self.rows, seed)
-        statistic = np.inf if found.impossible else found.chi2
-        return Found(statistic, found.limit, found.total_variation)
+        return Found.of(self.make(kind, seed).run(self.rows, seed))
 
 
 def _of_rule(

@@ -194,30 +194,35 @@ class ColdDrafter(SmallLMDrafter):
         return draft
 
 
-class DroppingDrafter(SmallLMDrafter):
+class ChangingDrafter(SmallLMDrafter):
+    """Changes what it has drawn."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, rng)
+        if draft.q is not None:
+            self.change(draft, draft.q)
+        return draft
+
+    def change(self, draft: Draft, q: Tensor) -> None:
+        raise NotImplementedError
+
+
+class DroppingDrafter(ChangingDrafter):
     """Drops drawn tokens for their own q, with all that follows them."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
-        if draft.q is not None:
-            own = draft.q.gather(2, draft.tokens[..., None])[..., 0]
-            kept = (own > 0.3).long().cumprod(1).sum(1)
-            draft.sizes = np.minimum(draft.sizes, kept.cpu().numpy())
-        return draft
+    def change(self, draft: Draft, q: Tensor) -> None:
+        own = q.gather(2, draft.tokens[..., None])[..., 0]
+        kept = (own > 0.3).long().cumprod(1).sum(1)
+        draft.sizes = np.minimum(draft.sizes, kept.cpu().numpy())
 
 
-class ChoosingDrafter(SmallLMDrafter):
+class ChoosingDrafter(ChangingDrafter):
     """Drafts the likeliest tokens, and declares the whole distribution."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
-        if draft.q is not None:
-            draft.tokens = draft.q.argmax(-1)
-        return draft
+    def change(self, draft: Draft, q: Tensor) -> None:
+        draft.tokens = q.argmax(-1)
 
 
 class StaleCache(SmallLMDrafter):
