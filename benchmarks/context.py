@@ -16,7 +16,6 @@ and without drafts. A drafter directory with `:window=512` sees only a window of
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,13 +37,13 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
+from benchmarks.parts.notes import NotesOption, behind_notes, words_of
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate
 from decode.settings import EvaluationProtocol
-from decode.target.loading import Target, load_target
-from train.data.chat import prompt_tokens
-from train.data.read import Example, read_examples, spread
+from decode.target.loading import load_target
+from train.data.read import read_examples, spread
 
 LENGTHS = "0,1000,2000,4000,7500"
 QUICK = "0,1000,2000"
@@ -71,8 +70,7 @@ def main(
         int | None, typer.Option(min=1, help="prompts whose decoding is timed; default: all")
     ] = None,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
-    notes: Annotated[Path, typer.Option(help="prompts that the notes are made of")] = PROMPTS
-    / "train.jsonl",
+    notes: NotesOption = PROMPTS / "train.jsonl",
 ) -> None:
     """Measure every drafter at every length of the context."""
     reporter = start_benchmark()
@@ -88,7 +86,7 @@ def main(
         return
     counts = parse_lengths(lengths or (QUICK if quick else LENGTHS))
     asked = spread(read_examples(str(prompts))[0], 4 if quick else 6)
-    words = "\n".join(" ".join(row.user_texts()) for row in read_examples(str(notes))[0])
+    words = words_of(notes)
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=32 if quick else 48,
@@ -143,26 +141,6 @@ def parse_lengths(text: str) -> list[int]:
     if min(counts) < 0:
         raise UserError(f"--lengths is {text!r}; expected numbers of tokens such as {LENGTHS}")
     return counts
-
-
-def behind_notes(
-    target: Target, example: Example, words: str, count: int, answer: int = 0
-) -> list[int]:
-    """The tokens of a prompt's last question behind `count` tokens of notes. words: those of the
-    notes, which are repeated if they are too few. The notes are shorter where the target has no
-    positions for all of them, and for an answer of `answer` tokens."""
-    behind = example
-    if count:
-        ids: list[int] = target.tokenizer(words, add_special_tokens=False).input_ids
-        cut = target.tokenizer.decode((ids * (count // len(ids) + 1))[:count])
-        content = f"My notes:\n{cut}\n\n{example.user_texts()[-1]}"
-        message = {"role": "user", "content": content}
-        behind = replace(example, messages=(message,), prompt=content)
-    tokens = prompt_tokens(behind, target.tokenizer)
-    over = len(tokens) + answer - target.max_positions
-    if over <= 0 or not count:
-        return tokens
-    return behind_notes(target, example, words, max(count - over, 0), answer)
 
 
 def cells(row: dict[str, Any]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.decode [--quick] [--json FILE] [--plots DIR] [--target T] [--drafter DIR]
                                 [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
-                                [--profile]
+                                [--profile] [--context N] [--notes FILE]
 
 All contestants run in one process with the same two modules, the same prompts through the chat
 template, the same number of threads and the same attention (sdpa). They take turns prompt by
@@ -16,11 +16,15 @@ it has no ratio there. Ratios are of time, theirs over ours: above 1 we are fast
 an ending means batch 1, greedy, in the requested dtype. Intervals are 95% bootstrap intervals over
 prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
 a run that is kept.
+
+--context N puts N tokens of notes before each prompt, which the answer does not need, and compares
+only greedy decoding at batch 1. Then no time has the pass over the prompt: each contestant also
+answers with one token, and the time of that is subtracted.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,8 +62,9 @@ from benchmarks.parts.decode_measurements import (
     long_answers,
     profile_loop,
 )
+from benchmarks.parts.notes import NotesOption, behind_notes, words_of
 from decode.target.loading import Target, load_target
-from train.cli.command import table, tokenized_prompts
+from train.cli.command import table
 from train.console import Reporter
 from train.data.read import read_examples
 
@@ -96,6 +101,8 @@ FULL = (
     Setting(3, 128, batch=8),
     Setting(3, 128, batch=8, sampled=True),
 )
+# Behind notes, by --quick.
+LONG = {True: Setting(3, 64), False: Setting(12, 128)}
 # In float32 rounding does not matter, so all greedy texts must be the same.
 EXACT = {True: Setting(2, 24, dtype="float32"), False: Setting(8, 64, dtype="float32")}
 
@@ -112,6 +119,8 @@ def main(
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
     profile: Annotated[bool, typer.Option("--profile", help="time the parts of our steps")] = False,
+    context: Annotated[int, typer.Option(min=0, help="tokens of notes before a prompt")] = 0,
+    notes: NotesOption = PROMPTS / "train.jsonl",
 ) -> None:
     """Run all settings and print their tables."""
     reporter = start_benchmark()
@@ -121,11 +130,14 @@ def main(
     models = Models.load(loaded, drafter)
     examples, _ = read_examples(str(prompts))
     settings = list(QUICK if quick else FULL)
+    if context:
+        settings = [replace(LONG[quick], context=context)]
+    tokens, words = max(setting.tokens for setting in settings), words_of(notes)
     texts = long_answers(
         loaded,
-        tokenized_prompts(examples, loaded, None),
+        [behind_notes(loaded, row, words, context, tokens) for row in examples],
         count=max(setting.jobs * setting.batch for setting in settings),
-        tokens=max(setting.tokens for setting in settings),
+        tokens=tokens,
     )
     contests: list[Contest] = []
 
@@ -138,7 +150,7 @@ def main(
 
     for setting in settings:
         report(hold_contest(models, setting, texts, gamma, reporter))
-    if loaded.dtype != torch.float32:
+    if loaded.dtype != torch.float32 and not context:
         exact = Models.load(load_target(target, dtype="float32", device=device), drafter)
         report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
@@ -159,7 +171,8 @@ def main(
         figures = {
             "benchmark": "decode",
             "quick": quick,
-            "settings": {**models_of_all, "gamma": gamma, "prompts": str(prompts)},
+            "settings": {**models_of_all, "gamma": gamma, "prompts": str(prompts)}
+            | {"context": context, "notes": str(notes)},
             "process": machine,
             "ratios": {name: ratio["value"] for name, ratio in time_ratios.items()},
             "intervals": time_ratios,

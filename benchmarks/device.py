@@ -35,7 +35,10 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.decode import contest_table
+from benchmarks.parts.decode_measurements import timed
 from benchmarks.parts.device_parts import (
+    ANSWERS,
+    BATCH,
     FULL,
     SMALL,
     Bench,
@@ -43,6 +46,7 @@ from benchmarks.parts.device_parts import (
     forward_times,
     hold_decode_contest,
     pass_times,
+    text_speeds,
     train_here,
 )
 from benchmarks.parts.process_memory import forget_peak, peak_resident_memory
@@ -55,6 +59,8 @@ from train.cli.examination import Findings
 Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {
     "decode": hold_decode_contest,
+    "decode_batch": partial(hold_decode_contest, batch=BATCH),
+    "texts": text_speeds,
     "passes": pass_times,
     "forwards": forward_times,
     "draft_costs": draft_costs,
@@ -133,9 +139,12 @@ def tables(
     bench: Bench, figures: dict[str, dict[str, Any]], values: dict[str, float]
 ) -> list[Table]:
     """Return the tables of the parts that succeeded."""
-    result = []
-    if decode := figures.get("decode"):
-        result.append(contest_table(decode["contest"], bench.sizes.gamma))
+    contests = [part["contest"] for part in figures.values() if "contest" in part]
+    result = [contest_table(contest, bench.sizes.gamma) for contest in contests]
+    if texts := figures.get("texts"):
+        speeds = texts["tokens_per_second"].items()
+        rows = [{"texts": what, "tokens/s": f"{speed:,.0f}"} for what, speed in speeds]
+        result.append(rows_table(f"texts for a training, {ANSWERS} at a time", rows))
     if passes := figures.get("passes"):
         rows = [
             {"tokens before": str(context)}
@@ -177,10 +186,14 @@ def tables(
     if rows:
         result.append(rows_table("training (ours, trl: the drafter; eagle1: a layer)", rows))
     peaks = [
-        {"part": name, "peak MiB": f"{part['peak_bytes'] / MIB:,.0f}"}
+        {
+            "part": name,
+            "seconds": f"{part['part_seconds']:.0f}",
+            "peak MiB": f"{part['peak_bytes'] / MIB:,.0f}",
+        }
         for name, part in figures.items()
     ]
-    result.append(rows_table("peak memory of each part", peaks))
+    result.append(rows_table("time and peak memory of each part", peaks))
     ratio_rows = [{"what": name, "ratio": f"{value:.3f}"} for name, value in values.items()]
     result.append(rows_table("ratios", ratio_rows))
     return result
@@ -198,11 +211,12 @@ def _measure(parts: Mapping[str, Part], bench: Bench, findings: Findings) -> Non
 
 
 def _with_peak(part: Part, bench: Bench) -> dict[str, Any]:
-    """The figures of a part, with its peak memory unless it measured that in a fresh process."""
+    """The figures of a part, with its time, and its peak memory unless it measured that in a fresh
+    process."""
     kind = bench.device.type
     forget_peak(kind)
-    figures = part(bench)
-    return {"peak_bytes": peak_resident_memory(kind)} | figures
+    seconds, figures = timed(bench.device, partial(part, bench))
+    return {"peak_bytes": peak_resident_memory(kind), "part_seconds": seconds} | figures
 
 
 def _plain(part: dict[str, Any]) -> dict[str, Any]:

@@ -33,9 +33,9 @@ from benchmarks.decode import (
     ratios,
 )
 from benchmarks.drafters import compare, table_row, with_random_layers
-from benchmarks.parts import device_parts, domain_prompts, online_runs
+from benchmarks.parts import decode_measurements, device_parts, domain_prompts, online_runs
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
-from benchmarks.parts.decode_contestants import Models
+from benchmarks.parts.decode_contestants import JobResult, Models, Passes
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from benchmarks.parts.drafter_contestants import (
     Contestant,
@@ -45,6 +45,7 @@ from benchmarks.parts.drafter_contestants import (
     trained_drafters,
     untrained,
 )
+from benchmarks.parts.notes import behind_notes
 from benchmarks.parts.pipeline_checks import weight_difference
 from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
 from benchmarks.parts.small_vocabulary import write_student
@@ -244,12 +245,10 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     target = tiny_target()
     asked = Example("1", ({"role": "user", "content": "Why?"},), "Why?", None, None, "here")
-    alone, behind = (
-        context.behind_notes(target, asked, "one two three ", count) for count in (0, 60)
-    )
+    alone, behind = (behind_notes(target, asked, "one two three ", count) for count in (0, 60))
     assert abs(len(behind) - len(alone) - 60) < 12  # "My notes:" is text too
     assert "Why?" in target.tokenizer.decode(behind)
-    most = context.behind_notes(target, asked, "one two three ", 9000, answer=48)
+    most = behind_notes(target, asked, "one two three ", 9000, answer=48)
     assert target.max_positions - 48 - 12 <= len(most) <= target.max_positions - 48
     assert context.parse_lengths("0,20") == [0, 20]
     with pytest.raises(UserError, match="numbers of tokens"):
@@ -318,6 +317,24 @@ def test_a_batch_is_compared_with_those_who_take_one(tiny_models):
     assert "plain_vs_generate_sampled_batch4" in found
     assert not any("assisted" in name or "transformers" in name for name in found)
     assert [len(row) for row in contest.outputs["generate"][0]] == [6] * 4
+
+
+def test_behind_notes_no_time_has_the_pass_over_the_prompt(tiny_models, monkeypatch):
+    clock = [0.0]
+
+    def contestant(prompts, tokens, seed):
+        clock[0] += 100 + tokens  # the prompt takes 100
+        return JobResult([[1] * tokens for _ in prompts], Passes)
+
+    monkeypatch.setattr(
+        decode_measurements, "makers", lambda *_, **__: {"plain": lambda: contestant}
+    )
+    monkeypatch.setattr(decode_measurements.time, "perf_counter", lambda: clock[0])
+    setting = Setting(2, 20, sampled=True, context=1000)
+    contest = hold_contest(tiny_models, setting, TEXTS, 2, Reporter(silent=True), ["plain"])
+    assert contest.seconds == {"plain": [19, 19]}
+    assert contest.figures("plain")["tokens_per_second"] == 1
+    assert setting.ending == "_sampled_ctx1000"
 
 
 def test_prompts_of_the_decode_benchmark_have_long_answers():
@@ -540,11 +557,13 @@ def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypa
     written = json.loads(file.read_text())
     assert written["errors"] == {"train_trl": "OutOfMemoryError: too much"}
     assert set(written["results"]) == {
-        *("decode", "passes", "forwards", "draft_costs", "train_ours", "train_eagle1"),
+        *("decode", "decode_batch", "texts", "passes", "forwards", "draft_costs"),
+        *("train_ours", "train_eagle1"),
     }
     assert "throughput_vs_trl" not in written["ratios"]
     assert {
         *("plain_vs_generate", "speculative_vs_assisted", "pass_10_vs_1_ctx_20"),
+        "speculative_vs_plain_batch8",
         *("draft_cost_small_lm", "draft_cost_eagle", "lean_vs_transformers_5_ctx_10"),
     } <= set(written["ratios"])
     assert all(isinstance(value, float) for value in written["ratios"].values())

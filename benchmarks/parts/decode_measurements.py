@@ -1,18 +1,25 @@
 """What `benchmarks.decode` measures: contests, one for each setting, cold starts, and a profile."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from benchmarks.common import in_fresh_process
-from benchmarks.parts.decode_contestants import NAMES, Contestant, Models, Passes, makers
+from benchmarks.parts.decode_contestants import (
+    NAMES,
+    Contestant,
+    Models,
+    Passes,
+    makers,
+)
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -26,6 +33,7 @@ from train.cli.command import cores
 from train.console import Reporter
 from train.data.read import spread
 
+T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
 OPERATIONS = 8  # a profile lists this many of the slowest operations
@@ -34,19 +42,22 @@ OPERATIONS = 8  # a profile lists this many of the slowest operations
 @dataclass(frozen=True)
 class Setting:
     """jobs: the number of batches of `batch` prompts, each answered with `tokens` tokens. dtype:
-    overrides the requested dtype; "" keeps it."""
+    overrides the requested dtype; "" keeps it. context: the tokens of notes before each prompt; if
+    there are any, times are without the pass over the prompt."""
 
     jobs: int
     tokens: int
     batch: int = 1
     sampled: bool = False
     dtype: str = ""
+    context: int = 0
 
     @property
     def ending(self) -> str:
         """The ending of the names of this setting's ratios."""
         batch = f"_batch{self.batch}" if self.batch > 1 else ""
-        return "_sampled" * self.sampled + batch + (self.dtype and f"_{self.dtype}")
+        context = f"_ctx{self.context}" if self.context else ""
+        return "_sampled" * self.sampled + batch + (self.dtype and f"_{self.dtype}") + context
 
 
 @dataclass
@@ -65,7 +76,8 @@ class Contest:
     @property
     def title(self) -> str:
         how = "temperature 1" if self.setting.sampled else "greedy"
-        return f"{how}, batch {self.setting.batch}, {self.dtype}"
+        behind = f", behind {self.setting.context} tokens" if self.setting.context else ""
+        return f"{how}, batch {self.setting.batch}, {self.dtype}{behind}"
 
     @contextmanager
     def excusing(self, name: str) -> Iterator[None]:
@@ -91,7 +103,8 @@ class Contest:
     def figures(self, name: str) -> dict[str, Any]:
         """Return a contestant's figures for JSON and the table. Unknown ones are None."""
         passes, seconds = self.passes[name], sum(self.seconds[name])
-        tokens = sum(len(row) for job in self.outputs[name] for row in job)
+        timed = -1 if self.setting.context else 0  # the prompt's pass gives the first token
+        tokens = sum(len(row) + timed for job in self.outputs[name] for row in job)
         milliseconds = {
             f"{what}_ms": 1000 * median(times) if times else None
             for what, times in (
@@ -162,7 +175,7 @@ def hold_contest(
     prompts = spread(texts, setting.jobs * setting.batch)
     count = max(setting.batch, len(prompts) - len(prompts) % setting.batch)  # complete batches
     jobs = [prompts[i : i + setting.batch] for i in range(0, count, setting.batch)]
-    dtype = str(models.target.dtype).removeprefix("torch.")
+    dtype, device = str(models.target.dtype).removeprefix("torch."), models.target.device
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
     make = makers(models, gamma=gamma, sampled=setting.sampled)
@@ -181,11 +194,11 @@ def hold_contest(
             if name in contest.unable:
                 continue
             with contest.excusing(name):
-                finish(models.target.device)
-                begin = time.perf_counter()
-                result = ready[name](job, setting.tokens, number)
-                finish(models.target.device)
-                contest.seconds[name].append(time.perf_counter() - begin)
+                answer, prompt = ready[name], 0.0
+                if setting.context:
+                    prompt, _ = timed(device, partial(answer, job, 1, number))
+                seconds, result = timed(device, partial(answer, job, setting.tokens, number))
+                contest.seconds[name].append(seconds - prompt)
                 contest.outputs[name].append(result.outputs)
                 contest.passes[name] += result.passes()
     if not setting.sampled:
@@ -198,6 +211,15 @@ def hold_contest(
             name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
         }
     return contest
+
+
+def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of some work on a device, and what it returns."""
+    finish(device)
+    begin = time.perf_counter()
+    result = work()
+    finish(device)
+    return time.perf_counter() - begin, result
 
 
 def _reason(error: Exception) -> str:

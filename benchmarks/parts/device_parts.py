@@ -16,7 +16,7 @@ from benchmarks.common import PROMPTS, in_fresh_process, require, start_process
 from benchmarks.decode import ratios as decode_ratios
 from benchmarks.distill import TRL_REQUIREMENT
 from benchmarks.parts.decode_contestants import Models
-from benchmarks.parts.decode_measurements import Setting, hold_contest
+from benchmarks.parts.decode_measurements import Setting, hold_contest, timed
 from benchmarks.parts.distill_contestants import fit, measure_training
 from benchmarks.parts.distill_settings import Meter, Settings
 from decode.drafters import DRAFTERS, Drafter
@@ -26,6 +26,7 @@ from decode.loop import Decoder
 from decode.measure.check_lossless import random_llama
 from decode.measure.time_costs import measure_costs
 from decode.measure.time_passes import pass_seconds
+from decode.sampling import Sampling
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.prepare_model import prepare
 from decode.target.identity import fingerprint
@@ -47,6 +48,8 @@ ACCURACY = 0.8  # the share of the drafter's script that is right
 # In bfloat16 far above every logit of a random model.
 CERTAIN = 1e4
 CONTESTANTS = ("plain", "generate", "speculative", "assisted")
+BATCH = 8  # of the second contest, in which assisted generation cannot take part
+ANSWERS = 64  # rows of a batch of answers, as in the recipes
 EAGLE = {"type": "eagle1"}
 VOCABULARY = 4096  # of the tokenizer; the models' output layers may have more rows
 CHAT_TEMPLATE = (
@@ -200,17 +203,17 @@ class Bench:
         return prompts
 
 
-def hold_decode_contest(bench: Bench) -> dict[str, Any]:
-    """Plain and speculative decoding against `generate()`, alone and assisted by the same drafter
-    with the same γ. Raises UserError if a text is not the script."""
+def hold_decode_contest(bench: Bench, batch: int = 1) -> dict[str, Any]:
+    """Plain and speculative decoding against `generate()`, alone and, at batch 1, assisted by the
+    same drafter with the same γ. Raises UserError if a text is not the script."""
     sizes = bench.sizes
     contest = hold_contest(
         Models(bench.make_target(), bench.make_drafter(), ""),
-        Setting(sizes.jobs, sizes.tokens),
-        bench.prompts(sizes.jobs),
+        Setting(sizes.jobs, sizes.tokens, batch),
+        bench.prompts(sizes.jobs * batch),
         sizes.gamma,
         bench.reporter,
-        CONTESTANTS,
+        CONTESTANTS if batch == 1 else CONTESTANTS[:-1],
     )
     script = bench.script()[PROMPT : PROMPT + sizes.tokens].tolist()
     for name, outputs in contest.outputs.items():
@@ -218,6 +221,26 @@ def hold_decode_contest(bench: Bench) -> dict[str, Any]:
             raise UserError(f"{name} emitted another text than the target's")
     values = {name: ratio["value"] for name, ratio in decode_ratios([contest]).items()}
     return {"contest": contest, "ratios": values}
+
+
+@torch.no_grad()
+def text_speeds(bench: Bench) -> dict[str, Any]:
+    """Tokens per second of the two stages that make texts for a training: answers, sampled in one
+    batch of ANSWERS, and passes that read hidden states of the same number of texts."""
+    model = random_llama(dtype=DTYPE, device=bench.device, **bench.sizes.target)
+    prompts, tokens = bench.prompts(ANSWERS), bench.sizes.tokens
+    decoder = Decoder(model, DRAFTERS["none"](), sampling=Sampling(1.0))
+    decoder.decode(prompts[:1], 2)  # the warm-up
+    answering, answers = timed(bench.device, lambda: decoder.decode(prompts, tokens).outputs)
+    ids = torch.tensor(
+        [prompt + answer for prompt, answer in zip(prompts, answers, strict=True)],
+        device=bench.device,
+    )
+    source, mask = LiveFeatures(model, [model.config.num_hidden_layers - 1]), torch.ones_like(ids)
+    source.features(ids[:1], mask[:1], [])  # the warm-up
+    reading, _ = timed(bench.device, lambda: source.features(ids, mask, []))
+    speeds = {"answers": len(prompts) * tokens / answering, "hidden states": ids.numel() / reading}
+    return {"tokens_per_second": speeds}
 
 
 def pass_times(bench: Bench) -> dict[str, Any]:
