@@ -1,19 +1,22 @@
 """Compares all drafters on the same prompts: what they accept, what they cost, what they gain.
 
-    python -m benchmarks.drafters [--quick] [--run DIR …] [--drafter NAME …] [--json FILE]
-        [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE] [--runs DIR]
-        [--random-layers N] [--random-width N]
+    python -m benchmarks.drafters [--quick] [--minutes M] [--run DIR …] [--drafter NAME …]
+        [--json FILE] [--plots DIR] [--target T] [--dtype D] [--gamma N] [--prompts FILE]
+        [--runs DIR] [--random-layers N] [--random-width N]
 
 Without options: the drafters and combinations that need no training, those that come along, and
-what a run of this benchmark makes of the target's answers to the shipped training prompts: a
-datastore, and a small model with another tokenizer, which drafts the tokens that both have (TLI)
-or text (SLEM). --run adds every drafter that a run has trained (`runs/quickstart`, or a run of
-`benchmarks.heads`), also in combinations, with the seconds of its training. --drafter adds any
-other, by the names of `draftsmith evaluate`. Each is decoded greedily in its own shape, and timed
-in turns with plain decoding. The rows are sorted by
-the speed-up. A second table says what was not measured, and why; a drafter that fails is there too,
-and the others go on. `memory` is that of all tensors that a drafter has after the last timed
-prompt, weights and slots of its own, without those of the target.
+what runs of this benchmark make of the target's answers to the shipped training prompts: a
+datastore, a small model with another tokenizer, which drafts the tokens that both have (TLI) or
+text (SLEM), and a drafter of each kind that is trained, all for --minutes (default 3, quick 0.5; 0:
+none). --run names runs that have trained drafters (`runs/quickstart`, or a run of
+`benchmarks.heads`); they take the place of those of each kind. --drafter adds any other, by the
+names of `draftsmith evaluate`. Trained drafters also compete in combinations, with the seconds of
+their training. For another target than the default, only --run has trained drafters.
+
+Each drafter decodes greedily in its own shape, and is timed in turns with plain decoding. The rows
+are sorted by the speed-up. A second table says what was not measured, and why; a drafter that fails
+is there too, and the others go on. `memory` is that of all tensors that a drafter has after the
+last timed prompt, weights and slots of its own, without those of the target.
 
 With --random-layers N the target is a llama with N layers of random weights, for the cost of drafts
 from a target that is deep enough for them: without some of its layers, over a part of its keys and
@@ -34,6 +37,7 @@ from benchmarks.common import (
     MIB,
     PROMPTS,
     TARGET,
+    UNJUDGED,
     JsonOption,
     PromptsOption,
     RunsOption,
@@ -48,7 +52,7 @@ from benchmarks.common import (
     with_interval,
     write_json,
 )
-from benchmarks.heads import plot_arms
+from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config, plot_arms
 from benchmarks.parts.drafter_contestants import (
     Contestant,
     named,
@@ -84,6 +88,10 @@ def main(
     target: TargetOption = TARGET,
     dtype: Annotated[str, typer.Option(help="of the target and the drafters")] = "fastest",
     gamma: Annotated[int, typer.Option(min=1, help="tokens per draft; trees ignore it")] = 4,
+    minutes: Annotated[
+        float | None,
+        typer.Option(min=0, help="of training for each kind; default 3, quick 0.5; 0: none"),
+    ] = None,
     random_layers: Annotated[
         int | None, typer.Option(min=4, help="a target of random weights with so many layers")
     ] = None,
@@ -98,6 +106,8 @@ def main(
     loaded = load_target(target, dtype=dtype)
     trained = [row for path in run or () for row in trained_drafters(path)]
     if random_layers is None:
+        if not run and target == TARGET:
+            trained = trained_here(runs, quick, minutes, reporter)
         contestants = [*untrained(), *from_answers(loaded, runs, quick, reporter), *trained]
     else:
         loaded = with_random_layers(loaded, random_layers, random_width)
@@ -187,6 +197,22 @@ def with_random_layers(target: Target, layers: int, width: int) -> Target:
     with torch.device(target.device):
         model = LlamaForCausalLM(config).to(target.dtype).eval()
     return replace(target, model=model, eos_token_ids=())
+
+
+def trained_here(
+    runs: Path, quick: bool, minutes: float | None, reporter: Reporter
+) -> list[Contestant]:
+    """A drafter of each kind that is trained, and their combinations. Their run is kept. None of
+    them for 0 minutes."""
+    if minutes is None:
+        minutes = 0.5 if quick else 3.0
+    if not minutes:
+        return []
+    heads = (name for name, (options, _) in HEADS.items() if options["type"] == name)
+    config = heads_config(Settings(quick, (SMALL_LM, PARD, *heads), minutes, None, 0, runs))
+    name = f"drafters-trained-{minutes:g}min{'-quick' if quick else ''}"
+    made, _ = execute_run(config | {"name": name, "evaluation": UNJUDGED}, reporter)
+    return trained_drafters(made.directory)
 
 
 def from_answers(target: Target, runs: Path, quick: bool, reporter: Reporter) -> list[Contestant]:

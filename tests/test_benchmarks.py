@@ -15,6 +15,7 @@ from benchmarks import (
     boosting,
     context,
     device,
+    drafters,
     encoder_decoder,
     exact,
     heads,
@@ -109,6 +110,24 @@ def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
     assert failed["bug"].startswith("TypeError: ")
     for name, row in figures.items():
         assert set(table_row(name, row, True)) < set(table_row(name, row, False))
+
+
+def test_a_drafter_of_each_kind_is_trained_unless_a_run_is_named(tmp_path, monkeypatch):
+    asked = []
+
+    def execute(config: dict[str, Any], reporter: Reporter) -> None:
+        asked.extend(validate_config(config, base_dir=PROMPTS).stages)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(drafters, "execute_run", execute)
+    assert drafters.trained_here(tmp_path, True, 0.0, Reporter(silent=True)) == []
+    with pytest.raises(KeyboardInterrupt):
+        drafters.trained_here(tmp_path, True, None, Reporter(silent=True))
+    kinds = {stage.heads.type for stage in asked if stage.kind == "heads"}
+    assert kinds == set(HEADS)
+    assert {"small_lm", "pard"} < {stage.name for stage in asked}
+    trainings = [stage for stage in asked if stage.name in {*kinds, "small_lm", "pard"}]
+    assert {stage.loop.max_minutes for stage in trainings} == {0.5}
 
 
 def test_a_small_model_with_another_tokenizer_is_made_of_the_target(tmp_path):

@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.several.measured import MeasuredComposite
+from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.loop import Decoder, Decoding
 from decode.sampling import Sampling
 from decode.target.forward.lean_forward import LeanForward
@@ -21,8 +26,9 @@ from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
 from tests.device import SimulatedDevice, Wait, simulated_device
+from tests.other_tokenizers import as_target, shuffled, with_rows
 from tests.test_heads_lossless import KINDS
-from tests.tiny import VOCAB, tiny_model
+from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
 NEW = 14
@@ -66,14 +72,6 @@ def combined(group: Any, *builds: Build) -> Build:
         return group([build(target, move) for build in builds])
 
     return build
-
-
-def ngram(target: Any, move: Callable[[Any], Any]) -> Drafter:
-    return NgramDrafter()
-
-
-def store(target: Any, move: Callable[[Any], Any]) -> Drafter:
-    return StoreDrafter()
 
 
 def decoder(build: Build, move: Callable[[Any], Any], **options: Any) -> Decoder:
@@ -150,12 +148,60 @@ def test_processors_read_the_texts_once_more() -> None:
     require_waits(small(), 2, processors=[lambda ids, scores: scores - 0.1 * ids[:, -1:]])
 
 
-@pytest.mark.parametrize(
-    ("build", "reads"),
-    [(ngram, 1), (store, 2), (combined(CompositeDrafter, ngram, small()), 1)],
-    ids=["ngram", "store", "ngram+small"],
-)
-def test_drafters_that_look_up_on_the_host(build: Build, reads: int) -> None:
+def made(name: str, **options: Any) -> Build:
+    """A drafter that needs nothing but its options."""
+    return lambda target, move: DRAFTERS[name](**options)
+
+
+def pard(target: Any, move: Callable[[Any], Any]) -> Drafter:
+    model = tiny_model("llama", seed=7, layers=1)
+    mark_parallel(model.config, 3)
+    return ParallelLMDrafter(move(model))
+
+
+def with_other_tokenizer(kind: Any) -> Build:
+    def build(target: Any, move: Callable[[Any], Any]) -> Drafter:
+        tokenizer, order = shuffled()
+        model = move(with_rows(tiny_model("llama", seed=7, layers=1), order))
+        built: Drafter = kind.of_models(model, tokenizer, as_target(target, tiny_tokenizer()))
+        return built
+
+    return build
+
+
+def measured(drafters: list[Drafter]) -> Drafter:
+    return MeasuredComposite(drafters, [0.0, 0.1])
+
+
+def routed(drafters: list[Drafter]) -> Drafter:
+    return RoutedDrafter(drafters, lambda text: len(text) % 2)
+
+
+# The most reads of a step, as the table in docs/devices.md has them.
+OTHERS = {
+    "ngram": (made("ngram"), 1),
+    "suffix": (made("suffix"), 1),
+    "suffix, trees": (made("suffix", tree_nodes=6), 1),
+    "skip": (made("skip", mlp=[1, 2]), 1),
+    "first layers": (made("skip", exit=2), 1),
+    "sparse": (made("sparse", sinks=1, recent=2, chunk=2, budget=6, every=4), 1),
+    "pard": (pard, 1),
+    "another tokenizer, tokens": (with_other_tokenizer(SharedVocabularyDrafter), 1),
+    "ngram+small": (combined(CompositeDrafter, made("ngram"), small()), 1),
+    "measured": (combined(measured, made("ngram"), small()), 1),
+    "routed": (combined(routed, made("ngram"), small()), 1),
+    "store": (made("store"), 2),
+    "max_gram": (made("max_gram"), 2),
+    "lookahead": (made("lookahead", window=3, ngram=3, guesses=2), 2),
+    "another tokenizer, text": (with_other_tokenizer(RetokenisedDrafter), 2),
+    # With the passes that try a set of layers.
+    "swift": (made("swift", window=8), 3),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_the_other_drafters(name: str) -> None:
+    build, reads = OTHERS[name]
     require_waits(build, reads, sampling=Sampling())
 
 
@@ -171,7 +217,7 @@ def in_depths(drafters: list[Drafter]) -> Drafter:
 
 def test_a_cascade_reads_once_for_each_pass_of_its_parts() -> None:
     require_waits(combined(in_rounds, small(), small()), 2)
-    require_waits(combined(in_depths, small(), ngram), 2)
+    require_waits(combined(in_depths, small(), made("ngram")), 2)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +301,7 @@ def test_greedy_chains_as_a_tree() -> None:
 
 
 def test_merged_drafters_read_the_structure_of_the_tree() -> None:
-    require_waits(combined(SeveralDrafters, ngram, small()), 2)
+    require_waits(combined(SeveralDrafters, made("ngram"), small()), 2)
 
 
 class Curious(NgramDrafter):
