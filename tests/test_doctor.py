@@ -1,6 +1,7 @@
 """`draftsmith doctor`: what it says about a machine and a target, and that it finds errors."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:
         logits = target(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
         first, second = logits.topk(2, -1).values.T
         assert (first - second).min() > 0.01
+
+
+def test_on_a_gpu_both_forwards_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_forward = {lean: checks._check_forward(CPU, lean) for lean in (False, True)}
+    assert not by_forward[True].failures
+    wrong = replace(by_forward[True], greedy=by_forward[True].greedy | {"tree": False})
+    for of_lean, failures in ((by_forward[True], []), (wrong, ["greedy text, tree, lean"])):
+        found = {False: by_forward[False], True: of_lean}
+        monkeypatch.setattr(checks, "_check_forward", lambda _, chosen, found=found: found[chosen])
+        result = check_loop(torch.device("cuda"))
+        ways = ("plain", "chain", "tree")
+        assert list(result.greedy) == [f"{way}{lean}" for lean in ("", ", lean") for way in ways]
+        assert result.failures == failures
 
 
 def test_a_target_that_is_wrong_for_several_tokens_is_found(

@@ -270,8 +270,12 @@ def test_by_name_and_refused(tmp_path: Any) -> None:
     path = tmp_path / "other"
     model.save_pretrained(path)
     byte_level().save_pretrained(path)
-    with pytest.raises(UserError, match=r"another vocabulary.*other:vocabulary=shared"):
-        open_drafter(str(path), target)
+    shuffled()[0].save_pretrained(tmp_path / "shuffled")
+    tiny_model("llama", seed=7).save_pretrained(tmp_path / "shuffled")
+    for other in ("other", "shuffled"):  # of another size, and of the same
+        for spec in ("{}", "ngram+{}", "vertical:model='{}',inner=ngram"):
+            with pytest.raises(UserError, match=rf"another vocab.*{other}:vocabulary=shared"):
+                open_drafter(spec.format(tmp_path / other), target)
     for name, kind in KINDS.items():
         drafter = open_drafter(f"ngram+{path}:vocabulary={name}", target)
         assert isinstance(drafter, CompositeDrafter)

@@ -21,6 +21,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoder
 from decode.measure.time_passes import CPU
 from decode.sampling import Sampling
+from decode.target.forward.prepare_model import prepare
 from decode.target.pretrained import input_device
 from decode.trees import Chain
 from decode.trees.static import Static
@@ -93,13 +94,31 @@ def check_lossless(target: PreTrainedModel, drafter: PreTrainedModel) -> Lossles
 
 
 def check_loop(device: torch.device) -> LosslessCheck:
-    """`check_lossless` on a tiny llama on a device, and on a drafter made of it with noise."""
+    """`check_lossless` on a tiny llama on a device, and on a drafter made of it with noise.
+
+    On a CPU both run through the forward that the loop chooses there. Elsewhere they run through
+    transformers' and through the lean forward, which a caller can choose there."""
+    if device.type == "cpu":
+        return _check_forward(device, None)
+    default, lean = (_check_forward(device, choice) for choice in (False, True))
+    greedy, sampled = (
+        {**by_default, **{f"{name}, lean": value for name, value in by_lean.items()}}
+        for by_default, by_lean in ((default.greedy, lean.greedy), (default.sampled, lean.sampled))
+    )
+    return LosslessCheck(greedy, sampled, (default.accepted + lean.accepted) / 2)
+
+
+def _check_forward(device: torch.device, lean: bool | None) -> LosslessCheck:
+    """lean: as for `prepare`."""
     target = random_llama(**SHAPE).to(device)
     drafter = random_llama(**SHAPE)
     generator = torch.Generator().manual_seed(1)
     for weight in drafter.parameters():
         weight += NOISE * torch.randn(weight.shape, generator=generator)
-    return check_lossless(target, drafter.to(device))
+    drafter.to(device)
+    for model in (target, drafter):
+        prepare(model, lean=lean)
+    return check_lossless(target, drafter)
 
 
 def random_llama(
