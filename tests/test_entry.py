@@ -17,6 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
 import draftsmith
+from decode.device import trains_in_bfloat16
 from decode.target.loading import resolve_dtype
 from tests.tiny import save_tiny
 from train.config import load_config, validate_config
@@ -135,19 +136,33 @@ def test_an_unfinished_run_has_no_report_and_no_drafters(
         _ = kept[0].report
 
 
-@pytest.mark.parametrize("computes", [True, False])
-def test_the_fastest_precision_is_what_the_device_multiplies_in(
-    base: Path, monkeypatch: pytest.MonkeyPatch, computes: bool
+@pytest.mark.parametrize(("computes", "seconds"), [(True, (1, 2)), (True, (2, 1)), (False, (1, 2))])
+def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
+    base: Path, monkeypatch: pytest.MonkeyPatch, computes: bool, seconds: tuple[int, int]
 ) -> None:
+    """seconds: of a wide product in bfloat16 and in float32."""
     flags = base / "cpuinfo"
     flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2")
     monkeypatch.setattr("decode.device.CPU_FLAGS", flags)
+    clock = [0]
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
+        clock[0] += seconds[x.dtype == torch.float32]
+
+    trains_in_bfloat16.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr("decode.device.torch.matmul", multiply)
+        patched.setattr("decode.device.time.perf_counter", lambda: clock[0])
+        faster = trains_in_bfloat16(torch.device("cpu"))
+    assert faster == (computes and seconds[0] < seconds[1])
     target = {"model": str(base / "target"), "dtype": "fastest", "device": "cpu"}
     values = {"name": "fast", "precision": "fastest", "target": target, "stages": [STAGE]}
     config = validate_config(values | {"data": {"train": "rows.jsonl"}}, base_dir=base)
     with begun(config, quiet=True) as run:
-        assert run.accelerator.mixed_precision == ("bf16" if computes else "no")
+        assert run.accelerator.mixed_precision == ("bf16" if faster else "no")
+    trains_in_bfloat16.cache_clear()
     assert resolve_dtype("fastest", torch.device("cuda")) == torch.bfloat16
+    assert trains_in_bfloat16(torch.device("cuda"))
     expected = torch.bfloat16 if computes else torch.float32
     assert resolve_dtype("fastest", torch.device("cpu")) == expected
 

@@ -215,7 +215,8 @@ class RunConfig(Strict):
     """How the run appears there."""
     precision: Literal["no", "bf16", "fp16", "fastest"] | None = None
     """The precision of the training's matrix products; weights stay float32. fastest: bf16 where
-    the device multiplies in it, else no. None: the precision given to `accelerate launch`."""
+    the device multiplies faster in it (a CPU is timed), else no. None: the precision given to
+    `accelerate launch`."""
     threads: int | None = Field(None, ge=1)
     """Threads per process on a CPU. None: the cores are shared evenly between the processes
     (`accelerate launch` alone would give each process just one)."""

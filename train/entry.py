@@ -14,7 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
-from decode.device import computes_bfloat16
+from decode.device import trains_in_bfloat16
 from decode.errors import UserError
 from decode.target.loading import resolve_device
 from train.cli.command import cores, quieten
@@ -119,7 +119,7 @@ def mixed_precision(settings: RunConfig) -> str | None:
     """accelerate's name of the run's precision. None: as its launcher says."""
     if settings.precision != "fastest":
         return settings.precision
-    return "bf16" if computes_bfloat16(resolve_device(settings.target.device)) else "no"
+    return "bf16" if trains_in_bfloat16(resolve_device(settings.target.device)) else "no"
 
 
 def start_accelerator(settings: RunConfig) -> Accelerator:
