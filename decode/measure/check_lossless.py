@@ -101,11 +101,11 @@ def check_loop(device: torch.device) -> LosslessCheck:
     if device.type == "cpu":
         return _check_forward(device, None)
     default, lean = (_check_forward(device, choice) for choice in (False, True))
-    greedy, sampled = (
-        {**by_default, **{f"{name}, lean": value for name, value in by_lean.items()}}
-        for by_default, by_lean in ((default.greedy, lean.greedy), (default.sampled, lean.sampled))
+    return LosslessCheck(
+        default.greedy | {f"{name}, lean": same for name, same in lean.greedy.items()},
+        default.sampled | {f"{name}, lean": far for name, far in lean.sampled.items()},
+        (default.accepted + lean.accepted) / 2,
     )
-    return LosslessCheck(greedy, sampled, (default.accepted + lean.accepted) / 2)
 
 
 def _check_forward(device: torch.device, lean: bool | None) -> LosslessCheck:
