@@ -16,13 +16,15 @@ their training. For another target than the default, only --run has trained draf
 Each drafter decodes greedily in its own shape, and is timed in turns with plain decoding. The rows
 are sorted by the speed-up. A second table says what was not measured, and why; a drafter that fails
 is there too, and the others go on. `memory` is that of all tensors that a drafter has after the
-last timed prompt, weights and slots of its own, without those of the target.
+last timed prompt, weights and slots of its own, without those of the target; tables of texts that
+are no tensors are not in it. `training` is the time of the drafter's own stage, without the answers
+and states that it learned from.
 
 With --random-layers N the target is a llama with N layers of random weights, for the cost of drafts
 from a target that is deep enough for them: without some of its layers, over a part of its keys and
-values, and with the small models of --run. It says nothing about acceptance: its tokens follow no
-pattern. The table has the costs of a draft token and of a pass (c and v), and the acceptance rate
-above which drafts of that length pay.
+values, with a small model of random weights and in its cascades, and with the small models of
+--run. It says nothing about acceptance: its tokens follow no pattern. The table has the costs of a
+draft token and of a pass (c and v), and the acceptance rate above which drafts of that length pay.
 """
 
 from dataclasses import replace
@@ -55,6 +57,7 @@ from benchmarks.common import (
 from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config, plot_arms
 from benchmarks.parts.drafter_contestants import (
     Contestant,
+    cascades_of,
     named,
     of_depth,
     omitted,
@@ -111,7 +114,8 @@ def main(
         contestants = [*untrained(), *from_answers(loaded, runs, quick, reporter), *trained]
     else:
         loaded = with_random_layers(loaded, random_layers, random_width)
-        contestants = [*of_depth(random_layers), *small_models(trained)]
+        small = random_small_model(loaded, runs)
+        contestants = [*of_depth(random_layers), small, *cascades_of(small), *small_models(trained)]
     contestants += map(named, drafter or ())
     protocol = EvaluationProtocol(
         gamma=gamma,
@@ -199,6 +203,18 @@ def with_random_layers(target: Target, layers: int, width: int) -> Target:
     return replace(target, model=model, eos_token_ids=())
 
 
+def random_small_model(target: Target, runs: Path) -> Contestant:
+    """A small language model of random weights for a target of random weights: two layers, half as
+    wide."""
+    step = 4 * HEAD_SIZE
+    width = max(target.model.config.hidden_size // 2 // step, 1) * step
+    small = with_random_layers(target, 2, width)
+    directory = runs / "drafters-random-small"
+    small.model.save_pretrained(directory)
+    small.tokenizer.save_pretrained(directory)
+    return replace(named(str(directory)), name=f"small LM, 2 layers, width {width}")
+
+
 def trained_here(
     runs: Path, quick: bool, minutes: float | None, reporter: Reporter
 ) -> list[Contestant]:
@@ -209,7 +225,7 @@ def trained_here(
     if not minutes:
         return []
     heads = (name for name, (options, _) in HEADS.items() if options["type"] == name)
-    config = heads_config(Settings(quick, (SMALL_LM, PARD, *heads), minutes, None, 0, runs))
+    config = heads_config(Settings(quick, (PARD, SMALL_LM, *heads), minutes, None, 0, runs))
     name = f"drafters-trained-{minutes:g}min{'-quick' if quick else ''}"
     made, _ = execute_run(config | {"name": name, "evaluation": UNJUDGED}, reporter)
     return trained_drafters(made.directory)

@@ -40,6 +40,7 @@ from benchmarks.parts.decode_contestants import JobResult, Models, Passes
 from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
 from benchmarks.parts.drafter_contestants import (
     Contestant,
+    cascades_of,
     named,
     of_depth,
     omitted,
@@ -100,9 +101,12 @@ def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
     )
     broken = [Contestant("gone", str(tmp_path), "x"), Contestant("bug", None, "x")]
     names = ["ngram", small, f"vertical:model={small},inner=ngram"]
-    asked = [*broken, *map(named, names), *of_depth(4)]
+    weightless = drafters.random_small_model(random, tmp_path)
+    rows = [*map(named, names), weightless, *cascades_of(weightless), *of_depth(4)]
+    asked = [*broken, *rows]
     figures, failed = compare(asked, random, TEXTS[:2], protocol, Reporter(silent=True))
-    assert list(figures) == list(dict.fromkeys([*names, *(row.name for row in of_depth(4))]))
+    assert list(figures) == list(dict.fromkeys(row.name for row in rows))
+    assert figures[f"TriForce {weightless.name}"]["c"] > 0
     assert figures["ngram"]["memory_bytes"] < 2**16
     weights = sum(p.nbytes for p in load_target(small).model.parameters())
     assert weights < figures[small]["memory_bytes"] < 4 * weights

@@ -231,18 +231,25 @@ def test_a_policy_stops_a_cascade_where_it_stops_its_model() -> None:
         ]
 
 
-def test_a_lossy_inner_rule_serves_greedy_drafts_only() -> None:
-    lenient = VerticalCascade(middle(), INNER["model"](), rule="top_k:k=3")
+@pytest.mark.parametrize("rule", ["top_k:k=3", "threshold:threshold=0.02"])
+def test_a_lossy_inner_rule_serves_greedy_drafts_only(rule: str) -> None:
+    lenient = VerticalCascade(middle(), INNER["model"](), rule=rule)
     plain = run(DRAFTERS["none"]())
     done = run(lenient)
     assert done.outputs == plain.outputs
     assert accepted(done) != accepted(run(middle()))
-    with pytest.raises(UserError, match=r"inner rule TopK.* is lossy.*draft_temperature 0"):
+    with pytest.raises(UserError, match=r"inner rule T.* is lossy.*draft_temperature 0"):
         run(lenient, sampling=Sampling(1.0))
     # Chosen tokens need no q, whatever the target draws.
     sampled = run(lenient, sampling=Sampling(1.0), draft_sampling=GREEDY, rule="exact")
     expected = run(DRAFTERS["none"](), sampling=Sampling(1.0), rule="exact")
     assert sampled.outputs == expected.outputs
+
+
+@pytest.mark.parametrize("rule", ["lenience", "typical", "speculative_skip_residual"])
+def test_a_lossy_inner_rule_that_would_do_nothing_is_refused(rule: str) -> None:
+    with pytest.raises(UserError, match=r"exact match for greedy drafts.*use threshold or"):
+        VerticalCascade(middle(), NgramDrafter(), rule=rule)
 
 
 def test_what_a_cascade_refuses() -> None:
@@ -258,6 +265,10 @@ def test_what_a_cascade_refuses() -> None:
         with pytest.raises(UserError, match=r"vocabularies of \[280, 300\]"):
             cascade(middle(), other)
 
+    for spec in ("vertical:model=m,inner=trees", "horizontal:first=trees,later=m"):
+        parts = {"m": middle(), "trees": SuffixDrafter(tree_nodes=4)}
+        with pytest.raises(UserError, match="SuffixDrafter drafts trees, and a part of a cascade"):
+            COMBINATIONS.make(spec).open(parts.__getitem__, tiny_target())
     opened = {"tree": tree, "lookup": NgramDrafter()}.__getitem__
     horizontal = COMBINATIONS.make("horizontal:first=tree,later=lookup")
     assert not horizontal.open(opened, tiny_target()).branches  # drafters may have a tree

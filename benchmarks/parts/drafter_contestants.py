@@ -34,6 +34,12 @@ UNTRAINED = {
 # Kinds of small language models, which can be the model of a cascade.
 SMALL_LM = ("small_lm", "pard")
 PLAIN = "none"
+# What is measured elsewhere, and why.
+ELSEWHERE = {
+    "layer_skip, medusa2, blockwise with a backbone": "train another target: draftsmith evaluate",
+    "boosted drafters": "are compared with plain second drafters in benchmarks.boosting",
+    "drafters for a target with an encoder": "have their own target in benchmarks.encoder_decoder",
+}
 
 
 @dataclass(frozen=True)
@@ -92,8 +98,8 @@ def named(spec: str) -> Contestant:
 
 def trained_drafters(run: Path) -> list[Contestant]:
     """The drafters of a run's stages, each alone and after prompt lookup; the last small model also
-    in cascades, `pass` also in the passes that verify, and the last drafter also in the other
-    combinations with prompt lookup. Raises UserError if there is none."""
+    in cascades, `pass` also in the passes that verify, and one other, EAGLE-1 if there is one, also
+    in the other combinations with prompt lookup. Raises UserError if there is none."""
     files = sorted(run.glob(f"stages/*/drafter/{DRAFTER_FILE}"))
     if not files:
         raise UserError(
@@ -101,11 +107,11 @@ def trained_drafters(run: Path) -> list[Contestant]:
         )
     kinds = {file: _kind_of(file.parent) for file in files}
     last_small = next((file for file in reversed(files) if kinds[file] in SMALL_LM), None)
+    combined = next((file for file in files if kinds[file] == "eagle1"), files[-1])
     contestants = []
     for file, kind in kinds.items():
         directory = file.parent
         stage = directory.parent
-        path = repr(str(directory))
         row = Contestant(
             f"{kind} ({run.name}/{stage.name})",
             str(directory),
@@ -113,26 +119,39 @@ def trained_drafters(run: Path) -> list[Contestant]:
             seconds_of(stage),
             size_of(directory),
         )
-        others = [("A+B", f"ngram+{row.name}", f"ngram+{directory}")]
+        turns = replace(row, kind="A+B", name=f"ngram+{row.name}", spec=f"ngram+{directory}")
+        contestants += [row, turns]
         if kind == "pass":
-            others.append(("in_tree", f"in_tree {row.name}", f"in_tree:drafter={path}"))
+            contestants.append(of_parts(row, "in_tree", "in_tree:drafter={}"))
         if file == last_small:
-            others += [
-                ("vertical", f"vertical {row.name}", f"vertical:model={path},inner=ngram"),
-                (
-                    "horizontal",
-                    f"horizontal {row.name}",
-                    f"horizontal:first={path},later=ngram,depth=2",
-                ),
+            contestants += cascades_of(row)
+        if file == combined:
+            contestants += [
+                replace(row, kind="A++B", name=f"ngram++{row.name}", spec=f"ngram++{directory}"),
+                of_parts(row, "measured", 'measured:drafters=["ngram",{}]'),
+                of_parts(row, "horizontal", "horizontal:first={},later=ngram,depth=2"),
             ]
-        if file == files[-1]:
-            others += [
-                ("A++B", f"ngram++{row.name}", f"ngram++{directory}"),
-                ("measured", f"measured {row.name}", f'measured:drafters=["ngram",{path}]'),
-            ]
-        contestants.append(row)
-        contestants += [replace(row, kind=of, name=name, spec=spec) for of, name, spec in others]
-    return contestants
+    # A small model can be the combined drafter too.
+    return list({row.name: row for row in contestants}.values())
+
+
+def cascades_of(small: Contestant) -> list[Contestant]:
+    """The cascades of a small language model: over prompt lookup, before it, and below the target
+    over a part of its keys and values (TriForce)."""
+    return [
+        of_parts(small, "vertical", "vertical:model={},inner=ngram"),
+        of_parts(small, "horizontal", "horizontal:first={},later=ngram,depth=2"),
+        replace(
+            of_parts(small, "vertical", f"vertical:model='{SPARSE}',inner={{}}"),
+            name=f"TriForce {small.name}",
+        ),
+    ]
+
+
+def of_parts(part: Contestant, kind: str, spec: str) -> Contestant:
+    """A combination with `part`. spec: its name, with {} in place of the part's."""
+    name, spec = f"{kind} {part.name}", spec.format(repr(part.spec))
+    return replace(part, kind=kind, name=name, spec=spec)
 
 
 def omitted(contestants: Iterable[Contestant]) -> dict[str, str]:
@@ -146,7 +165,7 @@ def omitted(contestants: Iterable[Contestant]) -> dict[str, str]:
             reasons[kind] = "is compared without --random-layers"
         else:
             reasons[kind] = "needs training; name a run that trained it (--run), or its directory"
-    return reasons
+    return reasons | ELSEWHERE
 
 
 def small_models(contestants: Sequence[Contestant]) -> list[Contestant]:

@@ -73,13 +73,15 @@ class VerticalCascade(Group):
     (`coupled`), the inner rule does too, whatever its name.
 
     An inner rule that is lossy has no q that could be computed. It is refused unless drafts are
-    greedy, and drafts then count as chosen. Differences from the papers: both draft until a set
+    greedy, and drafts then count as chosen. `threshold:threshold=1/l` is the lenience l of
+    2312.11462 for tokens that are looked up. A lossy rule that is exact match for greedy drafts
+    would never do anything, and is refused. Differences from the papers: both draft until a set
     number of tokens is there, and 2312.11462 is greedy only; 2308.04623 drafts trees. A policy that
     stops drafts (`Limits.stops`) sees the model's logits after each pass, so an inner draft may
     have gone further than needed.
 
-    Raises UserError as `Group` does, for an inner drafter that does not fit, for an unknown rule,
-    and for sizes below 1.
+    Raises UserError as `Group` does, for an inner drafter that does not fit, for an unknown rule or
+    one that is refused, and for sizes below 1.
     """
 
     def __init__(
@@ -99,6 +101,12 @@ class VerticalCascade(Group):
         require_whole(gamma=gamma, rounds=1 if rounds is None else rounds)
         self.model, self.inner, self.gamma, self.rounds = model, inner, gamma, rounds
         self.rule: Rule = rule if isinstance(rule, Rule) else RULES.make(rule)
+        if not self.rule.lossless and self.rule.exact_when_greedy:
+            raise UserError(
+                f"the inner rule of a cascade is {type(self.rule).__name__}, which is exact match "
+                "for greedy drafts, and a lossy inner rule judges no others; use threshold or "
+                "top_k, or a lossless rule"
+            )
         self._tail: Tail | None = None
 
     def max_depth(self, gamma: int) -> int:

@@ -44,7 +44,7 @@ COMBINATIONS: Registry[type[Combination]] = Registry("combination of drafters")
 @COMBINATIONS.register("vertical")
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Combination):
-    """See `decode.drafters.several.cascade.VerticalCascade`. An inner drafter with a tree drafts
+    """See `decode.drafters.several.cascade.VerticalCascade`. An inner drafter with a shape drafts
     chains in it."""
 
     model: str
@@ -67,8 +67,8 @@ class Vertical(Combination):
 @COMBINATIONS.register("horizontal")
 @dataclass(frozen=True, kw_only=True)
 class Horizontal(Combination):
-    """See `decode.drafters.several.cascade.HorizontalCascade`. Drafters with a tree draft chains in
-    it."""
+    """See `decode.drafters.several.cascade.HorizontalCascade`. Drafters with a shape draft chains
+    in it."""
 
     first: str
     later: str = "ngram"
@@ -80,7 +80,16 @@ class Horizontal(Combination):
 
 
 def _of_chains(drafter: Drafter) -> Drafter:
-    return drafter.with_shape(Chain()) if drafter.branches else drafter
+    """The drafter with the shape chain. Raises UserError for one whose drafts are always trees."""
+    if not drafter.branches:
+        return drafter
+    try:
+        return drafter.with_shape(Chain())
+    except UserError as error:
+        raise UserError(
+            f"{type(drafter).__name__} drafts trees, and a part of a cascade drafts chains; use "
+            "ngram, store or a small model there"
+        ) from error
 
 
 @COMBINATIONS.register("measured")
