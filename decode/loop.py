@@ -211,8 +211,10 @@ class Decoding(RunningRows):
             with self._running():
                 setup.drafter.add_rows(self.rows.contexts, verification)
             setup.policy.add_rows(len(new))
-            if self._features is not None and features is not None and setup.observers:
-                self._features = self._features.last().joined(features.last())
+            if self._features is not None and setup.observers:
+                old = self._features.last()
+                joins = old.none(len(new)) if features is None else features.last()
+                self._features = old.joined(joins)
         else:
             self.rows, self._features, self._drafted = new, features, False
             with self._running():
@@ -224,6 +226,7 @@ class Decoding(RunningRows):
         """After an error while rows joined: the rows from `first` on leave. The drafter may know
         some of them, so it starts anew with the others."""
         stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
+        self.rows.leave(np.arange(len(self.rows)) >= first)
         self.rows.keep(stays)
         self._keep_slots(np.append(stays, waiting))
         if first:
@@ -267,9 +270,14 @@ class Decoding(RunningRows):
         parts.require_sampling((x.sampling, x.drafts) for x in every)
         parts.require_target(setup.lm, setup.vocab_size)
         self.clock.resume()
-        features, fresh = None, drafter is not None
-        if len(rows) or self._waiting.readings:
-            features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
+        features, fresh, held = None, drafter is not None, setup.lm.drafter_bytes
+        setup.lm.drafter_bytes = parts.drafter.token_bytes
+        try:
+            if len(rows) or self._waiting.readings:
+                features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
+        except BaseException:
+            setup.lm.drafter_bytes = held
+            raise
         if len(rows):
             parts.policy.start(len(rows))
             if fresh:

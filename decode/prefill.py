@@ -145,8 +145,8 @@ def read_again(
 def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
     """Keep the keys and values of rows, int [n], before they leave, and the hidden states that the
     drafter reads."""
-    known, layers = setup.prefixes, setup.lm.kept_layers
-    if known is None or layers != setup.drafter.captured_layers:
+    known, layers = setup.prefixes, setup.lm.shared_layers
+    if known is None or layers is None:
         return
     slots = setup.lm.slots
     room = known.room(slots.token_bytes)

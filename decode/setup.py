@@ -41,8 +41,8 @@ class Setup:
     exact_bits: in 16 bits on a CPU, chains get the logits of plain decoding to the bit, also where
         another order of sums is faster (`CachedLM.keeps_bits`). If False, they are equal up to
         rounding. Ignored if the model is a `CachedLM`, which has its own.
-    prefixes: keys and values of earlier texts, for prompts that begin like them. Not used if the
-        drafter reads hidden states. None: every prompt is read completely.
+    prefixes: keys and values of earlier texts, for prompts that begin like them, and the hidden
+        states that the drafter reads. None: every prompt is read completely.
     first_target: the prefill pass yields the first token, so every draft follows a token of the
         target. If False, the first token is drafted and verified like all others. The text is the
         same (when sampled: its distribution), each prompt takes one more pass, and the counts

@@ -81,7 +81,7 @@ class Reading:
             while self.left and (count < tokens or not count):
                 assert self._long is not None
                 count += self._long.read_on(max(tokens - count, 1))
-            if not self.left and setup.lm.kept_layers:
+            if self._long is not None and not self.left and setup.lm.kept_layers:
                 kept = setup.lm.slots.kept_states(int(self._fed.max()))
                 self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
         return count
@@ -161,8 +161,9 @@ def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.n
 
     If the drafter reads hidden states, only texts that were kept with the same ones are known.
     """
-    start, known, layers = np.zeros(len(fed), dtype=np.int64), setup.prefixes, setup.lm.kept_layers
-    if known is None or layers != setup.drafter.captured_layers:
+    known, layers = setup.prefixes, setup.lm.shared_layers
+    start = np.zeros(len(fed), dtype=np.int64)
+    if known is None or layers is None:
         return start
     for row, tokens in enumerate(contexts.tokens):
         states = known.find(tokens[: max(fed[row] - 1, 0)], layers)

@@ -224,8 +224,8 @@ class AttendingDrafter(HeadsDrafter):
         return (self.heads.hidden_size + sum(sizes)) * self.heads.dtype.itemsize
 
     def start(self, contexts: Contexts) -> None:
+        super().start(contexts)
         rows, capacity = contexts.tokens.shape
-        self.newest_features = torch.zeros(0)
         parameter = next(self.heads.parameters())
         self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
         heads = self.heads
@@ -239,7 +239,6 @@ class AttendingDrafter(HeadsDrafter):
         )
         self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
         self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
-        self._has_features = self.stored_features > 0
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         rows, capacity = contexts.tokens.shape

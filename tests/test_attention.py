@@ -71,6 +71,9 @@ def test_it_is_attention(
     expected = by_definition(query, key, value, mask.additive)
     out = mask.attend(query, key, value, query.shape[3] ** -0.5)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    # A cap far above all scores.
+    capped = mask.attend(query, key, value, query.shape[3] ** -0.5, softcap=1e4)
+    torch.testing.assert_close(capped, expected, rtol=0, atol=1e-5)
 
 
 PROMPT, CHAIN = 230, 10
@@ -114,7 +117,7 @@ def model_of(family: str) -> Any:
     [
         *((family, False, "by trial") for family in (*FAMILIES, "phi3", "opt", "gemma3_text")),
         *((family, True, "by trial") for family in ("llama", "qwen2", "qwen3", "gemma", "mistral")),
-        *((family, True, "by trial") for family in ("phi3", "gemma3_text")),
+        *((family, True, "by trial") for family in ("phi3", "gemma3_text", "olmo2", "smollm3")),
         *(("llama", lean, how) for lean in (True, False) for how in ("in parts", "alone")),
     ],
 )

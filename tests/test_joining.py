@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -301,6 +302,22 @@ def test_a_drafter_that_takes_no_rows_says_so() -> None:
     decoding = Decoding(decoder(Counting()), PROMPTS[:1], NEW)
     with pytest.raises(UserError, match="Counting keeps state of each row and takes no rows"):
         decoding.admit(PROMPTS[1:2], NEW)
+
+
+def test_rows_that_could_not_join_leave_their_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop = StopStrings(tiny_tokenizer(), ["never"])
+    which = Decoder(tiny_model("llama"), NgramDrafter(), stop=stop)
+    expected = which.decode([[5, 6, 7]], NEW).outputs[0]
+    decoding = Decoding(which, [[5, 6, 7]], NEW)
+    decoding.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(which.drafter, "prefill", Mock(side_effect=RuntimeError("no memory")))
+        with pytest.raises(RuntimeError, match="no memory"):
+            decoding.admit([[8, 9]], NEW)
+    assert set(stop._streams) == {0}
+    while not decoding.finished:
+        decoding.step()
+    assert decoding.outputs[0] == expected
 
 
 def test_stop_strings_search_each_text_alone() -> None:

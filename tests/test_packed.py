@@ -386,4 +386,9 @@ def test_scaled_rotary_positions(kind: str) -> None:
     model = tiny_model("llama", rope_parameters=rope)
     lm = CachedLM(model)
     assert isinstance(lm.forward_pass, LeanForward)
-    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
+    # Twice as long as the text that the positions are scaled for.
+    ids = torch.randint(3, 300, (2, 128), generator=torch.Generator().manual_seed(1))
+    lm.reset(2, 128)
+    with torch.inference_mode():
+        found = lm.forward(ids, np.zeros(2, dtype=np.int64))
+        torch.testing.assert_close(found, model(input_ids=ids).logits, rtol=0, atol=1e-4)

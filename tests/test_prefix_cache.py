@@ -129,6 +129,32 @@ def test_another_drafter_in_the_middle_of_a_text() -> None:
     assert not len(known)
 
 
+def test_after_a_drafter_of_hidden_states_nothing_is_kept_until_the_slots_are_new() -> None:
+    """The slots still have its hidden states, and other drafters' texts have none."""
+    known = PrefixCache()
+    decoder(KINDS["chain"](), prefixes=known).decode([SYSTEM], NEW)
+    which, kept = decoder(KINDS["eagle1"](), prefixes=known), len(known)
+    expected = decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs[0]
+    decoding = Decoding(which, [SYSTEM], NEW)
+    decoding.step()
+    decoding.set(drafter=KINDS["chain"]())
+    assert which.lm.drafter_bytes == which.drafter.token_bytes
+    decoding.admit([SYSTEM], NEW)
+    while not decoding.finished:
+        decoding.step()
+    assert decoding.outputs == {0: expected, 1: expected}
+    assert len(known) == kept
+    before = known.reused
+    assert which.decode([SYSTEM], NEW).outputs == [expected]
+    assert known.reused > before
+
+
+def test_prompts_of_one_token_have_no_hidden_states_to_keep() -> None:
+    expected = decoder(KINDS["none"]()).decode([[3], [4]], NEW).outputs
+    which = decoder(KINDS["eagle1"](), prefixes=PrefixCache(), first_target=False)
+    assert which.decode([[3], [4]], NEW).outputs == expected
+
+
 def states(tokens: int, value: int = 0) -> SlotStates:
     """1 layer, 1 head of size 1: 8 bytes of keys and values per token."""
     slots = Slots(1, 1, tokens, torch.device("cpu"))

@@ -404,12 +404,15 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
         assert decoding.setup.lm.slots.allocated == memory
 
 
-def test_prompts_reuse_what_they_share_with_earlier_texts() -> None:
-    """The next turn of a chat; the metric counts it, and no text changes."""
+def test_prompts_reuse_what_they_share_with_earlier_texts(monkeypatch: Any) -> None:
+    """The next turn of a chat; the metric counts it, and no text changes. Hidden states that the
+    drafter reads are kept too."""
     hits = "draftsmith:prefix_cache_hits_total"
-    for size, least in ((None, 30), (0, 0)):
+    reads_states = NgramDrafter()
+    reads_states.captured_layers = (0,)
+    for size, least, drafter in ((None, 30, None), (None, 30, reads_states), (0, 0, None)):
         options = {"prefix_cache_bytes": size}
-        with serving(target(), options=options) as running, running.client() as client:
+        with serving(target(), drafter, options=options) as running, running.client() as client:
             messages = asked(QUESTION)
             for _ in range(2):
                 body = {"model": MODEL, "messages": messages, "max_tokens": 16}
@@ -423,11 +426,10 @@ def test_prompts_reuse_what_they_share_with_earlier_texts() -> None:
             assert (counts[hits] > 0) == (size is None)
             queries = counts["draftsmith:prefix_cache_queries_total"]
             assert queries == (0 if size == 0 else counts["draftsmith:prompt_tokens_total"])
-    reads_states = NgramDrafter()
-    reads_states.captured_layers = (0,)
+    monkeypatch.setattr("train.serve.server.prefix_cache", lambda *_: None)
     with (
         pytest.raises(UserError, match="a prefix cache of 9 bytes would not be used"),
-        serving(target(), reads_states, options={"prefix_cache_bytes": 9}),
+        serving(target(), options={"prefix_cache_bytes": 9}),
     ):
         pass
 

@@ -1,5 +1,6 @@
 """Slots against lists of tokens: what a row has after rounds of feeding, committing and leaving."""
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,26 @@ CAPACITY = 30
 # Heads and head size of each layer's keys, and of its values.
 ALIKE = [((2, 4), (2, 4))] * 3
 UNLIKE = [((2, 4), (2, 6)), ((1, 4), (2, 6)), ((2, 4), (2, 5))]
+
+
+def test_growth_frees_old_keys_before_it_takes_memory_for_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slots = Slots(2, 1, CAPACITY, torch.device("cpu"))
+    slots.place(np.zeros(1, dtype=np.int64), 3)
+    for layer in slots.layers:
+        layer.update(*torch.ones(2, 1, 2, 3, 4))
+    keys, values = slots._stores
+    old, reserve = weakref.ref(keys._tensors[0]), values.reserve
+
+    def take(rows: int, capacity: int) -> None:
+        assert old() is None
+        reserve(rows, capacity)
+
+    monkeypatch.setattr(values, "reserve", take)
+    slots.add_rows(2, 2 * CAPACITY)
+    assert slots.layers[1].keys[0, :, :3].eq(1).all()
+    assert slots.layers[1].values.shape[:2] == (3, 2)
 
 
 @pytest.mark.parametrize("shapes", [ALIKE, UNLIKE], ids=["alike", "unlike"])

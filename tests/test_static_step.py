@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from decode.draft import Contexts, Draft
 from decode.drafters import Drafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -162,6 +163,11 @@ def drafter_of(kind: str, target: Any) -> Drafter:
         small = tiny_model("llama", seed=7, layers=1)
         prepare(small, lean=True)
         return SmallLMDrafter(small)
+    if kind == "pard":
+        small = tiny_model("llama", seed=7, layers=1)
+        mark_parallel(small.config, 3)
+        prepare(small, lean=True)
+        return ParallelLMDrafter(small)
     if kind == "skip":
         return SkipDrafter(exit=2)
     return headed(kind)(target, lambda module: module)
@@ -172,12 +178,16 @@ def drafter_of(kind: str, target: Any) -> Drafter:
     "kind",
     [
         "blockwise",
+        "dflash",
         "dspark",
         "eagle1",
         "eagle3",
         "hydra",
         "hydra_plus",
         "kangaroo",
+        "medusa",
+        "p_eagle",
+        "pard",
         "pass",
         "skip",
         "small_lm",

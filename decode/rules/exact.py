@@ -8,7 +8,7 @@ from torch import Tensor
 
 from decode.draft import Draft
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG
+from decode.sampling import CounterRNG, argmax
 from decode.verification import Decision, Scores
 
 
@@ -56,7 +56,7 @@ class ExactMatch(Rule):
     def draw(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
         """int64 [B, N+1]: the token that the target emits at each position of the draft."""
         if scores.sampling.greedy:
-            return scores.pick(scores.logits)
+            return argmax(scores.logits)
         return scores.pick(rng.of_text(depths_of_rows(draft)))
 
 

@@ -56,6 +56,11 @@ class Features:
         columns = to_device(np.maximum(self.counts - 1, 0), device)[:, None]
         return self.at(columns, np.minimum(self.counts, 1))
 
+    def none(self, rows: int) -> "Features":
+        """As many columns for `rows` rows without a valid token."""
+        values = {layer: x.new_zeros(rows, *x.shape[1:]) for layer, x in self.values.items()}
+        return Features(values, np.zeros(rows, dtype=self.counts.dtype))
+
     def joined(self, other: "Features") -> "Features":
         """These rows, then the rows of `other`, both with the same number of columns."""
         values = {layer: torch.cat([x, other.values[layer]]) for layer, x in self.values.items()}

@@ -57,11 +57,10 @@ def make_service(
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
-    if prefix_cache_bytes and (decoder.prefixes is None or decoder.drafter.captured_layers):
+    if prefix_cache_bytes and decoder.prefixes is None:
         raise UserError(
-            f"a prefix cache of {prefix_cache_bytes} bytes would not be used: the drafter "
-            f"{drafter_name} reads hidden states, or {target.name} has an encoder or running "
-            "states; leave --prefix-cache out, or choose another drafter"
+            f"a prefix cache of {prefix_cache_bytes} bytes would not be used: {target.name} has an "
+            "encoder or running states; leave --prefix-cache out"
         )
     learner = None
     if student is not None:

@@ -231,6 +231,14 @@ class CachedLM:
             self.kept_layers = ()  # the texts would have holes
 
     @property
+    def shared_layers(self) -> tuple[int, ...] | None:
+        """The layers whose hidden states texts in the slots have, if those of all tokens are kept
+        there and no others. None: such texts are of no use to other decodes."""
+        layers = self.kept_layers
+        whole = layers == self.captured_layers and len(layers) == self.slots.states
+        return layers if whole else None
+
+    @property
     def keeps_bits(self) -> bool:
         """Whether each token of a chain gets the logits of plain decoding to the bit, in passes of
         up to `LONGEST_CHAIN` tokens (rows times tokens). Only in 16 bits, on a CPU, with packed
@@ -494,7 +502,9 @@ class CachedLM:
         # Elsewhere than on a CPU, kernels promise no equal bits. In 16 bits they cost time, so they
         # are asked for only where all parts keep them.
         exact = self.keeps_bits or (self.exact_bits and self.model.dtype.itemsize != 2)
-        chain = ancestors_BNM is None and n <= LONGEST_CHAIN and not slots.static and exact
+        # In 16 bits, other products of longer passes have other bits.
+        fed = n if self.model.dtype.itemsize != 2 else n * len(base_B1)
+        chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and not slots.static and exact
         dtype, windows = self.model.dtype, set(self._windows)
         visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
         if self.watch is not None:

@@ -284,6 +284,7 @@ class Slots(FedRows):
             for number in range(layers + states)
         ]
         self.layers, self._states = every[:layers], every[layers:]
+        self.states = states
         self._look_up(0, rows)
 
     def place(
@@ -428,7 +429,7 @@ class Slots(FedRows):
         for store in self._stores:
             store.reserve(*self.allocated)
             store.clear(first, self.rows, self._written)
-        self._look_up(0, self.rows)
+            self._look_up(0, self.rows)  # the old memory is free before more is taken
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
         """How many rows and slots are allocated if so many are needed. A step of growth is at least

@@ -195,7 +195,9 @@ class AttentionMask:
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float
     ) -> Tensor:
         group, fed, slots = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
-        scores = query.unflatten(1, (-1, group)) @ key[:, :, None].transpose(-1, -2) * scale
+        # Tokens and heads of a group are rows of one product, so no key is copied.
+        rows = query.unflatten(1, (-1, group)).flatten(2, 3)  # [B, K, G·n, D]
+        scores = (rows @ key.transpose(-1, -2) * scale).unflatten(2, (group, fed))
         scores = torch.tanh(scores / softcap) * softcap  # [B, K, G, n, S]
         if self.additive is not None:
             scores = scores + self.additive[:, :, None]
@@ -204,7 +206,7 @@ class AttentionMask:
             later = order > order[:fed, None] + slots - fed
             scores = scores.masked_fill(later, torch.finfo(scores.dtype).min)
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
-        return (weights @ value[:, :, None]).flatten(1, 2)
+        return (weights.flatten(2, 3) @ value).unflatten(2, (group, fed)).flatten(1, 2)
 
 
 class SlotAttention:
