@@ -21,6 +21,7 @@ from decode.parts import require_no_encoder
 from decode.target.forward.prepare_model import can_pack, pack_layers
 from decode.target.identity import require_same_weights, sample_weights
 from decode.target.loading import Target
+from decode.target.pretrained import require_finite
 from decode.trees.static import TREE, Static, stored_shape
 from decode.trees.structure import Structure
 from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
@@ -148,9 +149,9 @@ def load_heads(path: Path, target: Target, dtype: torch.dtype) -> tuple[Heads, S
 def read_heads(path: Path, target: Target) -> Heads:
     """Read the stored heads onto the CPU, without the weights borrowed from the target.
 
-    Raises UserError if the heads were made for another hidden size or other target weights, or if
-    the files do not fit together. (`decode.drafters.directory.open_drafter` compares the
-    vocabularies before this.)
+    Raises UserError if the heads were made for another hidden size or other target weights, if
+    weights are NaN or infinite, or if the files do not fit together.
+    (`decode.drafters.directory.open_drafter` compares the vocabularies before this.)
     """
     config = _read_config(path)
     hidden_size = output_layer(target.model).in_features
@@ -169,4 +170,5 @@ def read_heads(path: Path, target: Target) -> Heads:
         heads.load_state_dict(weights, assign=True)
     except RuntimeError as error:
         raise CorruptArtifact(path, WEIGHTS, f"does not hold these heads ({error})") from error
+    require_finite(heads, str(path))
     return heads

@@ -16,7 +16,7 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.target.loading import Target
 from decode.trees import Chain
-from heads.heads_directory import SAMPLE, WEIGHTS, stored_options
+from heads.heads_directory import SAMPLE, WEIGHTS, read_heads, stored_options
 from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, save_target
 from tests.tiny import real_target
 from train.cli.chat import default_drafter
@@ -90,6 +90,21 @@ def test_a_damaged_export_is_refused(tmp_path: Path, target: Target) -> None:
     assert f"no {SAMPLE}" in problem
     with pytest.raises(UserError, match=WEIGHTS):  # the manifest has its hash
         check_export(tmp_path / "out")
+
+
+def test_heads_with_nan_are_refused_by_the_name_of_the_weight(
+    tmp_path: Path, target: Target
+) -> None:
+    path = tmp_path / "drafter"
+    make_heads(path, target, EAGLE, moved=0.05)
+    read_heads(path, target)
+
+    def spoil(weights: dict[str, torch.Tensor]) -> None:
+        weights["fc.weight"][3, 2] = torch.nan
+
+    edit_weights(spoil)(path)
+    with pytest.raises(UserError, match=r"weights of .* are NaN or infinite: fc\.weight;"):
+        read_heads(path, target)
 
 
 def test_names_of_drafters_that_come_along() -> None:
