@@ -41,6 +41,7 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
+from benchmarks.parts.dense_attention import dense_attention
 from benchmarks.parts.process_memory import forget_peak, peak_resident_memory, resident_memory
 from decode.target.hidden_states import FINAL
 from decode.target.loading import resolve_device
@@ -48,7 +49,7 @@ from distill.losses import WeightedLoss
 from heads.eagle_heads import Eagle3Heads, Eagle3Options
 from heads.head_training import HeadTraining
 from heads.layers.llama_layer import DraftLayer
-from heads.layers.unrolled_attention import causal_attention, dense_attention, merged_attention
+from heads.layers.unrolled_attention import causal_attention, merged_attention
 
 TURNS = 3
 WARM_UP = 64  # tokens

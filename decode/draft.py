@@ -58,9 +58,14 @@ class Contexts:
         self.tokens[row, self.lengths[row] + column] = block[row, column]
         self.lengths = self.lengths + counts
 
+    def last_tokens(self, device: torch.device) -> Tensor:
+        """int64 [B, 1]: the last token of each text."""
+        last = np.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)
+        return to_device(last, device)
+
     def standing(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """int [B]: how many tokens of each text, from the first on, are the same as in an earlier
-        state: then tokens[b], int64 [B, D], followed its first lengths[b] tokens, int [B]."""
+        """int [B]: how many first tokens of each text are still those of an earlier state. In that
+        state, the first lengths[b] tokens, int [B], were followed by tokens[b], int64 [B, D]."""
         columns = lengths[:, None] + np.arange(tokens.shape[1])
         same = np.take_along_axis(self.tokens, columns, axis=1) == tokens
         return np.minimum(lengths + same.cumprod(1).sum(1), self.lengths)

@@ -23,7 +23,7 @@ from decode.target.hidden_states import Features
 from decode.verification import Verification
 from decode.waiting_rows import shares
 
-# Prompts join when this part of a batch is free.
+# New prompts join when 1/JOIN_SHARE of the batch is free.
 JOIN_SHARE = 8
 
 
@@ -110,8 +110,8 @@ class Decoding(RunningRows):
 
     @property
     def unread(self) -> dict[int, int]:
-        """How many tokens of prompts are not read yet: for the first row of those that began
-        together and wait."""
+        """How many tokens of prompts are not read yet, by row. Rows that began together count
+        together, under the number of the first one."""
         return {reading.numbers[0]: reading.left for reading in self._waiting.readings}
 
     def shares(self, tokens: int) -> dict[int, int]:
@@ -332,7 +332,7 @@ class Decoder(Setup):
             on_tokens=on_tokens,
             on_end=on_end,
             rows=size,
-            slots=self.slots(max(map(len, self.lm.begin(prompts)[0])), max_new_tokens),
+            slots=self.slots(max(map(len, self.lm.texts_and_sources(prompts)[0])), max_new_tokens),
         )
         begin, group = 0, -(-size // JOIN_SHARE)
         while begin < count or not decoding.finished:

@@ -55,7 +55,7 @@ def new_rows(
             f"logprobs is {asked}; expected at most {setup.vocab_size}, the tokens of the target"
         )
     setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
-    texts, sources = setup.lm.begin(prompts)
+    texts, sources = setup.lm.texts_and_sources(prompts)
     lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
     contexts = Contexts.of(texts, setup.slots(int(ends.max()), 0), sources)

@@ -194,7 +194,7 @@ class SpeculativeGenerator:
                 streamer.put(torch.tensor(tokens))
 
         if streamer is not None:
-            streamer.put(torch.tensor(decoder.lm.begin(ids)[0]))
+            streamer.put(torch.tensor(decoder.lm.texts_and_sources(ids)[0]))
         self.decoded = decoder.decode(
             ids, max_new_tokens, seed=seed, batch_size=batch_size, on_tokens=on_tokens
         )

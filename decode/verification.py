@@ -143,7 +143,8 @@ class Verification:
     The loop adds the outcome:
 
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
-    rows: int [B], the number of each row: without rows that join later, its prompt.
+    rows: int [B], the number of each row, as `Decoding.begin` gives it. In `Decoder.decode` it is
+        the index of the prompt.
     contexts: the committed texts, which already end with the emitted tokens.
     lengths: int [B], the length of each text before the pass.
     depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.

@@ -288,7 +288,7 @@ class DFlashDrafter(AttendingDrafter):
         self._fill_cache(contexts, anchors)
         device = self.states.device
         positions = to_device(anchors, device)[:, None]
-        last = to_device(np.take_along_axis(contexts.tokens, anchors[:, None], 1), device)
+        last = contexts.last_tokens(device)
         block = torch.ones(1, size, size, dtype=torch.bool, device=device)
         attends = self.attentions(
             anchors, size, ancestors=block, depths=torch.arange(size, device=device)[None]

@@ -215,6 +215,7 @@ class AttendingDrafter(HeadsDrafter):
         """The slots are static if the target's are."""
         forward = lm.forward_pass
         self._static_step = forward.slot_step if forward.static_slots else None
+        self._pass_tokens = lm.pass_tokens
 
     @property
     def token_bytes(self) -> int:
@@ -278,7 +279,12 @@ class AttendingDrafter(HeadsDrafter):
         """
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        self._fill_cache(contexts, np.maximum(contexts.lengths - 2, 0), first)
+        """Long texts take several passes, as in the target (`CachedLM.read`)."""
+        entries = np.maximum(contexts.lengths - 2, 0)
+        self.skip_unseen(contexts, entries, first)
+        most = max(self._pass_tokens // max(len(entries) - first, 1), 1)
+        while (self.cached_entries < entries)[first:].any():
+            self._compute(contexts, np.minimum(entries, self.cached_entries + most), first)
 
     def newest(self, contexts: Contexts, entries: np.ndarray | None = None) -> Tensor:
         """[B, H]: the layer's output for each row's last entry. Computes all missing entries.

@@ -155,9 +155,8 @@ class HydraGrowth(Growth):
             contexts, sampling, self.features.device, drafter.vocab_size, heads.vocabulary
         )
         self.heads = heads
-        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
         # int64 [B]: the token after the one with the features
-        self.last_tokens = to_device(last[:, 0], self.device)
+        self.last_tokens = contexts.last_tokens(self.device)[:, 0]
 
     def _first(self) -> Tensor:
         return self._logits(self.features, self.last_tokens[:, None])

@@ -223,8 +223,7 @@ class _Growth(CachedGrowth):
             drafter.heads.vocabulary,
         )
         self.drafter, self.heads = drafter, drafter.heads
-        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
-        exits = self._exits(to_device(last, self.device), -1, None)
+        exits = self._exits(contexts.last_tokens(self.device), -1, None)
         self.states = drafter.after_text(contexts, exits[:, 0])
         self.place_chain(drafter.shape, max_depth)
         drafter.place_chain(self.lengths, max_depth)

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 
-from decode.device import to_device
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
@@ -234,8 +232,7 @@ class PassDrafter(SelfDrafter):
         self, view: LayerView, contexts: Contexts, sampling: Sampling, max_depth: int
     ) -> Growth:
         start = contexts.lengths - 1
-        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
-        ids = pad(to_device(last, view.device), (0, max_depth - 1))
+        ids = pad(contexts.last_tokens(view.device), (0, max_depth - 1))
         ids[:, 1:] = view.vocab_size + torch.arange(max_depth - 1, device=view.device)
         logits, vocabulary = view.forward(ids, start), self.heads.vocabulary
         if vocabulary is not None:

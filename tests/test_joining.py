@@ -37,6 +37,7 @@ from decode.target.memory import slot_bytes
 from decode.text_stream import StopStrings
 from decode.trees.static import Static
 from decode.verification import Verification
+from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.lossless import LONGER, fit_texts, longer_model, parallel_lm, small_lm
 from tests.test_heads_lossless import drafter as heads_drafter
@@ -379,9 +380,12 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 # --- prompts read in several passes ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["none", "chain", "tree", "hydra_plus", "eagle1"])
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "chain", "tree", "hydra_plus", "eagle1", "kangaroo", "dflash", "windows"],
+)
 def test_the_size_of_passes_changes_no_text(kind: str) -> None:
-    texts, widths = [], []
+    texts, widths, widths_of_heads = [], [], []
     for tokens in (1, 7, 60, 1 << 20):
         which = decoder(KINDS[kind](), prefill_tokens=tokens, sampling=GREEDY)
         if isinstance(which.drafter, lossless.SmallLMDrafter):
@@ -393,10 +397,23 @@ def test_the_size_of_passes_changes_no_text(kind: str) -> None:
             return _f(ids, *args, **more)
 
         which.lm.forward = counted  # type: ignore[method-assign]
+        read: list[int] = []
+        if isinstance(which.drafter, AttendingDrafter):
+            take = which.drafter.take_missing
+
+            def taken(*args: Any, _take: Any = take, _read: Any = read) -> Any:
+                columns, states = _take(*args)
+                _read.append(columns.shape[1])
+                return columns, states
+
+            which.drafter.take_missing = taken  # type: ignore[method-assign]
         texts.append(which.decode(PROMPTS, NEW).outputs)
         widths.append(max(fed))
+        widths_of_heads.append(max(read, default=0))
         assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
     assert texts[0] == texts[1] == texts[2] == texts[3]
+    if any(widths_of_heads) and kind != "windows":  # that reads only what it needs
+        assert widths_of_heads[0] < widths_of_heads[2] < widths_of_heads[3]
     # At least one token of each row, or a step with its draft.
     assert widths[2] <= 120 < widths[3]
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import long_context
+from benchmarks.parts.dense_attention import dense_attention
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL, Recorder
 from decode.target.loading import Target
@@ -26,7 +27,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.layers import unrolled_attention
-from heads.layers.unrolled_attention import dense_attention, merged_attention
+from heads.layers.unrolled_attention import merged_attention
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from train.training.estimates import heads_bytes

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.parts.dense_attention import dense_attention
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
@@ -28,7 +29,7 @@ from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.layers import unrolled_attention
-from heads.layers.unrolled_attention import dense_attention, merged_attention
+from heads.layers.unrolled_attention import merged_attention
 from tests.test_long_context import assert_close, drawn, gradients
 from tests.tiny import tiny_model, tiny_target
 

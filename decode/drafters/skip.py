@@ -8,7 +8,6 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
@@ -97,8 +96,7 @@ class SelfGrowth(CachedGrowth):
 
     def __init__(self, lm: CachedLM, contexts: Contexts, sampling: Sampling) -> None:
         super().__init__(lm, contexts.lengths, contexts, sampling, lm.vocab_size)
-        last = np.take_along_axis(contexts.tokens, contexts.lengths[:, None] - 1, axis=1)
-        self.last_B1 = to_device(last, lm.device)
+        self.last_B1 = contexts.last_tokens(lm.device)
 
     def _first(self) -> Tensor:
         return self.feed(self.last_B1, -1, None)[:, 0]

@@ -45,7 +45,7 @@ def measure_costs(
     widest passes are left out if the target's context is too short for them and the prompts.
     Raises UserError if not even a pass of 2 tokens fits.
     """
-    room = decoder.lm.max_positions - max(map(len, decoder.lm.begin(prompts)[0])) - 1
+    room = decoder.lm.max_positions - max(map(len, decoder.lm.texts_and_sources(prompts)[0])) - 1
     widths = _that_fit(sorted({min(n, max_width) for n in _WIDTHS}), room)
     depths = _that_fit(sorted({1, max(1, max_depth // 2), max_depth}), room)
     if len(widths) < 2 or not depths:

@@ -9,8 +9,22 @@ from decode.policies import POLICIES, Watcher, require_threshold
 from decode.verification import Verification
 
 
+class ConfidenceWatcher(Watcher):
+    """Looks at the largest probability of the drafter's distribution at temperature 1. thresholds:
+    float64 [B], a draft ends at a smaller one; of the classes with a threshold for each row."""
+
+    signal = "confidence"
+    thresholds: np.ndarray
+
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
+        return largest_probability(logits)
+
+    def ends(self, position: int, value: Tensor) -> Tensor:
+        return value < to_device(self.thresholds, value.device).to(value.dtype)
+
+
 @POLICIES.register("confidence")
-class Confidence(Watcher):
+class Confidence(ConfidenceWatcher):
     """Stops before a token if the largest probability of its distribution is below `threshold`.
 
     The distribution is the drafter's at temperature 1, for any temperature of the text. So a
@@ -20,15 +34,10 @@ class Confidence(Watcher):
     drafted. The pass that computes the first token's logits is already paid.
     """
 
-    signal = "confidence"
-
     def __init__(self, max_depth: int = 8, threshold: float = 0.4, min_depth: int = 1) -> None:
         super().__init__(max_depth, min_depth)
         require_threshold(threshold)
         self.threshold = threshold
-
-    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
-        return largest_probability(logits)
 
     def ends(self, position: int, value: Tensor) -> Tensor:
         return value < self.threshold
@@ -41,7 +50,7 @@ def largest_probability(logits: Tensor) -> Tensor:
 
 
 @POLICIES.register("adaptive_confidence")
-class AdaptiveConfidence(Watcher):
+class AdaptiveConfidence(ConfidenceWatcher):
     """As `confidence`, with a threshold θ for each row, learnt from its last `window` pairs
     (confidence, accepted) of tokens that were judged.
 
@@ -55,7 +64,6 @@ class AdaptiveConfidence(Watcher):
     learn nothing about confidences below θ. threshold: θ before there are 8 pairs.
     """
 
-    signal = "confidence"
     WARM = 8  # with fewer pairs, `threshold` is used
 
     def __init__(
@@ -91,12 +99,6 @@ class AdaptiveConfidence(Watcher):
         super().start(rows)
         self._forget_rows()
         self._append(rows)
-
-    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
-        return largest_probability(logits)
-
-    def ends(self, position: int, value: Tensor) -> Tensor:
-        return value < to_device(self.thresholds, value.device).to(value.dtype)
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         judged = np.minimum(np.minimum(verification.reached, watched), verification.drafted)

@@ -1,12 +1,10 @@
 """A draft ends after a token that is not likely, with a threshold that follows acceptance."""
 
 import numpy as np
-from torch import Tensor
 
-from decode.device import to_device
 from decode.errors import UserError
-from decode.policies import POLICIES, Watcher
-from decode.policies.confidence import largest_probability
+from decode.policies import POLICIES
+from decode.policies.confidence import ConfidenceWatcher
 from decode.verification import Verification
 
 # The paper's values: weights of the past in the two averages, and the step of the threshold.
@@ -14,7 +12,7 @@ PAST_RATES, PAST_THRESHOLDS, STEP = 0.5, 0.9, 0.01
 
 
 @POLICIES.register("draft_exit")
-class DraftExit(Watcher):
+class DraftExit(ConfidenceWatcher):
     """Ends a draft after a token whose distribution has a largest probability below θ. That token
     is still drafted, so no pass of the drafter is lost. Draft & Verify (2309.08168), section 3.3.
 
@@ -28,7 +26,6 @@ class DraftExit(Watcher):
     Probabilities are at temperature 1, and θ stays between 0 and 1.
     """
 
-    signal = "confidence"
     stops_after = True
 
     def __init__(
@@ -44,12 +41,6 @@ class DraftExit(Watcher):
     def start(self, rows: int) -> None:
         super().start(rows)
         self.thresholds, self._rates = np.full(rows, self.threshold), np.zeros(rows)
-
-    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
-        return largest_probability(logits)
-
-    def ends(self, position: int, value: Tensor) -> Tensor:
-        return value < to_device(self.thresholds, value.device).to(value.dtype)
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         # Rows that another drafter served are not watched.

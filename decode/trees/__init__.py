@@ -75,7 +75,7 @@ class Growth(ABC):
         self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
         if parents is not None:
             self.depth += 1
-            self.ancestors = self._with(parents, before)
+            self.ancestors = self._grown_ancestors(parents, before)
         return self._penalised(self._extend(count), count)
 
     def ids(self, drawn: Tensor) -> Tensor:
@@ -101,7 +101,8 @@ class Growth(ABC):
         chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
         return chain[-count:].expand(self.rows, -1, -1)
 
-    def _with(self, parents: Tensor, before: int) -> Tensor:
+    def _grown_ancestors(self, parents: Tensor, before: int) -> Tensor:
+        """bool [B, m, m]: `ancestors` with the new nodes, whose parents are int64 [B, n]."""
         rows, count = parents.shape
         total = before + count
         seen = torch.zeros(rows, total, total, dtype=torch.bool, device=self.device)

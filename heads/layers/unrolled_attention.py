@@ -92,32 +92,6 @@ def merged_attention(
     return outputs
 
 
-def dense_attention(
-    queries: Tensor,
-    keys: Sequence[Tensor],
-    values: Sequence[Tensor],
-    window: SlidingWindow | None = None,
-) -> Tensor:
-    """The same from all scores at once, T × T for each head: the oracle of `merged_attention`."""
-    length, size = queries.shape[2:]
-    # Each key head serves N/G query heads: [B, G, N/G, T, D].
-    grouped = queries.unflatten(1, (keys[0].shape[1], -1))
-    text_scores = grouped @ keys[0][:, :, None].transpose(-1, -2)  # [B, G, N/G, T, T]
-    hidden = torch.ones(length, length, dtype=torch.bool, device=queries.device).triu(1)
-    if window is not None:
-        positions = torch.arange(length, device=queries.device)
-        hidden |= ~window.sees(positions[:, None] + len(keys) - 1, positions)
-    text_scores = text_scores.masked_fill(hidden, -torch.inf)
-    step_scores = [(grouped * key[:, :, None]).sum(-1, keepdim=True) for key in keys[1:]]
-    scores = torch.cat([text_scores, *step_scores], -1) * size**-0.5  # [B, G, N/G, T, T + S]
-    softmax_dtype = torch.promote_types(scores.dtype, torch.float32)
-    weights = scores.softmax(-1, dtype=softmax_dtype).to(queries.dtype)
-    outputs = weights[..., :length] @ values[0][:, :, None]
-    for place, value in enumerate(values[1:], length):
-        outputs = outputs + weights[..., place, None] * value[:, :, None]
-    return outputs.flatten(1, 2)
-
-
 class _MergedAttention(torch.autograd.Function):
     """With L the log-sum-exp of all scores s_j of a query, its weights are p_j = exp(s_j − L), and
     the gradient of s_j is p_j·(dO·v_j − dO·O) (2205.14135, appendix B). Both hold for each key

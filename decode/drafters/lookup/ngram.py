@@ -55,6 +55,12 @@ class NgramIndex:
         return []
 
 
+def require_sizes(min_n: int, max_n: int) -> None:
+    """Raises UserError unless 1 ≤ min_n ≤ max_n."""
+    if not 1 <= min_n <= max_n:
+        raise UserError(f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n")
+
+
 @DRAFTERS.register("ngram")
 class NgramDrafter(Drafter):
     """Looks up the last max_n … min_n tokens in the row's own context. Needs no training.
@@ -65,10 +71,7 @@ class NgramDrafter(Drafter):
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
-        if not 1 <= min_n <= max_n:
-            raise UserError(
-                f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
-            )
+        require_sizes(min_n, max_n)
         self.min_n, self.max_n = min_n, max_n
         self._rows: list[NgramIndex] = []
 
@@ -171,10 +174,7 @@ class StoreDrafter(Drafter):
         capacity: int = 200_000,
         width: int = 8,
     ) -> None:
-        if not 1 <= min_n <= max_n:
-            raise UserError(
-                f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n"
-            )
+        require_sizes(min_n, max_n)
         if min(top_k, capacity, width) < 1:
             raise UserError(
                 f"top_k={top_k}, capacity={capacity}, width={width}; expected at least 1 each"
@@ -227,18 +227,20 @@ class StoreDrafter(Drafter):
     def _file_sources(self, contexts: Contexts) -> None:
         """Store what an encoder read, as the prompts of a model without an encoder are stored."""
         for source in contexts.sources or ():
-            for end in range(1, len(source)):
-                self.store.file(source[max(end - self.max_n, 0) : end], source[end : end + 1])
+            self._file_from(source, 1)
 
     def _file_texts(self, contexts: Contexts) -> None:
         """Store the tokens of the texts that are not stored yet."""
         ends = zip(self._filed.tolist(), contexts.lengths.tolist(), strict=True)
         for tokens, (filed, length) in zip(contexts.tokens, ends, strict=True):
             begin = max(filed - self.max_n, 0)
-            text = tokens[begin:length].tolist()
-            for end in range(filed - begin, length - begin):
-                self.store.file(text[max(end - self.max_n, 0) : end], text[end : end + 1])
+            self._file_from(tokens[begin:length].tolist(), filed - begin)
         self._filed = contexts.lengths.copy()
+
+    def _file_from(self, text: Sequence[int], begin: int) -> None:
+        """Store the tokens of a text from `begin` on, each after the tokens before it."""
+        for end in range(begin, len(text)):
+            self.store.file(text[max(end - self.max_n, 0) : end], text[end : end + 1])
 
     def rewind(self, lengths: np.ndarray) -> None:
         self._filed = np.minimum(self._filed, lengths)

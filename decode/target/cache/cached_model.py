@@ -148,7 +148,8 @@ class CachedLM:
     pass_tokens: see `read`.
     exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
     `keeps_bits`.
-    trial: it serves the trial of `require_trees`, so it feeds trees to a model that has not passed.
+    trial: it serves a trial (`require_trees`, `require_decoding`, `require_replay`), so it needs
+    none itself.
     credit: the most draft tokens of a row that it takes now.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
@@ -208,11 +209,11 @@ class CachedLM:
         """Prompts must have fewer tokens."""
         return self.max_positions if self.sources is None else self.sources.max_prompt
 
-    def begin(
+    def texts_and_sources(
         self, prompts: Sequence[Sequence[int]]
     ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
-        """The tokens that the texts of these prompts begin with, and what an encoder reads of them;
-        None without an encoder."""
+        """The first tokens of the texts of these prompts, and the sources that an encoder reads.
+        Without an encoder the texts begin with the prompts, and sources is None."""
         if self.sources is None:
             return prompts, None
         return [[self.sources.start_id]] * len(prompts), prompts
@@ -461,8 +462,7 @@ class CachedLM:
     def feed(self, contexts: Contexts, draft: Draft, columns: np.ndarray | None = None) -> Tensor:
         """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
         start = contexts.lengths - 1
-        last = np.take_along_axis(contexts.tokens, start[:, None], axis=1)
-        ids = torch.cat([to_device(last, self.device), draft.tokens], 1)
+        ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
         if draft.is_chain:
