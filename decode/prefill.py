@@ -145,7 +145,8 @@ def read_again(
 def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
     """Keep the keys and values of rows, int [n], before they leave, and the hidden states that the
     drafter reads."""
-    known, layers = setup.prefixes, setup.lm.shared_layers
+    known = setup.prefixes
+    layers = None if known is None else setup.lm.shared_layers
     if known is None or layers is None:
         return
     slots = setup.lm.slots

@@ -161,8 +161,8 @@ def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.n
 
     If the drafter reads hidden states, only texts that were kept with the same ones are known.
     """
-    known, layers = setup.prefixes, setup.lm.shared_layers
-    start = np.zeros(len(fed), dtype=np.int64)
+    start, known = np.zeros(len(fed), dtype=np.int64), setup.prefixes
+    layers = None if known is None else setup.lm.shared_layers
     if known is None or layers is None:
         return start
     for row, tokens in enumerate(contexts.tokens):
