@@ -278,7 +278,7 @@ CONTROLS = [
     ),
     _of_drafter(
         Control,
-        lambda: LenientCascade(*_small_and_smaller(), rule="lenience:lenience=0.3"),
+        lambda: LenientCascade(*_small_and_smaller(), lenience=0.3),
         lambda: VerticalCascade(*_small_and_smaller()),
         "a cascade's inner rule lossy",
         LONGER,

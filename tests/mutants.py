@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.drafters import Drafter
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.trained import VerifyingDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
@@ -163,6 +165,10 @@ class SharedCascade(VerticalCascade):
 
 class LenientCascade(VerticalCascade):
     """Has a lossy inner rule, and declares the q of a lossless one."""
+
+    def __init__(self, model: VerifyingDrafter, inner: Drafter, lenience: float) -> None:
+        super().__init__(model, inner)
+        self.rule = RULES.make(f"lenience:{lenience=}")  # __init__ would refuse it
 
     def siblings(self, sampling: Sampling) -> Siblings:
         return "independent"
