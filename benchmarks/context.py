@@ -37,7 +37,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.parts.context_costs import cost_rows, with_random_weights
-from benchmarks.parts.notes import NotesOption, behind_notes, words_of
+from benchmarks.parts.notes import NotesOption, behind_notes, notes_of
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.measure.evaluation import evaluate
@@ -86,7 +86,7 @@ def main(
         return
     counts = parse_lengths(lengths or (QUICK if quick else LENGTHS))
     asked = spread(read_examples(str(prompts))[0], 4 if quick else 6)
-    words = words_of(notes)
+    read = notes_of(loaded, notes)
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=32 if quick else 48,
@@ -97,7 +97,7 @@ def main(
     rows = []
     for count in counts:
         answer = protocol.max_new_tokens
-        texts = [behind_notes(loaded, example, words, count, answer) for example in asked]
+        texts = [behind_notes(loaded, example, read, count, answer) for example in asked]
         for name in drafter or ["ngram"]:
             reporter.say(f"measuring {name} behind {count} tokens of notes")
             figures = evaluate(loaded, open_drafter(name, loaded), texts, protocol).to_dict()

@@ -62,7 +62,7 @@ from benchmarks.parts.decode_measurements import (
     long_answers,
     profile_loop,
 )
-from benchmarks.parts.notes import NotesOption, behind_notes, words_of
+from benchmarks.parts.notes import NotesOption, behind_notes, notes_of
 from decode.target.loading import Target, load_target
 from train.cli.command import table
 from train.console import Reporter
@@ -132,10 +132,11 @@ def main(
     settings = list(QUICK if quick else FULL)
     if context:
         settings = [replace(LONG[quick], context=context)]
-    tokens, words = max(setting.tokens for setting in settings), words_of(notes)
+    tokens = max(setting.tokens for setting in settings)
+    read = notes_of(loaded, notes) if context else []
     texts = long_answers(
         loaded,
-        [behind_notes(loaded, row, words, context, tokens) for row in examples],
+        [behind_notes(loaded, row, read, context, tokens) for row in examples],
         count=max(setting.jobs * setting.batch for setting in settings),
         tokens=tokens,
     )

@@ -5,8 +5,6 @@ The host prepares work for an accelerator while that computes. It must then wait
 of a value waits until all work before it is done, and so does an ordinary copy to the device.
 """
 
-import functools
-import math
 import threading
 import time
 from collections import deque
@@ -23,8 +21,6 @@ from torch import Tensor
 T = TypeVar("T")
 
 CPU_FLAGS = Path("/proc/cpuinfo")  # Linux only
-# A product that is timed to choose between dtypes.
-TRIAL_ROWS, TRIAL_WIDTH, TRIAL_TURNS = 512, 1024, 5
 
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -54,29 +50,6 @@ def computes_bfloat16(device: torch.device) -> bool:
     except OSError:
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
-
-
-@functools.cache
-def trains_in_bfloat16(device: torch.device) -> bool:
-    """Whether wide products, as in training, take less time in bfloat16 than in float32.
-
-    Some CPUs have instructions for bfloat16, but multiply faster in float32. There bfloat16 pays
-    only for passes over a few tokens, in which reading the weights takes longest. So a CPU is
-    timed, for a tenth of a second.
-    """
-    if device.type != "cpu" or not computes_bfloat16(device):
-        return computes_bfloat16(device)
-    pairs = {}
-    for dtype in (torch.bfloat16, torch.float32):
-        sizes = (TRIAL_ROWS, TRIAL_WIDTH), (TRIAL_WIDTH, TRIAL_WIDTH)
-        pairs[dtype] = [torch.ones(size, dtype=dtype) for size in sizes]
-    seconds = dict.fromkeys(pairs, math.inf)
-    for _ in range(TRIAL_TURNS):  # the fastest counts, so the first is a warm-up
-        for dtype, (x, weight) in pairs.items():
-            begin = time.perf_counter()
-            torch.matmul(x, weight)
-            seconds[dtype] = min(seconds[dtype], time.perf_counter() - begin)
-    return seconds[torch.bfloat16] < seconds[torch.float32]
 
 
 def settled(open_: Tensor) -> bool:

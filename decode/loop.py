@@ -13,10 +13,10 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.parts import Part
 from decode.policies import Policy
-from decode.prefill import new_rows, start_drafter
 from decode.rows import Rows, RowSettings, require_prompts
 from decode.rules import Rule
 from decode.setup import Setup
+from decode.start import new_rows, start_drafter
 from decode.stats import Counts, Tally, Timing
 from decode.step import OnEnd, OnError, OnTokens, RunningRows
 from decode.target.hidden_states import Features

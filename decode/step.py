@@ -13,7 +13,6 @@ from decode.device import Clock, to_device
 from decode.draft import Draft, Limits
 from decode.errors import UserError
 from decode.logprobs import TokenLogprob, token_logprobs
-from decode.prefill import remember
 from decode.rows import Rows, compacted
 from decode.rules import Rule, used_rule
 from decode.setup import Setup
@@ -213,7 +212,9 @@ class RunningRows:
         setup, kept = self.setup, compacted(stays)
         self.rows.leave(~stays)
         sound = ~np.isin(self.rows.numbers, list(self.errors))
-        remember(setup, self.rows.contexts, np.flatnonzero(~stays & sound))
+        if setup.prefixes is not None:
+            left = np.flatnonzero(~stays & sound)
+            setup.prefixes.remember(setup.lm, self.rows.contexts, left)
         waiting = len(stays) + np.arange(self._waiting.count)
         self.rows.keep(kept)
         self._keep_slots(np.append(kept, waiting))

@@ -87,13 +87,15 @@ class Reading:
         return count
 
     def _begin(self, place: int) -> LongRead:
-        contexts, fed = self._read, self._fed
-        start = reuse(self.setup, contexts, fed, place)
+        setup, contexts, fed = self.setup, self._read, self._fed
+        start = np.zeros(len(fed), dtype=np.int64)
+        if setup.prefixes is not None:
+            start = setup.prefixes.reuse(setup.lm, contexts, fed, place)
         # Past the end of a row's prompt is padding. It needs slots too.
         columns = start[:, None] + np.arange(int((fed - start).max()))
         columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
-        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), self.setup.lm.device)
-        return LongRead(self.setup.lm, ids, start, fed - start)
+        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
+        return LongRead(setup.lm, ids, start, fed - start)
 
     def result(self) -> tuple[Verification, Features | None]:
         """After the last part, for the rows that stay, which `new` and `copied` are from now on:
@@ -152,28 +154,6 @@ def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
         free -= given[row]
     given[first] = min(left[first], given[first] + free)
     return {row: given[row] for row in left if given[row]}
-
-
-def reuse(setup: Setup, contexts: Contexts, fed: np.ndarray, first: int) -> np.ndarray:
-    """Copy known keys and values into the slots of the rows from `first` on. Returns how many
-    tokens of each row need not be fed, int [B]: at most fed[b] − 1, because the last one gives
-    logits.
-
-    If the drafter reads hidden states, only texts that were kept with the same ones are known.
-    """
-    start, known = np.zeros(len(fed), dtype=np.int64), setup.prefixes
-    layers = None if known is None else setup.lm.shared_layers
-    if known is None or layers is None:
-        return start
-    for row, tokens in enumerate(contexts.tokens):
-        states = known.find(tokens[: max(fed[row] - 1, 0)], layers)
-        if states is not None:
-            setup.lm.slots.put(first + row, states)
-            start[row] = states.count
-    start = np.minimum(start, contexts.tokens.shape[1] - int((fed - start).max()))
-    known.reused += int(start.sum())
-    known.read += int((fed - start).sum())
-    return start
 
 
 class WaitingRows:

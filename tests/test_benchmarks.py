@@ -268,10 +268,11 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     target = tiny_target()
     asked = Example("1", ({"role": "user", "content": "Why?"},), "Why?", None, None, "here")
-    alone, behind = (behind_notes(target, asked, "one two three ", count) for count in (0, 60))
+    notes = target.tokenizer("one two three ", add_special_tokens=False).input_ids
+    alone, behind = (behind_notes(target, asked, notes, count) for count in (0, 60))
     assert abs(len(behind) - len(alone) - 60) < 12  # "My notes:" is text too
     assert "Why?" in target.tokenizer.decode(behind)
-    most = behind_notes(target, asked, "one two three ", 9000, answer=48)
+    most = behind_notes(target, asked, notes, 9000, answer=48)
     assert target.max_positions - 48 - 12 <= len(most) <= target.max_positions - 48
     assert context.parse_lengths("0,20") == [0, 20]
     with pytest.raises(UserError, match="numbers of tokens"):

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
 import draftsmith
-from decode.device import trains_in_bfloat16
+from decode.measure.time_passes import trains_in_bfloat16
 from decode.target.loading import resolve_dtype
 from tests.tiny import save_tiny
 from train.config import load_config, validate_config
@@ -151,8 +151,8 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
 
     trains_in_bfloat16.cache_clear()
     with monkeypatch.context() as patched:
-        patched.setattr("decode.device.torch.matmul", multiply)
-        patched.setattr("decode.device.time.perf_counter", lambda: clock[0])
+        patched.setattr("decode.measure.time_passes.torch.matmul", multiply)
+        patched.setattr("decode.measure.time_passes.time.perf_counter", lambda: clock[0])
         faster = trains_in_bfloat16(torch.device("cpu"))
     assert faster == (computes and seconds[0] < seconds[1])
     target = {"model": str(base / "target"), "dtype": "fastest", "device": "cpu"}

@@ -14,8 +14,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
 
-from decode.device import trains_in_bfloat16
 from decode.errors import UserError
+from decode.measure.time_passes import trains_in_bfloat16
 from decode.target.loading import resolve_device
 from train.cli.command import cores, quieten
 from train.config import RunConfig, build_config, dump_config

@@ -1,9 +1,9 @@
 """Times passes of a model over its cache, with no loop around them, on a CPU or a GPU."""
 
+import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from statistics import median
 
 import numpy as np
@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.device import computes_bfloat16
 from decode.errors import UserError
 from decode.target.cache.cached_model import CachedLM
 
 CPU = torch.device("cpu")
+# A product that is timed to choose between dtypes.
+TRIAL_ROWS, TRIAL_WIDTH, TRIAL_TURNS = 512, 1024, 4
 
 
 def finish(device: torch.device) -> None:
@@ -50,6 +53,25 @@ def seconds_by_turns(
             if turn:
                 seconds[index].append((time.perf_counter() - begin) / calls)
     return [median(times) for times in seconds]
+
+
+@functools.cache
+def trains_in_bfloat16(device: torch.device) -> bool:
+    """Whether wide products, as in training, take less time in bfloat16 than in float32.
+
+    Some CPUs have instructions for bfloat16, but multiply faster in float32. There bfloat16 pays
+    only for passes over a few tokens, in which reading the weights takes longest. So a CPU is
+    timed, for a tenth of a second.
+    """
+    if device.type != "cpu" or not computes_bfloat16(device):
+        return computes_bfloat16(device)
+    sizes = (TRIAL_ROWS, TRIAL_WIDTH), (TRIAL_WIDTH, TRIAL_WIDTH)
+    products = []
+    for dtype in (torch.bfloat16, torch.float32):
+        x, weight = (torch.ones(size, dtype=dtype) for size in sizes)
+        products.append(functools.partial(torch.matmul, x, weight))
+    short, full = seconds_by_turns(products, turns=TRIAL_TURNS)
+    return short < full
 
 
 def pass_seconds(
@@ -93,7 +115,7 @@ def exact_bits_cost(
         lm.reset(1, ids.shape[1])
         _read(lm, ids[:, :context])
         exact, free = seconds_by_turns(
-            [partial(one_pass, True), partial(one_pass, False)],
+            [functools.partial(one_pass, True), functools.partial(one_pass, False)],
             turns=turns,
             budget=budget,
             device=lm.device,

@@ -1,6 +1,6 @@
 """Keys and values of texts that have left a decode, for prompts that begin like them.
 
-Shapes: L tokens of a text, n layers, H heads, D head size.
+Shapes: B rows, L tokens of a text, n layers, H heads, D head size.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from decode.draft import Contexts
 from decode.errors import UserError
+from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.slots import SlotStates
 from decode.target.kinds.layer_kinds import recurrent_layers
 from decode.target.pretrained import adapters_in_use, has_encoder
@@ -89,10 +91,6 @@ class PrefixCache:
         self._texts.move_to_end(best)
         return self._texts[best].states.first(longest)
 
-    def room(self, token_bytes: int) -> int:
-        """How many tokens of a text fit, if each takes `token_bytes`."""
-        return self.max_bytes // max(token_bytes, 1)
-
     def add(self, text: np.ndarray, states: SlotStates, layers: tuple[int, ...] = ()) -> None:
         """Keep a text, int64 [L], with its states, and hidden states of these layers among them.
         Texts that it continues are dropped."""
@@ -110,6 +108,39 @@ class PrefixCache:
         self.bytes += states.nbytes
         while self.bytes > self.max_bytes:
             self._drop(next(iter(self._texts)))
+
+    def reuse(self, lm: CachedLM, contexts: Contexts, fed: np.ndarray, first: int) -> np.ndarray:
+        """Copy known keys and values into the slots of the rows from `first` on. Returns how many
+        tokens of each row need not be fed, int [B]: at most fed[b] − 1, because the last one gives
+        logits.
+
+        If the drafter reads hidden states, only texts that were kept with the same ones are known.
+        """
+        start, layers = np.zeros(len(fed), dtype=np.int64), lm.shared_layers
+        if layers is None:
+            return start
+        for row, tokens in enumerate(contexts.tokens):
+            states = self.find(tokens[: max(fed[row] - 1, 0)], layers)
+            if states is not None:
+                lm.slots.put(first + row, states)
+                start[row] = states.count
+        start = np.minimum(start, contexts.tokens.shape[1] - int((fed - start).max()))
+        self.reused += int(start.sum())
+        self.read += int((fed - start).sum())
+        return start
+
+    def remember(self, lm: CachedLM, contexts: Contexts, rows: np.ndarray) -> None:
+        """Keep the keys and values of rows, int [n], before they leave, and the hidden states that
+        the drafter reads."""
+        layers = lm.shared_layers
+        if layers is None:
+            return
+        room = self.max_bytes // max(lm.slots.token_bytes, 1)
+        for row in rows.tolist():
+            # The target has not read the last token.
+            count = min(int(contexts.lengths[row]) - 1, room)
+            if count >= SHORTEST:
+                self.add(contexts.tokens[row, :count], lm.slots.take(row, count), layers)
 
     def _drop(self, number: int) -> None:
         self.bytes -= self._texts.pop(number).states.nbytes

@@ -1,4 +1,4 @@
-"""Rows begin, get another drafter, and leave something behind."""
+"""Rows begin, and get another drafter."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,6 @@ from decode.rows import Rows, RowSettings, require_prompts
 from decode.sampling import CounterRNG
 from decode.setup import Setup
 from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.prefix_cache import SHORTEST
 from decode.target.hidden_states import Features
 from decode.verification import Verification
 from decode.waiting_rows import Reading
@@ -140,19 +139,3 @@ def read_again(
         lm.keep_rows(torch.arange(held, device=lm.device))
         lm.captured_layers = captured
     return Features(values, counts)
-
-
-def remember(setup: Setup, contexts: Contexts, rows: np.ndarray) -> None:
-    """Keep the keys and values of rows, int [n], before they leave, and the hidden states that the
-    drafter reads."""
-    known = setup.prefixes
-    layers = None if known is None else setup.lm.shared_layers
-    if known is None or layers is None:
-        return
-    slots = setup.lm.slots
-    room = known.room(slots.token_bytes)
-    for row in rows.tolist():
-        # The target has not read the last token.
-        count = min(int(contexts.lengths[row]) - 1, room)
-        if count >= SHORTEST:
-            known.add(contexts.tokens[row, :count], slots.take(row, count), layers)
