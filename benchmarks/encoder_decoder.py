@@ -44,7 +44,8 @@ from benchmarks.common import (
 from benchmarks.parts.translation import SPLITS, Shape, write_target
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
-from decode.measure.evaluation import evaluate, fastest_gamma
+from decode.measure.evaluation import evaluate
+from decode.measure.timed_prompts import fastest_gamma
 from decode.settings import EvaluationProtocol
 from train.console import Reporter
 from train.run import Run

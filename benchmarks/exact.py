@@ -32,7 +32,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.loop import Decoder
-from decode.measure.evaluation import identical
+from decode.measure.same_text import identical
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.target.cache.cached_model import CachedLM
 from decode.target.cache.slots import round_up_slots

@@ -119,14 +119,13 @@ class HeadTraining(nn.Module):
         how many tokens in a row the heads get right.
         """
         batch = HeadBatch(input_ids, loss_mask, features)
-        depths = sorted(losses)
         sums_per_head = 3 + len(self._names)
         sums = torch.zeros(
             self.heads.depth * sums_per_head + 2, dtype=torch.float64, device=input_ids.device
         )
         total: Tensor | None = None
-        correct: dict[int, Tensor] = {}  # bool [B, T] by depth
-        predictions: Iterable[Prediction] = self.heads.predictions(batch, depths)
+        right: dict[int, Tensor] = {}  # bool [B, T] by depth
+        predictions: Iterable[Prediction] = self.heads.predictions(batch, sorted(losses))
         dynamic: dict[int, Tensor] = {}
         if self.smoothing is not None and self.training:
             predictions = list(predictions)
@@ -134,49 +133,56 @@ class HeadTraining(nn.Module):
             dynamic = place_weights(shares, self.smoothing)
         for prediction in predictions:
             depth, positions = prediction.depth, prediction.positions
-            labels = self._labels(prediction, input_ids)
-            ranks = torch.zeros_like(labels)
             weights = dynamic[depth][positions] if dynamic else None
-            values: Tensor | None = None
-            if prediction.confidence is not None:
-                shape = len(labels), len(self.weighted_loss.names)
-                values = torch.zeros(shape, device=labels.device)
-            weight, bias = self.heads.output.of(depth)
-            loss, term_sums = chunked_loss(
-                prediction.states,
-                weight,
-                bias,
-                self._teacher(batch, depth, positions),
-                labels,
-                self.weighted_loss,
-                chunk=self.chunk,
-                ranks=ranks,
-                weights=weights,
-                added=prediction.added,
-                values=values,
-            )
-            if prediction.confidence is not None and values is not None:
-                errors = self._confidence_errors(prediction.confidence, values)
-                loss = loss + (errors if weights is None else errors * weights).sum()
-                term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
-            if prediction.extra_loss is not None:
-                loss = loss + prediction.extra_loss
+            loss, head_sums, guessed = self._head(prediction, batch, weights)
             loss = loss if dynamic else loss * losses[depth]
             total = loss if total is None else total + loss
-            counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
             begin = (depth - 1) * sums_per_head
-            sums[begin : begin + sums_per_head] = torch.cat(
-                [torch.stack([count.sum() for count in counts]).double(), term_sums]
-            )
+            sums[begin : begin + sums_per_head] = head_sums
             if depth == 1:
                 drafts = positions.sum()
-            correct[depth] = torch.zeros_like(positions)
-            correct[depth][positions] = ranks == 0
-        if len(correct) == self.heads.depth and self.heads.trains_all:
-            in_a_row = torch.stack([correct[d] for d in depths]).long().cumprod(0).sum()
+            right[depth] = torch.zeros_like(positions)
+            right[depth][positions] = guessed
+        if len(right) == self.heads.depth and self.heads.trains_all:
+            in_a_row = torch.stack([right[d] for d in sorted(right)]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([drafts, in_a_row])
         assert total is not None
         return total, sums
+
+    def _head(
+        self, prediction: Prediction, batch: HeadBatch, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss of one head summed over its n tokens; its part of `sums`; and bool [n], whether
+        its likeliest token is the right one. weights: float32 [n], of the tokens' losses."""
+        labels = self._labels(prediction, batch.input_ids)
+        ranks = torch.zeros_like(labels)
+        values: Tensor | None = None
+        if prediction.confidence is not None:
+            shape = len(labels), len(self.weighted_loss.names)
+            values = torch.zeros(shape, device=labels.device)
+        weight, bias = self.heads.output.of(prediction.depth)
+        loss, term_sums = chunked_loss(
+            prediction.states,
+            weight,
+            bias,
+            self._teacher(batch, prediction.depth, prediction.positions),
+            labels,
+            self.weighted_loss,
+            chunk=self.chunk,
+            ranks=ranks,
+            weights=weights,
+            added=prediction.added,
+            values=values,
+        )
+        if prediction.confidence is not None and values is not None:
+            errors = self._confidence_errors(prediction.confidence, values)
+            loss = loss + (errors if weights is None else errors * weights).sum()
+            term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
+        if prediction.extra_loss is not None:
+            loss = loss + prediction.extra_loss
+        counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
+        sums = [torch.stack([count.sum() for count in counts]).double(), term_sums]
+        return loss, torch.cat(sums), ranks == 0
 
     def _confidence_errors(self, logits: Tensor, values: Tensor) -> Tensor:
         """float32 [n]: the cross-entropy of the estimated acceptance, whose logits are [n], with

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode.errors import UserError
-from decode.measure.calibrate_tree import probe
+from decode.measure.tree_acceptance import probe
 from decode.target.loading import Target, load_target
 from heads.heads_module import Heads
 from tests.export import (

@@ -10,7 +10,7 @@ from transformers import GenerationConfig
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.evaluation import time_generate
+from decode.measure.timed_prompts import time_generate
 from decode.sampling import Sampling
 from decode.settings import EvaluationProtocol
 from decode.target.generation_config import nothing_filled_in, sampling_as_generate

@@ -23,7 +23,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.calibrate_tree import measure_acceptance, probe
+from decode.measure.tree_acceptance import measure_acceptance, probe
 from decode.sampling import CounterRNG, Sampling
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target

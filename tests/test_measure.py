@@ -18,9 +18,10 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder
 from decode.measure import costs as others
-from decode.measure.evaluation import evaluate, fastest_gamma, in_turns
+from decode.measure.evaluation import evaluate
 from decode.measure.figures import Evaluation, break_even, ratio_of_totals, repetition
 from decode.measure.thinking import thinking_tokens
+from decode.measure.timed_prompts import fastest_gamma, in_turns
 from decode.policies import POLICIES
 from decode.sampling import CounterRNG, Sampling
 from decode.settings import EvaluationProtocol

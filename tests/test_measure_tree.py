@@ -12,7 +12,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.calibrate_tree import Acceptance, measure_acceptance, probe
+from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe
 from decode.sampling import Sampling
 from decode.trees import SHAPES
 from decode.trees.calibrated import grow_greedily

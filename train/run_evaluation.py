@@ -20,9 +20,10 @@ from decode.drafters.directory import (
     partition_drafters,
 )
 from decode.errors import UserError
-from decode.measure.evaluation import evaluate, fastest_gamma, help_evaluate
+from decode.measure.evaluation import evaluate, help_evaluate
 from decode.measure.figures import Evaluation
 from decode.measure.ranks import Ranks
+from decode.measure.timed_prompts import fastest_gamma
 from decode.registry import Choice
 from decode.target.loading import Target
 from train.config import RunConfig

@@ -24,8 +24,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.evaluation import identical
 from decode.measure.figures import ratio_of_totals
+from decode.measure.same_text import identical
 from decode.measure.time_passes import finish
 from decode.stats import finite
 from decode.target.loading import Target, load_target

@@ -126,15 +126,14 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if _kind(spec) in COMBINATIONS and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
-    dtype = dtype or target.dtype
-    name = next((name for name, value in DTYPES.items() if value == dtype), None)
-    if name is None:
-        raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
-    device = str(target.device)
     if _WINDOW in spec and _kind(spec) not in DRAFTERS and not path.exists():
         wide, window = split_window(spec)
         assert window is not None
         return open_drafter(wide, target, dtype=dtype).with_window(window)
+    dtype = dtype or target.dtype
+    name = next((name for name, value in DTYPES.items() if value == dtype), None)
+    if name is None:
+        raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
     if _VOCABULARY in spec and not path.exists():
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
@@ -146,31 +145,39 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         drafter: Drafter = DRAFTERS.make(spec)
         return drafter
     if (path / DRAFTER_FILE).exists():
-        description = describe_drafter(path)
-        kind = description["kind"]
-        padding = kind in ("pard", "rest", *SMALL_LMS)
-        with _naming_options(spec, kind in SMALL_LMS and not target.has_encoder):
-            require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
-        try:
-            loader: Any = DRAFTERS[kind]
-        except UserError as error:
-            raise UserError(
-                f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
-                "target's hidden states: import open_drafter from there"
-            ) from error
-        if target.has_encoder:
-            require_no_encoder(loader, f"the {kind} drafter {spec}")
-        opened: Drafter = loader.load(path, target, dtype=name)
-        if target.has_encoder:  # a small language model has an encoder or not
-            require_no_encoder(opened, f"the {kind} drafter {spec}")
-        return opened
+        return _open_directory(spec, path, target, name)
+    return _open_small_lm(spec, path, target, name)
+
+
+def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
+    description = describe_drafter(path)
+    kind = description["kind"]
+    padding = kind in ("pard", "rest", *SMALL_LMS)
+    with _naming_options(spec, kind in SMALL_LMS and not target.has_encoder):
+        require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
+    try:
+        loader: Any = DRAFTERS[kind]
+    except UserError as error:
+        raise UserError(
+            f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
+            "target's hidden states: import open_drafter from there"
+        ) from error
+    if target.has_encoder:
+        require_no_encoder(loader, f"the {kind} drafter {spec}")
+    opened: Drafter = loader.load(path, target, dtype=dtype)
+    if target.has_encoder:  # a small language model has an encoder or not
+        require_no_encoder(opened, f"the {kind} drafter {spec}")
+    return opened
+
+
+def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter without its description is not a plain model
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
     try:
         loaded = load_model_and_tokenizer(
-            spec, dtype=name, device=device, encoder=target.has_encoder
+            spec, dtype=dtype, device=str(target.device), encoder=target.has_encoder
         )
     except UserError as error:
         raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error

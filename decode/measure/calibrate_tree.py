@@ -1,163 +1,40 @@
 """Chooses a tree for a drafter, by acceptance and costs measured on dev prompts.
 
-To measure how often the target accepts each candidate of the drafter, the loop decodes the prompts
-with exact match and a probe tree of the drafter's likeliest tokens. So the counts are about the
-tokens that the target emits (greedy or drawn).
-
-Shapes: D depths, K ranks, N nodes of the probe.
+Shapes: D depths, K ranks.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
-import numpy as np
-from transformers import PreTrainedModel
-
 from decode.drafters import Drafter
-from decode.drafters.trained import ShapedDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.measure.costs import Costs, busy
 from decode.measure.ranks import ALONE, Ranks
 from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
+from decode.measure.tree_acceptance import (
+    Acceptance,
+    batches_of,
+    measure_acceptance,
+    probe,
+    require_shaped,
+)
 from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from decode.stats import Counts
 from decode.target.cache.cached_model import require_trees
 from decode.target.loading import Target
-from decode.trees import Chain, Shape, require_whole
+from decode.trees import Chain, Shape
 from decode.trees.calibrated import grow_greedily
 from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
-from decode.verification import Verification
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase
 MAX_NODES = 64
 WIDE = 3  # nodes on each level of the tree that is used to time drafting
-
-
-@dataclass(frozen=True)
-class Acceptance:
-    """hits, reached: int [D, K], for candidates of rank r at depth d + 1. hits: how often the
-    candidate was the next token. reached: how often one was judged after all before it were
-    accepted."""
-
-    hits: np.ndarray
-    reached: np.ndarray
-
-    def table(self) -> list[list[float]]:
-        """[D, K]: the share of right candidates, 0 if none was judged. For `calibrated`."""
-        return _share(self.hits, self.reached)
-
-    def by_rank(self) -> list[float]:
-        """[K]: the same share over all depths. For `sequoia`."""
-        return _share(self.hits.sum(0), self.reached.sum(0))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Converts the counts and the table to JSON values."""
-        return {
-            "hits": self.hits.tolist(),
-            "reached": self.reached.tolist(),
-            "table": self.table(),
-        }
-
-
-def _share(hits: np.ndarray, reached: np.ndarray) -> Any:
-    return (hits / np.maximum(reached, 1)).tolist()
-
-
-def probe(width: int, depth: int) -> Structure:
-    """A tree with `width` candidates at each depth, all children of nodes on the likeliest path.
-
-    >>> probe(2, 2).paths
-    [(0,), (1,), (0, 0), (0, 1)]
-    """
-    require_whole(width=width, depth=depth)
-    return Structure([(*[0] * above, rank) for above in range(depth) for rank in range(width)])
-
-
-def require_shaped(drafter: Drafter) -> ShapedDrafter:
-    """Returns the drafter. Raises UserError if it does not take shapes."""
-    if not isinstance(drafter, ShapedDrafter):
-        raise UserError(
-            f"{type(drafter).__name__} does not take a shape, so no tree can be calibrated for it"
-        )
-    return drafter
-
-
-def measure_acceptance(
-    model: PreTrainedModel,
-    drafter: Drafter,
-    prompts: Sequence[Sequence[int]],
-    *,
-    tree: Structure,
-    max_new_tokens: int = 64,
-    eos_token_ids: Sequence[int] = (),
-    sampling: Sampling | None = None,
-    batch_size: int = 16,
-    seed: int = 0,
-    ranks: Ranks = ALONE,
-) -> Acceptance:
-    """Measures the acceptance of the nodes of `tree` (see `probe`) on these prompts. Use dev
-    prompts.
-
-    drafter: a drafter that takes shapes. Its shape is restored afterwards. ranks: the processes
-    that share the prompts; all of them get the sums. Paths outside `tree` are not measured: with
-    `probe`, deeper candidates are counted only after the likeliest ones. Tokens past the end of a
-    text are not counted. Raises UserError for a drafter without a shape, for no prompts, and as
-    `Decoder` does.
-    """
-    shaped = require_shaped(drafter)
-    shape = shaped.shape
-    if not prompts:
-        raise UserError("there are no prompts to measure acceptance on")
-    counts = np.zeros((2, tree.depth, int(tree.ranks.max()) + 1), dtype=np.int64)
-    shaped.shape = FixedTree(tree)
-    try:
-        decoder = Decoder(
-            model,
-            drafter,
-            eos_token_ids=eos_token_ids,
-            gamma=tree.depth,
-            rule="exact",
-            sampling=sampling,
-            observers=[partial(_count, counts, tree)],
-        )
-        for rows in _batches(len(prompts), batch_size, ranks):
-            batch = [prompts[row] for row in rows]
-            decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows)
-    finally:
-        shaped.shape = shape
-    return Acceptance(*sum(ranks.gather(counts), np.zeros_like(counts)))
-
-
-def _batches(prompts: int, size: int, ranks: Ranks) -> list[Sequence[int]]:
-    """The numbers of the prompts that this process decodes, in batches."""
-    rows = ranks.share(range(prompts))
-    return [rows[begin : begin + size] for begin in range(0, len(rows), size)]
-
-
-def _count(counts: np.ndarray, tree: Structure, verification: Verification) -> None:
-    """Adds what was accepted and judged in one pass to counts, int [2, D, K]: hits and reached."""
-    hits, reached = counts
-    by_row = (
-        verification.drafted,
-        verification.accepted,
-        verification.path.cpu().numpy(),
-        verification.emitted,
-    )
-    for size, kept, path, emitted in zip(*by_row, strict=True):
-        nodes = [-1, *path[:kept].tolist()]
-        # If the block was cut, the last emitted token ends the text and nothing follows it.
-        for depth in range(min(kept + 1, int(emitted), tree.depth)):
-            judged = np.flatnonzero(tree.parents[:size] == nodes[depth])
-            reached[depth, tree.ranks[judged]] += 1
-            if depth < kept:
-                hits[depth, tree.ranks[nodes[depth + 1]]] += 1
 
 
 class NothingAccepted(UserError):
@@ -290,50 +167,35 @@ def calibrate_tree(
             "more."
         )
     progress("costs")
-    settings = DecodeSettings(gamma=max_depth, sampling=sampling)
+
+    def decoder(shape: Shape, depth: int) -> Decoder:
+        settings = DecodeSettings(gamma=depth, sampling=sampling)
+        return settings.decoder(target, drafter.with_shape(shape))[0]
+
     # Drafting is timed with a tree too: a level of several nodes costs more than a chain token.
     timed = FixedTree(Structure.of_widths([min(WIDE, width), *[1] * (max_depth - 1)]))
-    decoder, _ = settings.decoder(target, drafter.with_shape(timed))
-    max_width = (nodes or MAX_NODES) + 1
-    shortest = min(prompts, key=len)
+    drafting = decoder(timed, max_depth)
     costs = ranks.main_only(
         lambda: measure_costs(
-            decoder,
-            [shortest],
+            drafting,
+            [min(prompts, key=len)],
             max_depth=max_depth,
-            max_width=max_width,
+            max_width=(nodes or MAX_NODES) + 1,
             trees=True,
             repeats=CAREFUL_REPEATS,
         )
     )
-    tolerance = costs.noise
-    if method == "sequoia":
-        best, plan = (
-            plan_tree(
-                acceptance.by_rank(),
-                nodes=nodes or MAX_NODES,
-                depth=max_depth,
-                draft_cost=costs.per_depth,
-                draft_fixed=costs.fixed,
-                verify_costs=list(zip(costs.widths, costs.v, strict=True)),
-                sizes=_sizes(costs, nodes or MAX_NODES),
-                tolerance=share,
-            )
-            for share in (0.0, tolerance)
-        )
-    elif nodes is not None:
-        plan = best = _plan(acceptance.table(), grow_greedily(acceptance.table(), nodes), costs)
-    else:
-        best, plan = (cheapest(acceptance.table(), costs, tolerance=x) for x in (0.0, tolerance))
+    best, plan = (
+        _best_plan(method, acceptance, costs, nodes, max_depth, tolerance)
+        for tolerance in (0.0, costs.noise)
+    )
 
     def tokens(what: str, shape: Shape) -> float:
         progress(what)
-        settings = DecodeSettings(gamma=plan.structure.depth, sampling=sampling)
-        decoder, _ = settings.decoder(target, drafter.with_shape(shape))
-        counts = Counts.zero()
-        for rows in _batches(len(prompts), 16, ranks):
+        chosen, counts = decoder(shape, plan.structure.depth), Counts.zero()
+        for rows in batches_of(len(prompts), 16, ranks):
             batch = [prompts[row] for row in rows]
-            counts += decoder.decode(batch, max_new_tokens, seed=seed, row_ids=rows).counts
+            counts += chosen.decode(batch, max_new_tokens, seed=seed, row_ids=rows).counts
         return sum(ranks.gather(counts), Counts.zero()).tokens_per_step
 
     return TreeCalibration(
@@ -346,8 +208,38 @@ def calibrate_tree(
         len(prompts),
         sampling.temperature,
         best,
-        tolerance,
+        costs.noise,
     )
+
+
+def _best_plan(
+    method: Method,
+    acceptance: Acceptance,
+    costs: Costs,
+    nodes: int | None,
+    depth: int,
+    tolerance: float,
+) -> TreePlan:
+    """The tree of a method, as `calibrate_tree` describes it, at most `depth` deep.
+
+    tolerance: as for `cheapest`. It has no effect if the number of nodes is fixed.
+    """
+    most = nodes or MAX_NODES
+    if method == "sequoia":
+        return plan_tree(
+            acceptance.by_rank(),
+            nodes=most,
+            depth=depth,
+            draft_cost=costs.per_depth,
+            draft_fixed=costs.fixed,
+            verify_costs=list(zip(costs.widths, costs.v, strict=True)),
+            sizes=_sizes(costs, most),
+            tolerance=tolerance,
+        )
+    table = acceptance.table()
+    if nodes is not None:
+        return _plan(table, grow_greedily(table, nodes), costs)
+    return cheapest(table, costs, tolerance=tolerance)
 
 
 def _sizes(costs: Costs, max_nodes: int) -> list[int]:
