@@ -17,7 +17,7 @@ from tests.tiny import save_tiny
 from train import starter_config
 from train.cli.init import GOAL_NAMES, MACHINE_NAMES, init
 from train.cli.main import app
-from train.cli.train import plan_target
+from train.cli.plan import plan_target
 from train.config import load_config
 from train.console import Reporter
 from train.run import Run

@@ -1,20 +1,15 @@
 """`train`: run the stages of a config."""
 
 import json
-from dataclasses import asdict, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from decode.errors import UserError
-from train.cli.command import shows_errors, table
+from train.cli.command import shows_errors
 from train.config_file import read_config
 from train.exit_status import ExitStatus
-
-if TYPE_CHECKING:
-    from decode.target.loading import Target
-    from train.config import RunConfig
 
 
 @shows_errors
@@ -83,6 +78,8 @@ def train(
     settings = build_config(source)
     with begun(settings, allow_changes=allow_changes) as run:
         if dry_run:
+            from train.cli.plan import plan_target, print_plan
+
             run.loaded, run.processes = plan_target(settings), processes
             print_plan(run, run.reporter, speed, json_file)
             return
@@ -111,113 +108,6 @@ def verify_cache(
     typer.echo(f"{directory}: {count} parts, all sound")
     if json_file:
         write_file(json_file, json.dumps({"directory": str(directory), "parts": count}, indent=2))
-
-
-def plan_target(settings: "RunConfig") -> "Target":
-    """The target of a run without its weights, for a plan."""
-    from decode.target.without_weights import load_shapes
-
-    target = settings.target
-    return load_shapes(
-        target.model,
-        dtype=target.dtype,
-        device=target.device,
-        revision=target.revision,
-        trust_remote_code=target.trust_remote_code,
-        chat_template_args=target.chat_template_args,
-    )
-
-
-def print_plan(run: Any, reporter: Any, speed: str | None, json_file: Path | None) -> None:
-    """Print the resolved config's stages, and what each trains, writes and needs; then the
-    evaluations. json_file: write these figures there too."""
-    from decode.artifact import free_space, write_file
-    from train.report.format_figures import format_duration
-    from train.run_evaluation import planned_evaluation
-    from train.stage import Memory
-    from train.training.estimates import read_speeds, seconds_of
-
-    if speed is None and (run.directory / "report.json").is_file():
-        speed = str(run.directory)
-    speeds = read_speeds(speed) if speed else {}
-    examples = run.read_data()
-    plans = run.plan(examples)
-    evaluated = run.config.evaluation.stages
-    judged = [plan for name, _, plan in plans if evaluated is None or name in evaluated]
-    evaluation = ("evaluation", "evaluation", planned_evaluation(run.config, judged, examples))
-    entries = [*plans, evaluation]
-    *times, evaluating = (seconds_of(name, kind, plan, speeds) for name, kind, plan in entries)
-    columns = ("stage", "kind", "what", "trained", "tokens", "memory", "disk", "time")
-    rows = [
-        (
-            name,
-            kind,
-            plan.what,
-            f"{plan.trained_parameters / 1e6:.1f}M" if plan.trained_parameters else "–",
-            f"{plan.tokens:,}" if plan.tokens else "–",
-            f"≈ {plan.memory.total / 2**30:.1f} GiB" if plan.memory.total else "–",
-            f"≈ {plan.disk_bytes / 2**30:.2f} GiB" if plan.disk_bytes else "–",
-            f"≈ {format_duration(seconds)}" if seconds else "–",
-        )
-        for (name, kind, plan), seconds in zip(entries, (*times, evaluating), strict=True)
-    ]
-    reporter.table(table(f"plan of {run.directory}", columns, rows, left=len(columns)))
-    parts = [field.name for field in fields(Memory)]
-    sizes = [
-        (name, *(f"{getattr(plan.memory, part) / 2**30:.2f}" for part in parts))
-        for name, _, plan in plans
-    ]
-    reporter.table(table("memory of a process, in GiB", ("stage", *parts), sizes))
-    memory, disk = (
-        max(plan.memory.total for _, _, plan in plans),
-        sum(plan.disk_bytes for _, _, plan in plans),
-    )
-    count, free = run.processes or run.accelerator.num_processes, free_space(run.directory)
-    whose = f"each of {count} processes that shard" if count > 1 else "one process that shards"
-    what = "only the target's layers" if run.config.target.sharded else "nothing"
-    reporter.say(
-        f"about {memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} {what}, "
-        f"and {disk / 2**30:.1f} GiB of disk, where {free / 2**30:.1f} GiB are free; estimates for "
-        "answers of full length"
-    )
-    if json_file is not None and run.accelerator.is_main_process:
-        stages = [
-            {"name": name, "kind": kind, "seconds": time}
-            | {key: value for key, value in asdict(plan).items() if key != "max_seconds"}
-            for (name, kind, plan), time in zip(plans, times, strict=True)
-        ]
-        figures = {
-            "processes": count,
-            "memory_bytes": memory,
-            "disk_bytes": disk,
-            "free_bytes": free,
-            "stages": stages,
-            "evaluation": {
-                "what": evaluation[2].what,
-                "tokens": evaluation[2].tokens,
-                "seconds": evaluating,
-            },
-        }
-        write_file(json_file, json.dumps(figures, indent=2))
-    if disk > free:
-        reporter.say(
-            "the disk may be too small: choose another output_dir, or let stages use the live "
-            "target (features: live, teacher: live) in place of caches"
-        )
-    missing = [name for (name, _, plan), time in zip(plans, times, strict=True) if not time]
-    if not speeds:
-        reporter.say("no time: give --speed generate=TOKENS_PER_SECOND,… or --speed RUN_DIRECTORY")
-    elif missing:
-        reporter.say(f"no total time: --speed says nothing about {', '.join(missing)}")
-    else:
-        total = sum(seconds for seconds in (*times, evaluating) if seconds)
-        what, rest = ("stages", "loading and evaluations come")
-        if evaluating:
-            what, rest = ("stages and evaluations", "loading comes")
-        reporter.say(
-            f"about {format_duration(total)} for the {what}, {count * total / 3600:.1f} hours of "
-            f"one device; {rest} on top"
-        )
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:
