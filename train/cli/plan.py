@@ -62,8 +62,8 @@ class _Space:
         what = "only the target's layers" if sharded else "nothing"
         return (
             f"about {self.memory / 2**30:.1f} GiB for the tensors of the largest stage, in {whose} "
-            f"{what}, and {self.disk / 2**30:.1f} GiB of disk, where {self.free / 2**30:.1f} GiB are free; "
-            "estimates for answers of full length"
+            f"{what}, and {self.disk / 2**30:.1f} GiB of disk, where {self.free / 2**30:.1f} GiB "
+            "are free; estimates for answers of full length"
         )
 
 
