@@ -43,6 +43,7 @@ from benchmarks.common import (
 )
 from benchmarks.decode import train_drafter
 from benchmarks.serve.process import MODEL, ServiceProcess, command, serve_command
+from decode.device import dtype_name
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from train.data.read import read_examples
@@ -292,7 +293,7 @@ def engine_config(engine: str, target: str, work: Path, loaded: Target) -> Engin
     directory = work / "target"
     loaded.model.save_pretrained(directory)
     loaded.tokenizer.save_pretrained(directory)
-    dtype = str(loaded.dtype).removeprefix("torch.")
+    dtype = dtype_name(loaded.dtype)
     speculative = {"method": "draft_model", "model": "{drafter}", "num_speculative_tokens": 0}
     # The number is no string in JSON.
     setting = json.dumps(speculative).replace(": 0}", ": {gamma}}")

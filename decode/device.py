@@ -52,6 +52,15 @@ def computes_bfloat16(device: torch.device) -> bool:
     return "avx512_bf16" in flags or "amx_bf16" in flags
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name that settings and reports use.
+
+    >>> dtype_name(torch.bfloat16)
+    'bfloat16'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
 def settled(open_: Tensor) -> bool:
     """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import dtype_name
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.logits import LogitsProcessor, penalise, process, tokens_before
@@ -296,7 +297,7 @@ class Verification:
         )
         on_path = self.positions()[row, : int(self.accepted[row]) + 1]
         if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
-            dtype = str(self.scores.raw.dtype).removeprefix("torch.")
+            dtype = dtype_name(self.scores.raw.dtype)
             return UserError(
                 f"the target's logits are NaN or infinite {where}; check its weights, or use a "
                 f"dtype with more range than {dtype}"

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.artifact import CorruptArtifact
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
@@ -107,7 +108,7 @@ def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure |
         "hidden_size": heads.hidden_size,
         "vocab_size": target.vocab_size,
         "draft_vocab_size": heads.rows,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(target.dtype),
     }
     weights = {name: x.detach().cpu().contiguous() for name, x in heads.state_dict().items()}
     weights[SAMPLE] = sample_weights(target.model)

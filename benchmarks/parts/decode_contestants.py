@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
@@ -313,7 +314,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
     engine = flashspec.SpeculativeEngine(
         flashspec.FlashSpecConfig(
             device=str(device),
-            dtype=str(target.dtype).removeprefix("torch."),
+            dtype=dtype_name(target.dtype),
             # One drafter with one γ: "auto" would mix in prompt lookup and ignore γ.
             drafter_strategy="bandit",
             bandit=flashspec.BanditConfig(n_arms=1),

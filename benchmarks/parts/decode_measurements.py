@@ -20,6 +20,7 @@ from benchmarks.parts.decode_contestants import (
     Passes,
     makers,
 )
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
@@ -175,7 +176,7 @@ def hold_contest(
     prompts = spread(texts, setting.jobs * setting.batch)
     count = max(setting.batch, len(prompts) - len(prompts) % setting.batch)  # complete batches
     jobs = [prompts[i : i + setting.batch] for i in range(0, count, setting.batch)]
-    dtype, device = str(models.target.dtype).removeprefix("torch."), models.target.device
+    dtype, device = dtype_name(models.target.dtype), models.target.device
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
     make = makers(models, gamma=gamma, sampled=setting.sampled)

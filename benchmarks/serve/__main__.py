@@ -67,6 +67,7 @@ from benchmarks.serve.contestants import (
 )
 from benchmarks.serve.process import ServiceProcess, serve_command
 from benchmarks.serve.soak import Soak, soak
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -178,7 +179,7 @@ def enter_contestants(
     }
     contestants["alone"] = one_after_the_other(target, drafter, settings)
     # Our loop packs the weights of its model, so transformers get another one.
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     model = load_target(target.name, dtype=dtype, device=str(target.device)).model
     model.generation_config.eos_token_id = None
     unable: dict[str, str] = {}

@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
+from decode.device import dtype_name
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
 from decode.settings import DecodeSettings
@@ -164,4 +165,4 @@ def transformers_command(model: Any, tokenizer: Any, directory: Path, device: st
     tokenizer.save_pretrained(directory)
     main = "from transformers.cli.transformers import main; main()"
     command = [sys.executable, "-c", main, "serve", str(directory), "--device", device]
-    return [*command, "--dtype", str(model.dtype).removeprefix("torch.")]
+    return [*command, "--dtype", dtype_name(model.dtype)]

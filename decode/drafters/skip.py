@@ -8,6 +8,7 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from decode.device import dtype_name
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
@@ -143,8 +144,8 @@ class SkipDrafter(SelfDrafter):
     def load(cls, path: Path, target: Target, *, dtype: str) -> "SkipDrafter":
         """Load a directory written by `write_skip_drafter`. Raises UserError for a target with
         other weights."""
-        (dtype_name, sample), *_ = load_file(path / SAMPLE).items()
-        require_same_weights(sample, dtype_name, target.model, f"the target of the drafter {path}")
+        (name, sample), *_ = load_file(path / SAMPLE).items()
+        require_same_weights(sample, name, target.model, f"the target of the drafter {path}")
         return cls(file=str(path / SUBLAYERS))
 
     def attach(self, lm: CachedLM) -> None:
@@ -156,5 +157,5 @@ class SkipDrafter(SelfDrafter):
 def write_skip_drafter(directory: Path, skipped: Sublayers, target: Target) -> None:
     """Write the files that `SkipDrafter.load` reads."""
     skipped.save(directory / SUBLAYERS, {"target": target.name})
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     save_file({dtype: sample_weights(target.model)}, directory / SAMPLE)

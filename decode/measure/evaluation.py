@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS, Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -68,7 +69,7 @@ def evaluate(
         )
     return Evaluation(
         protocol,
-        str(target.dtype).removeprefix("torch."),
+        dtype_name(target.dtype),
         speculative.rule.lossless,
         counts,
         outputs,

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from decode.device import dtype_name
 from decode.errors import UserError
 from decode.target.pretrained import complete, require_present
 
@@ -134,7 +135,7 @@ def describe_target(target: "Target", *, weights: bool = False) -> dict[str, Any
     description = {"revision": target.revision, "fingerprint": target.fingerprint.to_dict()}
     if weights:
         description["weights"] = weights_sha256(target.model)
-        description["dtype"] = str(target.dtype).removeprefix("torch.")
+        description["dtype"] = dtype_name(target.dtype)
     return description
 
 

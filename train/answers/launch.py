@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from decode.artifact import temporary
+from decode.device import dtype_name
 from decode.errors import UserError
 from decode.measure.ranks import ALONE, Ranks
 from decode.target.loading import EMBEDDED_PREFIX, Target
@@ -164,7 +165,7 @@ def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
         "-m", "vllm.entrypoints.openai.api_server",
         "--model", name, *revision,
         "--host", "127.0.0.1", "--port", "{port}",
-        "--dtype", str(target.dtype).removeprefix("torch."),
+        "--dtype", dtype_name(target.dtype),
         "--max-model-len", str(min(longest, target.max_positions)),
         "--generation-config", "vllm",
     ]  # fmt: skip

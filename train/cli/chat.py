@@ -65,6 +65,7 @@ def chat(
     """
     import heads  # noqa: F401  (registers its drafters)
     from decode.artifact import write_file
+    from decode.device import dtype_name
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from train.chat.conversation import Conversation
@@ -93,7 +94,7 @@ def chat(
     terminal = Terminal(
         conversation, console, asides, read_line, lambda name: open_drafter(name, target)
     )
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     terminal.say(
         f"{loading.target} in {dtype} with the drafter {spec} ({why}). /help lists the commands."
     )

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from decode.artifact import free_space
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
 from decode.measure.check_lossless import check_loop, random_llama
@@ -199,7 +200,7 @@ def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[
     loaded.append(model)
     return {
         "name": spec or f"a llama of the shape of {EMBEDDED_TARGET} with random weights",
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.dtype),
         "device": str(CachedLM(model).device),
         "parameters": model.num_parameters(),
         "weight_bytes": weight_bytes(model),

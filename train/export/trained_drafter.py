@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.artifact import MANIFEST, verify_directory
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
@@ -122,7 +123,7 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
 def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
     """Load a model directory or GGUF file as a drafter, in the target's dtype and on its device. A
     model with a mask token drafts in parallel."""
-    dtype = str(target.dtype).removeprefix("torch.")
+    dtype = dtype_name(target.dtype)
     loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
     return small_lm_drafter(loaded.model, target)
 

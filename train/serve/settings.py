@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decode.device import compute_apart
+from decode.device import compute_apart, dtype_name
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import open_drafter, partition_drafters
 from decode.errors import UserError
@@ -91,7 +91,7 @@ class Settings:
             "policy": str(Choice.of(decode.policy or "fixed")),
             "target": target.name,
             "revision": target.revision,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "drafter": self.name,
             "drafter_version": engine.drafter_version,
             "rule": self.rule,

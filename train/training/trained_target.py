@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from decode.artifact import write_directory
+from decode.device import dtype_name
 from decode.errors import UserError
 from decode.target.loading import Target, load_target
 from distill.drift import Drift, measure_drift
@@ -181,5 +182,5 @@ def held_out_samples(
 
 def load_like(original: Target, path: Path) -> Target:
     """Load the target in a directory, in the dtype and on the device of `original`."""
-    dtype = str(original.dtype).removeprefix("torch.")
+    dtype = dtype_name(original.dtype)
     return load_target(str(path), dtype=dtype, device=str(original.device))

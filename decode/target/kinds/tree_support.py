@@ -26,6 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.device import dtype_name
+
 if TYPE_CHECKING:
     from decode.target.cache.cached_model import CachedLM
 
@@ -69,7 +71,7 @@ def reason_against_trees(lm: "CachedLM") -> str | None:
     if reason is None and _slot_matters(plain, parents, eps):
         reason = "gives different logits for a token in another slot of the cache"
     if reason is not None and not all(trace[-1].isfinite().all() for trace in (plain, strangers)):
-        dtype = str(lm.model.dtype).removeprefix("torch.")
+        dtype = dtype_name(lm.model.dtype)
         reason = f"gives logits that are not finite in {dtype}, so it cannot be tested"
     return reason
 

@@ -9,6 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from decode.device import dtype_name
 from decode.sampling import Sampling
 from decode.target.generation_config import nothing_filled_in, stated_config
 from decode.target.loading import load_model_and_tokenizer
@@ -29,7 +30,7 @@ class Transformers(Engine):
 
     def run(self, task: EngineTask) -> EngineRun:
         target = task.target
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = dtype_name(target.dtype)
         assistant = load_model_and_tokenizer(
             str(task.export), dtype=dtype, device=str(target.device)
         ).model

@@ -12,6 +12,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from decode.artifact import CorruptArtifact
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.directory import DRAFTER_FILE
 from decode.drafters.trained import ShapedDrafter
@@ -80,7 +81,7 @@ class StoredHeads(Format):
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         kind: Any = DRAFTERS[json.loads((directory / CONFIG).read_text())["model_type"]]
-        dtype = str(target.dtype).removeprefix("torch.")
+        dtype = dtype_name(target.dtype)
         drafter: ShapedDrafter = kind.load(directory, target, dtype=dtype)
         return drafter.with_shape(Chain())
 
