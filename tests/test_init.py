@@ -215,7 +215,7 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     assert "≈ 15 s" in planned.stdout  # 15 answers of 10 tokens
     assert "GiB of disk, where " in planned.stdout
     assert "disk may be too small" not in planned.stdout
-    monkeypatch.setattr("decode.artifact.free_space", lambda _: 0)
+    monkeypatch.setattr("train.cli.plan.free_space", lambda _: 0)
     planned = command("train", str(place / "config.yaml"), "--dry-run")
     assert planned.exit_code == 0, planned.stderr
     assert "where 0.0 GiB are free" in planned.stdout
