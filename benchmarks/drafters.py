@@ -62,6 +62,7 @@ from benchmarks.parts.drafter_contestants import (
     of_depth,
     omitted,
     seconds_of,
+    shortly_named,
     size_of,
     small_models,
     trained_drafters,
@@ -116,7 +117,7 @@ def main(
         loaded = with_random_layers(loaded, random_layers, random_width)
         small = random_small_model(loaded, runs)
         contestants = [*of_depth(random_layers), small, *cascades_of(small), *small_models(trained)]
-    contestants += map(named, drafter or ())
+    contestants = shortly_named([*contestants, *map(named, drafter or ())])
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=48 if quick else 64,

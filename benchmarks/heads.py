@@ -346,6 +346,7 @@ def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
     figure = Figure(figsize=(9, 0.32 * len(names) + 1.2), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
     left.barh(names, [figures[name]["tokens_per_step"] - 1 for name in names], left=1.0)
+    left.set_ylim(-0.6, len(names) - 0.4)
     left.set_xlabel("tokens per step (plain decoding: 1)", fontsize=9)
     for y, name in enumerate(names):
         sides = ((left, "tokens_per_step_interval", ""), (right, "speedup", "o"))

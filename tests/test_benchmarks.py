@@ -44,6 +44,7 @@ from benchmarks.parts.drafter_contestants import (
     named,
     of_depth,
     omitted,
+    shortly_named,
     trained_drafters,
     untrained,
 )
@@ -72,6 +73,20 @@ from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.config import load_config, validate_config
 from train.console import Reporter
 from train.data.read import Example, spread
+
+
+def test_a_row_is_named_after_its_run_only_if_its_kind_does_not_tell_it_apart():
+    names = {
+        "a (r/1-s)": "a",
+        "ngram+a (r/1-s)": "ngram+a",
+        "b (r/1-s)": "b (1-s)",
+        "b (r/2-s)": "b (2-s)",
+        "c (r/1-s)": "c (r/1-s)",
+        "c (q/1-s)": "c (q/1-s)",
+        "ngram": "ngram",
+    }
+    rows = shortly_named([Contestant(name, name, "x") for name in (*names, "ngram")])
+    assert [row.name for row in rows] == [*names.values(), "ngram"]
 
 
 def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):

@@ -1,6 +1,7 @@
 """Which drafters `benchmarks.drafters` compares, and why others are left out."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,6 +134,22 @@ def trained_drafters(run: Path) -> list[Contestant]:
             ]
     # A small model can be the combined drafter too.
     return list({row.name: row for row in contestants}.values())
+
+
+def shortly_named(contestants: Sequence[Contestant]) -> list[Contestant]:
+    """The same rows with the shortest names that are still different: without the run and stage of
+    a trained drafter, or with the stage alone."""
+    forms = [
+        [re.sub(r" \([^()]*/([^()/]*)\)", short, row.name) for row in contestants]
+        for short in ("", r" (\1)", r"\g<0>")
+    ]
+    names = [
+        next(
+            (name for name, all_ in zip(row, forms, strict=True) if all_.count(name) == 1), row[-1]
+        )
+        for row in zip(*forms, strict=True)
+    ]
+    return [replace(row, name=name) for row, name in zip(contestants, names, strict=True)]
 
 
 def cascades_of(small: Contestant) -> list[Contestant]:
