@@ -73,8 +73,10 @@ class RunningRows:
         taking: bool [B], the rows that take part. None: all. The others get no token, and their
         caches, random numbers and policies stay as they are. This costs about as much as feeding
         one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
-        rows sit out and the drafter reads hidden states.
+        no row runs, and if rows sit out and the drafter reads hidden states.
         """
+        if self.finished:
+            raise UserError("no row runs, so there is no step to take; admit prompts first")
         with self._running():
             verification = self._pass(taking, plain)
         self.clock.give(verification, at_once=self.setup.policy.reads_times)

@@ -283,6 +283,8 @@ def test_rows_are_dropped_and_refused_prompts_change_nothing() -> None:
             decoding.drop(3)
     while not decoding.finished:
         decoding.step()
+    with pytest.raises(UserError, match="no row runs"):
+        decoding.step()
     assert [decoding.outputs[row] for row in (0, 2, 4)] == [expected[row] for row in (0, 2, 4)]
     assert decoding.outputs[1] == expected[1][: len(decoding.outputs[1])]
 
