@@ -75,7 +75,7 @@ class RunningRows:
         one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
         no row runs, and if rows sit out and the drafter reads hidden states.
         """
-        if self.finished:
+        if not self.rows.numbers.size:
             raise UserError("no row runs, so there is no step to take; admit prompts first")
         with self._running():
             verification = self._pass(taking, plain)
