@@ -143,13 +143,11 @@ def shortly_named(contestants: Sequence[Contestant]) -> list[Contestant]:
         [re.sub(r" \([^()]*/([^()/]*)\)", short, row.name) for row in contestants]
         for short in ("", r" (\1)", r"\g<0>")
     ]
-    names = [
-        next(
-            (name for name, all_ in zip(row, forms, strict=True) if all_.count(name) == 1), row[-1]
-        )
-        for row in zip(*forms, strict=True)
-    ]
-    return [replace(row, name=name) for row, name in zip(contestants, names, strict=True)]
+    shortened = []
+    for row, *names in zip(contestants, *forms, strict=True):
+        unique = (name for name, those in zip(names, forms, strict=True) if those.count(name) == 1)
+        shortened.append(replace(row, name=next(unique, row.name)))
+    return shortened
 
 
 def cascades_of(small: Contestant) -> list[Contestant]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from decode.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.device import dtype_name
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.several.combinations import COMBINATIONS, Combination
@@ -131,8 +132,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         assert window is not None
         return open_drafter(wide, target, dtype=dtype).with_window(window)
     dtype = dtype or target.dtype
-    name = next((name for name, value in DTYPES.items() if value == dtype), None)
-    if name is None:
+    name = dtype_name(dtype)
+    if name not in DTYPES:
         raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
     if _VOCABULARY in spec and not path.exists():
         return _open_other_vocabulary(spec, target, name)

@@ -70,8 +70,8 @@ def trains_in_bfloat16(device: torch.device) -> bool:
     for dtype in (torch.bfloat16, torch.float32):
         x, weight = (torch.ones(size, dtype=dtype) for size in sizes)
         products.append(functools.partial(torch.matmul, x, weight))
-    short, full = seconds_by_turns(products, turns=TRIAL_TURNS)
-    return short < full
+    bfloat16, float32 = seconds_by_turns(products, turns=TRIAL_TURNS)
+    return bfloat16 < float32
 
 
 def pass_seconds(

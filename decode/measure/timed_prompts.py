@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import torch
 
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoded, Decoder, Decoding
 from decode.measure.costs import OtherProcesses
+from decode.measure.time_passes import finish
 from decode.settings import EvaluationProtocol
 from decode.target.generation_config import (
     decoder_settings,
@@ -134,8 +134,7 @@ def time_generate(
     with nothing_filled_in(target.model):
         begin = time.perf_counter()
         texts = target.model.generate(ids, attention_mask=mask, generation_config=settings)
-        if target.device.type == "cuda":
-            torch.cuda.synchronize(target.device)
+        finish(target.device)
         seconds = time.perf_counter() - begin
     answers = texts[:, 1 if target.has_encoder else ids.shape[1] :].tolist()
     return seconds, sum(_length(answer, target.eos_token_ids) for answer in answers)
