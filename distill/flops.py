@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from decode.target.kinds.layer_kinds import recurrent_layers
+from decode.target.kinds.layer_kinds import attention_sizes
 
 FORWARD, BACKWARD = 2, 2  # per weight; a trained weight needs BACKWARD twice
 
@@ -37,14 +37,12 @@ def layers_flops(model: Any, *, trained: bool) -> TextFlops:
     weights. A weight that is not trained, beside others that are, needs no gradient of its own.
     """
     config = model.config.get_text_config()
-    attending = config.num_hidden_layers - len(recurrent_layers(model))
     per_token = 0.0
     for name, weight in _product_weights(model, model.get_output_embeddings()):
         passes = FORWARD + (BACKWARD * (1 + weight.requires_grad) if trained else 0)
         per_token += passes * weight.numel() * _active_share(name, config)
-    heads: int = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return TextFlops(per_token) + attention_flops(attending * heads * size, trained=trained)
+    width = sum(size.heads * size.head_size for size in attention_sizes(model))
+    return TextFlops(per_token) + attention_flops(width, trained=trained)
 
 
 def attention_flops(width: int, *, trained: bool) -> TextFlops:

@@ -113,7 +113,7 @@ def tiny_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config)
-        _sharpen(model)
+        sharpen(model)
     return model.eval()
 
 
@@ -158,7 +158,7 @@ def tiny_encoder_decoder(
         model = transformers.AutoModelForSeq2SeqLM.from_config(config)
         # T5 is tied in spite of its config.
         model.lm_head.weight = torch.nn.Parameter(torch.empty_like(model.lm_head.weight))
-        _sharpen(model)
+        sharpen(model)
     with torch.no_grad():
         for module in model.modules():
             # Weaker layers: else the sources alone decide, and a text is one token over and over.
@@ -167,7 +167,7 @@ def tiny_encoder_decoder(
     return model.eval()
 
 
-def _sharpen(model: Any) -> None:
+def sharpen(model: Any) -> None:
     """Draws all weights again, wide enough that every layer and position counts.
 
     Matrices have gain 0.3·√hidden ≈ 1.7, so layers outweigh the embedding in the residual stream

@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.errors import MemoryShortage
-from decode.target.kinds.layer_kinds import recurrent_layers
-from decode.target.pretrained import decoder_config
+from decode.target.kinds.layer_kinds import attention_sizes
 
 # A container's limit, what it uses of it, and what of that is files that can be dropped: the entry
 # of memory.stat. As the kernel writes them for cgroups, versions 2 and 1.
@@ -26,12 +25,8 @@ CONTAINERS = (
 def slot_bytes(model: PreTrainedModel) -> int:
     """The bytes of keys and values of one token of one row, over all layers, as the model's config
     states them. Running states do not count: they do not grow with the text."""
-    config = decoder_config(model)
-    heads: int = config.num_attention_heads
-    key_heads: int = getattr(config, "num_key_value_heads", None) or heads
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layers = int(config.num_hidden_layers) - len(recurrent_layers(model))
-    return 2 * layers * key_heads * size * model.dtype.itemsize
+    numbers = sum(size.key_heads * size.head_size for size in attention_sizes(model))
+    return 2 * numbers * model.dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int | None:

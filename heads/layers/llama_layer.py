@@ -25,10 +25,12 @@ from decode.errors import UserError
 from decode.target.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
 from decode.target.forward.lean_parts import LeanNorm, Packed
 from decode.target.forward.prepare_model import refresh_packed
+from decode.target.kinds.layer_kinds import usual_layer
 
 
 def feed_forward_size(config: Any) -> int:
-    """Width of the feed-forward layers of a model with this (text) config."""
+    """Width of the feed-forward layers of a model with this (text) config: of most of them."""
+    config = usual_layer(config)
     return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
@@ -66,10 +68,11 @@ class LayerSettings(BaseModel):
 
 def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) -> LlamaConfig:
     """Config of a one-layer llama with the target's sizes, except those in `settings`. Missing
-    settings get llama's values. Raises UserError for key heads that do not divide the query heads,
+    settings get llama's values. Sizes that differ between the target's layers are those of most
+    layers. Raises UserError for key heads that do not divide the query heads,
     and for query heads that do not divide the hidden size.
     """
-    config: Any = model.config.get_text_config()
+    config = usual_layer(model.config.get_text_config())
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:  # no rotary settings, or several kinds

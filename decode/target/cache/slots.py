@@ -98,6 +98,10 @@ class _Store:
         """How many of the tensors, the last ones, are of hidden states."""
         return sum(layer >= self._layers for layer in self._index)
 
+    def has(self, layer: int) -> bool:
+        """Whether memory was allocated for a layer."""
+        return layer in self._index
+
     def of(self, layer: int) -> Tensor:
         """The keys or values of a layer, [R, H, C, D]."""
         tensor, index = self._index[layer]
@@ -462,7 +466,8 @@ class Slots(FedRows):
         for store, new in zip(self._stores, (states.keys, states.values), strict=True):
             store.put(row, new, states.count)
         for layer in (*self.layers, *self._states):
-            layer.is_initialized = True
+            # A layer that reads the keys of another one has none.
+            layer.is_initialized = self._stores[0].has(layer.number)
         self._look_up(self._fed.start, self._fed.stop)
 
     def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:

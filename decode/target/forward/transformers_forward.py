@@ -71,7 +71,8 @@ def attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **kwargs
         )
     mask = AttentionMask(attention_mask, query.dtype, chain=bool(masks) and masks[0].chain)
-    return mask.attend(query, key, value, scale).transpose(1, 2), None
+    # Some models call `view` on the result.
+    return mask.attend(query, key, value, scale).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, attention_forward)

@@ -1,5 +1,7 @@
 """What the layers of a model keep of a text, as its config names them (`layer_types`)."""
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -53,15 +55,69 @@ def require_no_states(model: PreTrainedModel) -> None:
         )
 
 
+def layer_configs(model: Any) -> list[Any]:
+    """The config of each layer. Only these have values that differ between the layers of a model,
+    such as the sizes of heads in Gemma 4."""
+    return list(decoder_config(model).per_layer_config)
+
+
+@dataclass(frozen=True)
+class AttentionSize:
+    """The query heads and key heads of a layer, and the size of each head."""
+
+    heads: int
+    key_heads: int
+    head_size: int
+
+
+def attention_sizes(model: Any) -> list[AttentionSize]:
+    """Of each layer with attention."""
+    recurrent = recurrent_layers(model)
+    return [
+        _attention_size(config)
+        for number, config in enumerate(layer_configs(model))
+        if number not in recurrent
+    ]
+
+
+def usual_layer(config: Any) -> Any:
+    """The config of those layers whose attention has the sizes that most layers have. config: of
+    the model's text."""
+    layers = list(config.per_layer_config)
+    sizes = [_attention_size(layer) for layer in layers]
+    return layers[sizes.index(Counter(sizes).most_common(1)[0][0])]
+
+
+def _attention_size(config: Any) -> AttentionSize:
+    heads = int(config.num_attention_heads)
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return AttentionSize(
+        heads, key_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+    )
+
+
 def layer_windows(model: PreTrainedModel) -> list[int | None]:
     """How many tokens back each layer sees, the token itself included. None: all tokens."""
-    config = decoder_config(model)
-    window: int | None = getattr(config, "sliding_window", None)
+    layers = layer_configs(model)
     # A checkpoint can name a window that its kind of model does not have.
-    if not hasattr(type(config), "sliding_window") or not getattr(
+    if not _has_window(layers[0]):
+        return [None] * len(layers)
+    kinds = getattr(layers[0], "layer_types", None) or ["sliding_attention"] * len(layers)
+    return [
+        config.sliding_window if kind == "sliding_attention" else None
+        for config, kind in zip(layers, kinds, strict=True)
+    ]
+
+
+def _has_window(config: Any) -> bool:
+    """Whether models with such a config have layers with a sliding window. Some configs state the
+    window only in their instances."""
+    if not getattr(config, "sliding_window", None) or not getattr(
         config, "use_sliding_window", True
     ):
-        window = None
-    layers: int = config.num_hidden_layers
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
-    return [window if kind == "sliding_attention" else None for kind in kinds]
+        return False
+    try:
+        usual = type(config)()
+    except Exception:  # it has no default form, so only the given one can tell
+        return True
+    return hasattr(usual, "sliding_window")
