@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from numbers import Integral
 
 
 class UserError(Exception):
@@ -14,6 +15,16 @@ class UserError(Exception):
 
 class MemoryShortage(UserError):
     """Memory is missing now. It may be there when other texts have ended."""
+
+
+def require_whole(least: int = 1, most: int | None = None, /, **options: object) -> None:
+    """Raises UserError unless all these options are whole numbers from `least` to `most`. None: no
+    upper limit. A bool is no number."""
+    span = f"≥ {least}" if most is None else f"from {least} to {most}"
+    for name, value in options.items():
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+            raise UserError(f"{name} is {value!r}; expected a whole number {span}")
 
 
 # Common names, with the names that draftsmith uses instead.

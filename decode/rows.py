@@ -11,7 +11,7 @@ import torch
 
 from decode.device import to_device
 from decode.draft import Contexts
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.mixed_sampling import combined
 from decode.sampling import CounterRNG, Sampling
 from decode.text_stream import Stop
@@ -42,12 +42,9 @@ class RowSettings:
     label: str | None = None
 
     def __post_init__(self) -> None:
-        if not -(2**63) <= self.seed < 2**63:
-            raise UserError(f"seed is {self.seed}; expected a whole number of 64 bits")
-        if self.logprobs is not None and self.logprobs < 0:
-            raise UserError(
-                f"logprobs is {self.logprobs}; expected a whole number ≥ 0, or None for none"
-            )
+        require_whole(-(2**63), 2**63 - 1, seed=self.seed)
+        if self.logprobs is not None:
+            require_whole(0, logprobs=self.logprobs)
 
     @property
     def drafts(self) -> Sampling:

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from numbers import Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decode.device import reads_are_free, to_device
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
@@ -19,6 +20,9 @@ LOOKED_AT = (256, 4096)
 SIEVE = 16
 # Block size in the first stage of a draw, and of the search for the largest logit.
 BLOCK = 256
+# Beyond these values a text is noise: all tokens are equally likely, or no token comes twice.
+HOTTEST = 1e6
+STRONGEST_PENALTY = 1e3
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,8 @@ class Sampling:
     these settings off. min_p: removes tokens with a probability below min_p times the largest
     probability. This class does not apply the repetition penalty, because it depends on the text
     so far. `decode.logits` and `decode.trees` apply it before they call this class.
+
+    Raises UserError for a value that is not a finite number in its range.
     """
 
     temperature: float = 0.0
@@ -39,20 +45,22 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        for name, value, fits, expected in (
-            ("temperature", self.temperature, self.temperature >= 0, "a number ≥ 0"),
-            ("top_k", self.top_k, self.top_k >= 0, "a whole number ≥ 0 (0: off)"),
-            ("top_p", self.top_p, 0 < self.top_p <= 1, "a number in (0, 1]"),
-            ("min_p", self.min_p, 0 <= self.min_p <= 1, "a number in [0, 1]"),
+        most = f"{HOTTEST:g}"
+        least, largest = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY
+        for name, fits, expected in (
+            ("temperature", lambda x: 0 <= x <= HOTTEST, f"a number from 0 (greedy) to {most}"),
+            ("top_p", lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
+            ("min_p", lambda x: 0 <= x <= 1, "a number in [0, 1], where 0 is off"),
             (
                 "repetition_penalty",
-                self.repetition_penalty,
-                self.repetition_penalty > 0,
-                "a number > 0 (1: off)",
+                lambda x: least <= x <= largest,
+                f"a number from {least:g} to {largest:g}, where 1 is off",
             ),
         ):
-            if not fits:
-                raise UserError(f"{name} is {value}; expected {expected}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+                raise UserError(f"{name} is {value!r}; expected {expected}")
+        require_whole(0, top_k=self.top_k)
 
     @property
     def greedy(self) -> bool:
@@ -156,12 +164,21 @@ class Sampling:
 
     def _filtered(self, logits: Tensor) -> Tensor:
         """float32 [..., V]: the distribution, computed over all tokens."""
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        return self._kept(self._softmax(logits))
+
+    def _softmax(self, logits: Tensor) -> Tensor:
+        """float32 [..., V]: the softmax at this temperature, without filters."""
         # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
-        scores = logits.float() / self.temperature
-        if 0 < self.top_k < scores.shape[-1]:
-            kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
-            scores = scores.masked_fill(scores < kth, -torch.inf)
-        return self._kept(scores.softmax(-1))
+        scores = logits.float()
+        if self.temperature != 1:
+            # The largest score is 0, so no temperature makes it infinite. float32 has no divisor
+            # below its smallest normal number.
+            scores = scores - scores.amax(-1, keepdim=True)
+            scores /= max(self.temperature, torch.finfo(torch.float32).tiny)
+        return scores.softmax(-1)
 
     def _kept(self, probs: Tensor) -> Tensor:
         """Probabilities after top-p and min-p, with sum 1. The input may lack tokens that these
@@ -189,7 +206,7 @@ class Sampling:
             # In the order of ids, so a draw gives the same token as over the full vocabulary.
             ids, order = ids.sort(-1)
             return ids, self._filtered(values.gather(-1, order)), covered
-        full = (logits.float() / self.temperature).softmax(-1)
+        full = self._softmax(logits)
         ids = top(full, count)[1].sort(-1).values
         probs = full.gather(-1, ids)
         kept = self._kept(probs)

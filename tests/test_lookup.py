@@ -244,10 +244,12 @@ def test_an_evaluation_does_not_time_answers_that_were_seen(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("max_tree_depth=1", "expected max_tree_depth ≥ 2"),
+        ("max_tree_depth=1", "max_tree_depth is 1; expected a whole number from 2 to 256"),
+        ("max_tree_depth=257", "max_tree_depth is 257; expected a whole number from 2 to 256"),
         ("min_token_prob=1.5", "of at most 1"),
         ("max_spec_factor=0", "allow no token"),
         ("tree_nodes=0", "tree_nodes is 0"),
+        ("tree_nodes=1000000000", "from 1 to 1024"),
     ],
 )
 def test_settings_of_suffix_decoding_are_checked(options: str, said: str) -> None:

@@ -79,19 +79,47 @@ def test_greedy_is_the_argmax() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"temperature": -0.1}, r"temperature is -0.1; expected a number ≥ 0"),
+        ({"temperature": -0.1}, r"temperature is -0.1; expected a number from 0 \(greedy\) to 1e"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top_k is -1"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_k": -1}, "top_k is -1; expected a whole number ≥ 0"),
+        ({"top_k": 5.0}, "top_k is 5.0"),
+        ({"top_k": float("nan")}, "top_k is nan"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected a number in \(0, 1\]"),
         ({"top_p": 1.1}, r"top_p is 1.1"),
+        ({"top_p": float("nan")}, r"top_p is nan"),
         ({"min_p": -0.1}, r"min_p is -0.1; expected a number in \[0, 1\]"),
         ({"min_p": 1.1}, r"min_p is 1.1"),
-        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0; expected a number > 0"),
+        ({"min_p": None}, r"min_p is None"),
+        (
+            {"repetition_penalty": 0.0},
+            r"repetition_penalty is 0.0; expected a number from 0.001",
+        ),
+        ({"repetition_penalty": 1e-45}, r"repetition_penalty is 1e-45"),
+        ({"repetition_penalty": float("inf")}, r"repetition_penalty is inf"),
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         Sampling(**fields)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-37, 1e-40, 5e-324])
+def test_a_temperature_that_float32_does_not_hold_is_greedy(
+    temperature: float, filters: dict[str, Any]
+) -> None:
+    """Also next to ties, to logits that differ by one bit, and to masked tokens."""
+    logits = random_logits(50, 2000)
+    logits[0, :3] = torch.tensor([20.0, torch.nextafter(torch.tensor(20.0), torch.tensor(0.0)), 0])
+    logits[1::2, 5:] = -torch.inf
+    probs = Sampling(temperature, **filters).probs(logits)
+    assert torch.equal(probs, torch.nn.functional.one_hot(logits.argmax(-1), 2000).float())
+    logits[:, 3:5] = 100.0
+    halves = Sampling(temperature, **filters).probs(logits)
+    assert torch.equal(halves[:, 3:5], torch.full((50, 2), 0.5))
 
 
 # --- draws ----------------------------------------------------------------------------------------

@@ -11,11 +11,10 @@ from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.sampling import CounterRNG, Sampling
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.sublayers import Sublayers
-from decode.trees import require_whole
 from decode.verification import Verification
 
 # The paper's interval between sets that are not random.

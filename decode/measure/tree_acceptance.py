@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
 from decode.drafters.trained import ShapedDrafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.loop import Decoder
 from decode.measure.ranks import ALONE, Ranks
 from decode.sampling import Sampling
-from decode.trees import require_whole
 from decode.trees.static import FixedTree
 from decode.trees.structure import Structure
 from decode.verification import Verification

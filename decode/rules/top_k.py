@@ -4,11 +4,10 @@
 import torch
 
 from decode.draft import Draft
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.rules import RULES, Rule
 from decode.rules.exact import longest_path
 from decode.sampling import CounterRNG
-from decode.trees import require_whole
 from decode.verification import Decision, Scores
 
 

@@ -191,13 +191,6 @@ def log_q(logits: Tensor, tokens: Tensor) -> Tensor:
     return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).clamp(max=0.0)
 
 
-def require_whole(**options: object) -> None:
-    """Raises UserError unless all these options are whole numbers ≥ 1."""
-    for name, value in options.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise UserError(f"{name} is {value!r}; expected a whole number ≥ 1")
-
-
 SHAPES: Registry[type[Shape]] = Registry("shape")
 
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from decode.errors import UserError
-from decode.trees import SHAPES, require_whole
+from decode.errors import UserError, require_whole
+from decode.trees import SHAPES
 from decode.trees.static import Draws, FixedTree
 from decode.trees.structure import Structure
 

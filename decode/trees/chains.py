@@ -9,8 +9,9 @@ from torch import Tensor
 
 from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
+from decode.errors import require_whole
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Growth, Shape, likeliest, log_q, require_whole
+from decode.trees import SHAPES, Growth, Shape, likeliest, log_q
 
 
 @SHAPES.register("chains")

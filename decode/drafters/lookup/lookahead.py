@@ -12,9 +12,9 @@ import torch
 from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.lookup_tree import LookupTree, as_draft
+from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupTree, as_draft
+from decode.errors import UserError, require_whole
 from decode.sampling import CounterRNG, Sampling
-from decode.trees import require_whole
 from decode.verification import Verification
 
 
@@ -58,6 +58,11 @@ class LookaheadDrafter(Drafter):
         require_whole(window=window, guesses=guesses, **{"ngram - 1": ngram - 1})
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self._rows: list[_Row] = []
+        if self.max_nodes(0) > MOST_NODES:
+            raise UserError(
+                f"window={window}, ngram={ngram}, guesses={guesses} give drafts of "
+                f"{self.max_nodes(0)} tokens; expected at most {MOST_NODES}"
+            )
 
     @property
     def branches(self) -> bool:

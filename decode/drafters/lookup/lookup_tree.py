@@ -10,8 +10,12 @@ import numpy as np
 import torch
 
 from decode.draft import Draft
+from decode.errors import require_whole
 
 P = TypeVar("P")
+
+# The most nodes of a looked-up tree. The target reads all of them in each pass.
+MOST_NODES = 1024
 
 # The tokens that were seen after a place: (token, its share of them, the place after it).
 Followers = Callable[[P], Sequence[tuple[int, float, P]]]
@@ -39,6 +43,12 @@ class LookupTree:
         """int [N+1]: where each node stands in a draft, which has shallow nodes first. The last
         entry, −1, is the root's, so that a parent's number is an index."""
         return np.append(np.argsort(np.argsort(self.depths, kind="stable")), -1)
+
+
+def require_tree_nodes(tree_nodes: int | None) -> None:
+    """Raises UserError unless this is a number of nodes of a tree, or None for a path."""
+    if tree_nodes is not None:
+        require_whole(1, MOST_NODES, tree_nodes=tree_nodes)
 
 
 def grow_likeliest(

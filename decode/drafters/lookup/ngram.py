@@ -8,9 +8,12 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.sampling import CounterRNG, Sampling, top
 from decode.verification import Verification
+
+# The longest n-gram. Each token of a text costs one entry for each size.
+LONGEST_NGRAM = 64
 
 
 class NgramIndex:
@@ -55,10 +58,12 @@ class NgramIndex:
         return []
 
 
-def require_sizes(min_n: int, max_n: int) -> None:
-    """Raises UserError unless 1 ≤ min_n ≤ max_n."""
-    if not 1 <= min_n <= max_n:
-        raise UserError(f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n")
+def require_sizes(min_n: int, max_n: int, longest: int = LONGEST_NGRAM) -> None:
+    """Raises UserError unless 1 ≤ min_n ≤ max_n ≤ longest."""
+    if not 1 <= min_n <= max_n <= longest:
+        raise UserError(
+            f"n-gram sizes min_n={min_n}, max_n={max_n}; expected 1 ≤ min_n ≤ max_n ≤ {longest}"
+        )
 
 
 @DRAFTERS.register("ngram")
@@ -67,7 +72,7 @@ class NgramDrafter(Drafter):
 
     For a target with an encoder, the context is the source and then the text. Each token costs a
     few dictionary entries, at any text length. A row without a match drafts nothing. Raises
-    UserError unless 1 ≤ min_n ≤ max_n.
+    UserError as `require_sizes`.
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
@@ -162,8 +167,8 @@ class StoreDrafter(Drafter):
 
     Drafts depend on other rows and earlier requests. Under rules that accept at random, the text
     for a seed therefore depends on them too; its distribution does not. Under `exact`, and in
-    greedy decoding, the text does not depend on drafts. Raises UserError unless 1 ≤ min_n ≤ max_n
-    and the other sizes are at least 1.
+    greedy decoding, the text does not depend on drafts. Raises UserError as `require_sizes`, and
+    unless the other sizes are at least 1.
     """
 
     def __init__(
@@ -175,10 +180,7 @@ class StoreDrafter(Drafter):
         width: int = 8,
     ) -> None:
         require_sizes(min_n, max_n)
-        if min(top_k, capacity, width) < 1:
-            raise UserError(
-                f"top_k={top_k}, capacity={capacity}, width={width}; expected at least 1 each"
-            )
+        require_whole(top_k=top_k, capacity=capacity, width=width)
         self.store = NgramStore(min_n, max_n, capacity, width)
         self.max_n, self.top_k = max_n, top_k
         self._filed = np.zeros(0, dtype=np.int64)  # [B]: tokens of each text that are in the store

@@ -10,8 +10,14 @@ import numpy as np
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.datastore import SORTED_TOKENS, Datastore, write_datastore
-from decode.drafters.lookup.lookup_tree import LookupTree, as_draft, grow_likeliest
-from decode.errors import UserError
+from decode.drafters.lookup.lookup_tree import (
+    LookupTree,
+    as_draft,
+    grow_likeliest,
+    require_tree_nodes,
+)
+from decode.drafters.lookup.ngram import require_sizes
+from decode.errors import UserError, require_whole
 from decode.sampling import CounterRNG, Sampling
 from decode.target.loading import Target
 from decode.trees import Chain, Shape
@@ -37,16 +43,9 @@ class RestOptions:
     tree_nodes: int | None = 64
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_n <= self.max_n <= SORTED_TOKENS // 2:
-            raise UserError(
-                f"min_n={self.min_n}, max_n={self.max_n}; expected 1 ≤ min_n ≤ max_n ≤ "
-                f"{SORTED_TOKENS // 2}"
-            )
-        nodes = 1 if self.tree_nodes is None else self.tree_nodes
-        if min(self.max_hits, nodes) < 1:
-            raise UserError(
-                f"max_hits={self.max_hits}, tree_nodes={self.tree_nodes}; expected at least 1 each"
-            )
+        require_sizes(self.min_n, self.max_n, SORTED_TOKENS // 2)
+        require_whole(max_hits=self.max_hits)
+        require_tree_nodes(self.tree_nodes)
 
 
 @DRAFTERS.register("rest")

@@ -15,11 +15,18 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.lookup_tree import LookupTree, as_draft, grow_likeliest
-from decode.errors import UserError
+from decode.drafters.lookup.lookup_tree import (
+    LookupTree,
+    as_draft,
+    grow_likeliest,
+    require_tree_nodes,
+)
+from decode.errors import UserError, require_whole
 from decode.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
+# The longest match with its continuation. Each token of a text costs one step for each size.
+DEEPEST_TREE = 256
 # Stands after the last token of a complete text. No token has this id.
 END = -1
 
@@ -182,11 +189,8 @@ class SuffixDrafter(Drafter):
         min_score: float = 0.0,
         tree_nodes: int | None = None,
     ) -> None:
-        if max_tree_depth < 2 or max_cached_requests < 0:
-            raise UserError(
-                f"max_tree_depth={max_tree_depth}, max_cached_requests={max_cached_requests}; "
-                "expected max_tree_depth ≥ 2 and max_cached_requests ≥ 0"
-            )
+        require_whole(2, DEEPEST_TREE, max_tree_depth=max_tree_depth)
+        require_whole(0, max_cached_requests=max_cached_requests)
         if min(max_spec_factor, min_score) < 0 or not 0 <= min_token_prob <= 1:
             raise UserError(
                 f"max_spec_factor={max_spec_factor}, min_score={min_score}, "
@@ -285,9 +289,3 @@ class SuffixDrafter(Drafter):
 
     def _new_rows(self, begins: np.ndarray) -> list[_Row]:
         return [_Row(SuffixTrie(self.max_tree_depth), begin) for begin in begins.tolist()]
-
-
-def require_tree_nodes(tree_nodes: int | None) -> None:
-    """Raises UserError unless this is a number of nodes of a tree, or None."""
-    if tree_nodes is not None and tree_nodes < 1:
-        raise UserError(f"tree_nodes is {tree_nodes}; expected at least 1, or none for a path")

@@ -15,10 +15,9 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.several.combined import Group, common_device, joined_q
 from decode.drafters.trained import VerifyingDrafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.rules import RULES, Rule, used_rule
 from decode.sampling import CounterRNG, Sampling
-from decode.trees import require_whole
 from decode.verification import Scores, Verification
 
 # The arguments of `Contexts.standing`: the tokens that a drafter saw after the committed texts, and
