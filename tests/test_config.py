@@ -73,6 +73,18 @@ def test_a_good_config_is_read_whole(tmp_path):
             "would train on the answers of answers to the test split",
         ),
         ("name: distill", "name: answers", "two stages have the name 'answers'"),
+        *(
+            (
+                "{name: answers, kind: generate",
+                f"{{name: {name}, kind: {kind}",
+                "has the name .*, which means the",
+            )
+            for name, kind in (
+                ("data", "generate"),
+                ("live", "feature_cache"),
+                ("before", "datastore"),
+            )
+        ),
         ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
         ("text: answers", "text: answers\n    text: data", "yaml:10: .*'text' appears twice"),
         ("name: run", "name: ../run", "'name'"),

@@ -163,7 +163,7 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=found):
             read_examples(source, base_dir=tmp_path)
     with pytest.raises(UserError, match=r"a \.jsonl file has no splits"):
-        read_examples("train.jsonl", base_dir=tmp_path, split="train")
+        read_examples("train.jsonl@train", base_dir=tmp_path)
     write(tmp_path / "bad.jsonl", {})
     with pytest.raises(UserError, match=r"no usable row .*1 read = 0 kept"):
         read_examples("bad.jsonl", base_dir=tmp_path, on_bad="skip", max_bad_rate=1.0)
@@ -178,14 +178,34 @@ def test_an_at_sign_names_a_split_unless_it_is_in_a_path(tmp_path: Path) -> None
         assert name_and_split(str(path)) == (str(path), None)
 
 
-def test_a_repeated_id_names_both_rows_and_like_named_files_do_not_clash(tmp_path: Path) -> None:
+def test_rows_with_one_id(tmp_path: Path) -> None:
+    """In one file the second is a bad row; in several files the ids name their files."""
     for folder, row in {"a": "1", "b": "2"}.items():
         (tmp_path / folder).mkdir()
         write(tmp_path / folder / "x.jsonl", {"prompt": row}, {"prompt": row, "id": "same"})
-    with pytest.raises(UserError, match=r'b/x\.jsonl:2: the id "same" .*the id of a/x\.jsonl:2'):
-        read_examples(["a/x.jsonl", "b/x.jsonl"], base_dir=tmp_path)
-    examples, _ = read_examples(["a/x.jsonl", "b/x.jsonl"], base_dir=tmp_path / "a" / "..", limit=3)
+    files = ["a/x.jsonl", "b/x.jsonl"]
+    examples, _ = read_examples(files, base_dir=tmp_path)
+    assert [e.id for e in examples] == [
+        *("a/x.jsonl:1", "a/x.jsonl#same", "b/x.jsonl:1", "b/x.jsonl#same")
+    ]
+    assert [e.id for e in examples] == [examples[row].id for row in range(4)]
+    # Where nothing clashes, ids stay as they are.
+    examples, _ = read_examples(files, base_dir=tmp_path / "a" / "..", limit=3)
     assert [e.id for e in examples] == ["a/x.jsonl:1", "same", "b/x.jsonl:1"]
+    twice = write(tmp_path / "twice.jsonl", *({"prompt": f"p{i}", "id": i // 2} for i in range(4)))
+    with pytest.raises(UserError, match=r'twice\.jsonl:2: the id "0" is also the id of .*:1; exp'):
+        read_examples(twice)
+    examples, report = read_examples(twice, on_bad="skip", max_bad_rate=0.5)
+    assert [e.id for e in examples] == ["0", "1"]
+    assert report.dropped == {"repeated id": 2}
+
+
+@pytest.mark.parametrize("again", ["a/x.jsonl", "./a/x.jsonl", "a/../a/x.jsonl"])
+def test_a_file_is_named_once(tmp_path: Path, again: str) -> None:
+    (tmp_path / "a").mkdir()
+    write(tmp_path / "a" / "x.jsonl", {"prompt": "p"})
+    with pytest.raises(UserError, match="is named twice; expected each source once"):
+        read_examples(["a/x.jsonl", again], base_dir=tmp_path)
 
 
 def test_fingerprint_follows_content_and_order_but_not_the_place(tmp_path: Path) -> None:
@@ -232,25 +252,29 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("folder", None): ["folder[train]:0", "folder[train]:1"],
         ("folder", "train[1:]"): ["folder[train[1:]]:0"],
     }
-    for (source, split), sources in cases.items():
-        examples, _ = read_examples(source, split=split, base_dir=tmp_path)
+    for (name, split), sources in cases.items():
+        source = name + (f"@{split}" if split else "")
+        examples, _ = read_examples(source, base_dir=tmp_path)
         assert [e.source for e in examples] == sources
         assert [e.id for e in examples] == sources
         assert [e.prompt or e.text for e in examples] == ["a", "b"][-len(sources) :]
         # Absolute paths must not enter the ids: the data may move.
-        again, _ = read_examples(str(tmp_path / source), split=split)
+        again, _ = read_examples(str(tmp_path / source))
         assert data_fingerprint(again) == data_fingerprint(examples)
+    # Each entry of a list may name its split.
+    examples, _ = read_examples(["both@train", "both@test"], base_dir=tmp_path)
+    assert [e.id for e in examples] == ["both[train]:0", "both[train]:1", "both[test]:0"]
 
     errors = {
-        ("both", None): "both: has the splits train, test; set split",
-        ("both", "tset"): 'no split "tset"; expected one of train, test. Did you mean "test"',
-        ("broken", None): "broken: cannot be read: .*JSON",
-        ("folder", "valid"): "folder: cannot be read: .*valid",
-        ("no/such-data-set", None): "no/such-data-set: neither a file .* nor a data set",
+        "both": "both: no split is named; expected one of train, test. Write both@SPLIT",
+        "both@tset": 'no split "tset"; expected one of train, test.*Did you mean "test"',
+        "broken": "broken: cannot be read: .*JSON",
+        "folder@valid": "folder: cannot be read: .*valid",
+        "no/such-data-set": "no/such-data-set: neither a file .* nor a data set",
     }
-    for (source, split), found in errors.items():
+    for source, found in errors.items():
         with pytest.raises(UserError, match=found):
-            read_examples(source, split=split, base_dir=tmp_path)
+            read_examples(source, base_dir=tmp_path)
 
 
 # --- chat ----------------------------------------------------------------------------------------

@@ -36,6 +36,10 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
+PART = {"type": "text", "text": "hm"}
+USER = {"role": "user", "content": "a"}
+
+
 def turns(example: Example) -> list[tuple[str, str]]:
     return [(m["role"], m["content"]) for m in example.messages or ()]
 
@@ -99,10 +103,9 @@ def test_older_names_and_fields_of_other_programs(tmp_path: Path) -> None:
 
 def test_definitions_of_tools_are_rendered(tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"a": {"b": 1}}}}
-    sparse = {"type": "function", "function": tool["function"] | {"description": None}}
     row = {"prompt": "see", "response": "b"}
     plain, listed, text = rows_of(
-        tmp_path / "rows.jsonl", row, row | {"tools": [sparse]}, row | {"tools": json.dumps([tool])}
+        tmp_path / "rows.jsonl", row, row | {"tools": [tool]}, row | {"tools": json.dumps([tool])}
     )
     assert (plain.tools, listed.tools, text.tools) == ((), (tool,), (tool,))
     writes = tokenizer_with(
@@ -132,26 +135,104 @@ def test_reasoning_is_kept_or_dropped(tmp_path: Path, name: str) -> None:
         )
         texts = [written.decode(to_samples(e, written)[0].tokens) for e in rows_of(path, fields)]
         assert "<think>hm</think>b<|im_end|>" in texts[0]
-    dropped = rows_of(path, fields, tags, reasoning="drop")
-    assert [turns(e) for e in dropped] == [[("user", "a"), ("assistant", "b")]] * 2
+    parts = {"messages": [asked, {"role": "assistant", "content": "b", name: [PART, PART]}]}
+    kept = rows_of(path, parts)[0].messages
+    assert kept is not None
+    assert kept[1]["reasoning_content"] == "hmhm"
+    other = {"messages": [asked, {"role": "assistant", "content": "b", name: {"text": "hm"}}]}
+    with pytest.raises(UserError, match=rf"messages\[1\].{name} is .*; expected text"):
+        rows_of(path, other)
+    dropped = rows_of(path, fields, tags, parts, other, reasoning="drop")
+    assert [turns(e) for e in dropped] == [[("user", "a"), ("assistant", "b")]] * 4
     assert all(name not in (e.messages or ())[-1] for e in dropped)
     assert turns(rows_of(path, tags)[0])[1] == ("assistant", tags["messages"][1]["content"])
     # Not without a word, if the template has no place for it.
     with pytest.raises(UserError, match=r"rows.jsonl:1: .*data\.reasoning: drop"):
         to_samples(rows_of(path, fields)[0], with_template("{{ m.content }}"))
-    only = {"messages": [asked, {"role": "assistant", "content": "<think>hm</think>"}]}
-    with pytest.raises(UserError, match="is reasoning without an answer"):
-        rows_of(path, only, reasoning="drop")
 
 
-def test_tables_and_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("answer", "rest"),
+    [
+        ("hm\n</think>\n\nb", "b"),  # the prompt opened it
+        ("[THINK]hm[/THINK]b", "b"),
+        ("<thinking>hm</thinking><think>hm</think> b", "b"),
+        ("<|begin_of_thought|>hm<|end_of_thought|>b", "b"),
+        ("b <think>hm</think>", "b <think>hm</think>"),
+        ("b</b>", "b</b>"),
+        *((text, None) for text in ("<think>hm</think>", "<think>hm, it was cut", "hm</think>")),
+    ],
+)
+def test_reasoning_in_an_answer_is_dropped(tmp_path: Path, answer: str, rest: str | None) -> None:
+    row = {"prompt": "a", "response": answer}
+    path = tmp_path / "rows.jsonl"
+    if rest is None:
+        with pytest.raises(UserError, match="is reasoning without an answer"):
+            rows_of(path, row, reasoning="drop")
+    else:
+        assert turns(rows_of(path, row, reasoning="drop")[0])[1] == ("assistant", rest)
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     datasets.disable_progress_bars()
-    (tmp_path / "rows.csv").write_text('instruction,input,output\ndo,,"done, all"\n')
-    examples, _ = read_examples(str(tmp_path / "rows.csv"))
-    assert turns(examples[0]) == [("user", "do"), ("assistant", "done, all")]
+    return datasets
+
+
+@pytest.mark.parametrize("place", ["rows.csv", "folder"])
+def test_a_table_of_text_gives_text(tmp_path: Path, tables: Any, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    answers = ["done, all", "NA", "None", "null", "nan", "", "007", "1.50"]
+    path = tmp_path / place
+    table = path / "train.csv" if path.is_dir() else path
+    lines = [f'do,{row},"{answer}"' for row, answer in enumerate(answers)]
+    table.write_text("\n".join(["instruction,id,output", *lines]) + "\n")
+    examples, _ = read_examples(str(path))
+    assert [e.id for e in examples] == [str(row) for row in range(8)]
+    said = [turns(e)[1][1] if len(turns(e)) > 1 else "" for e in examples]
+    assert said == answers
+
+
+def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, tables: Any) -> None:
+    def row(name: str, **arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        return {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]}
+
+    rows = [row("add", a=0, b={"x": 1}), row("look", city="x", near=None)]
+    tables.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    for name, second in (("parquet", {"city": "x"}), ("jsonl", {"city": "x", "near": None})):
+        examples, _ = read_examples(str(tmp_path / f"rows.{name}"))
+        calls = [(e.messages or ())[1]["tool_calls"][0]["function"]["arguments"] for e in examples]
+        assert calls == [{"a": 0, "b": {"x": 1}}, second]
+    # Definitions of tools too are as they were written.
+    tool = {"type": "function", "function": {"name": "look", "default": None}}
+    [example] = rows_of(tmp_path / "tools.jsonl", {"prompt": "p", "tools": [tool]})
+    assert example.tools == (tool,)
+
+
+@pytest.mark.parametrize("form", ["arrow", "numpy", "pandas"])
+def test_columns_that_are_not_read_are_not_decoded(tmp_path: Path, tables: Any, form: str) -> None:
+    """The sound is no sound, and a format of the saved data set is of no matter."""
+    rows = [{"messages": [USER], "id": 1.0, "sound": {"path": "none.wav", "bytes": b"x"}}]
+    data = tables.Dataset.from_list(rows).cast_column("sound", tables.Audio())
+    data.with_format(form).save_to_disk(tmp_path / "saved")
+    data.to_parquet(tmp_path / "rows.parquet")
+    for name in ("saved", "rows.parquet"):
+        examples, _ = read_examples(str(tmp_path / name))
+        assert turns(examples[0]) == [("user", "a")]
+        assert examples[0].id == "1"
+    pictures = data.rename_column("sound", "prompt").select_columns("prompt")
+    pictures.to_parquet(tmp_path / "pictures.parquet")
+    with pytest.raises(UserError, match=r"pictures\.parquet:0: prompt is .*expected text"):
+        read_examples(str(tmp_path / "pictures.parquet"))
+
+
+def test_tables_and_texts(tmp_path: Path, tables: Any) -> None:
+    datasets = tables
     datasets.Dataset.from_list(ROWS[:1]).to_parquet(tmp_path / "rows.parquet")
     examples, _ = read_examples(str(tmp_path / "rows.parquet"))
     assert turns(examples[0]) == [("user", "a"), ("assistant", "b")]

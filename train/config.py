@@ -15,11 +15,19 @@ from decode.settings import EvaluationProtocol
 from decode.target.loading import require_sound_map
 from decode.trees import SHAPES
 from train.config_file import ConfigSource, read_config
+from train.data.sources import name_and_split
 from train.online.learners import heads_stage
 from train.schema import SamplingConfig, StageConfig, Strict, name_in, one_of, part_of
 from train.stages import STAGES
 from train.tracking.trackers import Tracker, TrackingConfig
 
+# Words that stand where a stage's name could, the kinds of these stages, and what they mean there.
+OTHER_MEANINGS = {
+    "data": (["generate"], "the data's own responses (text: data)"),
+    "live": (["teacher_cache", "feature_cache"], "the live target (teacher: live, features: live)"),
+    "before": (list(STAGES), "the drafters that the report measures before the stages"),
+    "evaluation": (list(STAGES), "the speed of evaluations (--speed)"),
+}
 SPLITS = ("train", "dev", "test", "stream")
 
 Untrained = Annotated[str, name_in(name for name in DRAFTERS if not DRAFTERS[name].trained)]
@@ -91,8 +99,8 @@ class DataConfig(Strict):
     may be left out because the chat template does not write their tool messages."""
     reasoning: Literal["keep", "drop"] = "keep"
     """The reasoning of the rows' answers, in a field of its own (`reasoning_content`, `reasoning`,
-    `thinking`) or between `<think>` and `</think>` at their beginning. keep: the chat template
-    writes it where it does so for the target. drop: the rows are read without it."""
+    `thinking`) or between marks such as `<think>` and `</think>` at their beginning. keep: the chat
+    template writes it where it does so for the target. drop: the rows are read without it."""
 
     @property
     def split_off(self) -> list[str]:
@@ -261,6 +269,12 @@ def build_config(source: ConfigSource) -> RunConfig:
     names = [stage.name for stage in config.stages]
     for index, stage in enumerate(config.stages):
         try:
+            kinds, meaning = OTHER_MEANINGS.get(stage.name, ([], ""))
+            if stage.kind in kinds:
+                raise UserError(
+                    f"a {stage.kind} stage has the name {stage.name!r}, which means {meaning}; "
+                    "give the stage another name"
+                )
             if stage.name in names[:index]:
                 raise UserError(
                     f"two stages have the name {stage.name!r}; give each stage a different name"
@@ -437,5 +451,7 @@ def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] 
         return None
     if isinstance(source, list):
         return [str(_resolve(entry, base_dir)) for entry in source]
-    beside = base_dir / source
-    return str(beside) if beside.exists() else source
+    name, split = name_and_split(source, base_dir)
+    beside = base_dir / name
+    suffix = "" if split is None else f"@{split}"
+    return f"{beside}{suffix}" if beside.exists() else source

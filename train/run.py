@@ -38,7 +38,6 @@ from train.console import Reporter
 from train.data.chat import prompt_tokens
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
-from train.data.sources import name_and_split
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
@@ -268,10 +267,8 @@ class Run:
             source = getattr(data, split)
             if source is None:
                 continue
-            path, part = name_and_split(source) if isinstance(source, str) else (source, None)
             rows, report = read_examples(
-                path,
-                split=part,
+                source,
                 limit=data.limit if split == "train" else None,
                 on_bad=data.on_bad,
                 max_bad_rate=data.max_bad_rate,

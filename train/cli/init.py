@@ -67,7 +67,7 @@ def init(
     kind, detected = this_machine()
     chosen = detected if machine in (None, kind) else MACHINES[machine or kind]
     path, split = name_and_split(data)
-    examples, report = read_examples(path, split=split, limit=ROWS_READ, on_bad="skip")
+    examples, report = read_examples(data, limit=ROWS_READ, on_bad="skip")
     prompts = [example for example in examples if example.messages is not None]
     if len({example.user_texts()[0] for example in prompts}) < 20:
         raise UserError(

@@ -22,7 +22,17 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from decode.errors import UserError
-from train.data.rows import EXPECTED, BadRow, Message, clean, parse_line, short, string, understand
+from train.data.rows import (
+    EXPECTED,
+    KINDS,
+    BadRow,
+    Message,
+    clean,
+    parse_line,
+    short,
+    string,
+    understand,
+)
 from train.data.sources import Raw, Source, changed, sources_of
 
 BLOCK = 4096  # rows whose places are Python objects at a time
@@ -150,7 +160,6 @@ def select(examples: Sequence[Example], rows: Sequence[int] | np.ndarray) -> Seq
 def read_examples(
     source: str | list[str],
     *,
-    split: str | None = None,
     limit: int | None = None,
     on_bad: Literal["stop", "skip"] = "stop",
     max_bad_rate: float = 0.01,
@@ -162,22 +171,43 @@ def read_examples(
 
     A source is a .jsonl, .json or .txt file, a file or directory that `datasets` reads (parquet,
     csv, arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
-    `base_dir`. `split` picks the split of a data set; .jsonl, .json and .txt files have none.
+    `base_dir`. `NAME@SPLIT` is a split of a data set; .jsonl, .json and .txt files have none.
 
     With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
     the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows. reasoning:
-    of the assistant's messages.
+    of the assistant's messages. If rows of different sources have the same id, the ids of all rows
+    begin with the names of their sources.
 
     Raises UserError for a bad row ("FILE:LINE: found; expected"), too many bad rows, a missing or
-    unreadable source, a repeated id, or if nothing is kept.
+    unreadable source, or if nothing is kept. A row with the id of an earlier row is a bad row.
     """
     names = [source] if isinstance(source, str) else list(source)
+    keep_reasoning = reasoning == "keep"
+    sources = sources_of(names, base_dir or Path())
+    try:
+        return _read(names, sources, limit, on_bad, max_bad_rate, keep_reasoning)
+    except _SameIds:
+        sources = sources_of(names, base_dir or Path(), name_ids=True)
+        return _read(names, sources, limit, on_bad, max_bad_rate, keep_reasoning)
+
+
+class _SameIds(Exception):
+    """Rows of two sources have the same id."""
+
+
+def _read(
+    names: list[str],
+    all_sources: Iterable[Source],
+    limit: int | None,
+    on_bad: Literal["stop", "skip"],
+    max_bad_rate: float,
+    keep_reasoning: bool,
+) -> tuple[Examples, ReadReport]:
     report = ReadReport(files=names)
     sources: list[Source] = []
     columns = {name: array("Q" if name == "key" else "q") for name in INDEX.names or ()}
     seen: set[int] = set()
-    keep_reasoning = reasoning == "keep"
-    for opened in sources_of(names, split, base_dir or Path()):
+    for opened in all_sources:
         if limit is not None and report.kept >= limit:
             break
         sources.append(opened)
@@ -187,6 +217,9 @@ def read_examples(
             report.read += 1
             try:
                 example = _understand(opened, place.number, raw, keep_reasoning)
+                key = id_key(example.id)
+                if key in seen:
+                    _require_new(example, Examples(sources, _index(columns, key)), opened)
             except BadRow as bad:
                 problem = f"{opened.name}:{place.number}: {bad.problem}"
                 if on_bad == "stop":
@@ -197,9 +230,6 @@ def read_examples(
                 if len(report.problems) < PROBLEMS_SHOWN:
                     report.problems.append(problem)
                 continue
-            key = id_key(example.id)
-            if key in seen:
-                _require_new(example, Examples(sources, _index(columns)))
             seen.add(key)
             for name, value in zip(columns, (len(sources) - 1, *place, key), strict=True):
                 columns[name].append(value)
@@ -220,21 +250,30 @@ def read_examples(
     return Examples(sources, _index(columns), keep_reasoning), report
 
 
-def _index(columns: dict[str, "array[int]"]) -> np.ndarray:
-    index = np.empty(len(columns["key"]), INDEX)
+def _index(columns: dict[str, "array[int]"], key: int | None = None) -> np.ndarray:
+    """INDEX [n], or [1] of the first row with this key."""
+    rows = slice(None)
+    if key is not None:
+        first = columns["key"].index(key)
+        rows = slice(first, first + 1)
+    index = np.empty(len(columns["key"][rows]), INDEX)
     for name, values in columns.items():
-        index[name] = values
+        index[name] = values[rows]
     return index
 
 
-def _require_new(example: Example, earlier: Examples) -> None:
-    """Raise UserError if one of the earlier examples has the same id."""
-    same = next((other for other in earlier if other.id == example.id), None)
-    if same is not None:
-        raise UserError(
-            f'{example.source}: the id "{example.id}" is also the id of {same.source}; '
-            f"expected unique ids. Change one of the two, or leave the ids out."
-        )
+def _require_new(example: Example, earlier: Examples, source: Source) -> None:
+    """Raise BadRow if the earlier example has the same id, or _SameIds if it is of another source
+    and the ids do not name their sources yet. source: of the example."""
+    [other] = earlier
+    if other.id != example.id:
+        return  # their keys are the same by chance
+    if not source.names_ids and not other.source.startswith(f"{source.name}:"):
+        raise _SameIds
+    raise BadRow(
+        "repeated id",
+        f'the id "{example.id}" is also the id of {other.source}; expected unique ids, or none',
+    )
 
 
 def data_fingerprint(examples: Iterable[Example]) -> str:
@@ -260,13 +299,17 @@ def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> 
     """The example in a row. Raises BadRow."""
     fields = parse_line(raw) if isinstance(raw, bytes) else raw
     fields = {key: value for key, value in fields.items() if value is not None}
-    messages, text, tools = understand(fields, keep_reasoning)
+    messages, text, tools = understand(fields, keep_reasoning, source.sparse)
     prompt = None
     if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
         prompt = messages[0]["content"]
-    kind = next((string(fields, name) for name in ("kind", "task") if name in fields), None)
+    kind = next((string(fields, name) for name in KINDS if name in fields), None)
     label = fields.get("id", f"{source.label}:{number}")
+    if isinstance(label, float) and label.is_integer():
+        label = int(label)  # a table has floats for whole numbers if some of them are missing
     if isinstance(label, bool) or not isinstance(label, str | int) or label == "":
         raise BadRow("wrong type", f"id is {short(label)}; expected text or a whole number")
+    if source.names_ids and "id" in fields:
+        label = f"{source.label}#{label}"
     where = f"{source.name}:{number}"
     return Example(clean(str(label), "id"), messages, prompt, text, kind, where, tools)

@@ -19,11 +19,11 @@ Of a turn, the fields in `KEPT` and its tool calls are read. Its reasoning may a
 """
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from decode.errors import nearest
+from decode.measure.thinking import MARKS
 
 Message = dict[str, Any]
 
@@ -45,7 +45,15 @@ SHAREGPT_ROLES = {
 REASONING = ("reasoning_content", "reasoning", "thinking")
 # What is kept of a turn. Other fields, such as weights and annotations, are for other programs.
 KEPT = ("role", "content", "name", "tool_call_id", REASONING[0])
-THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+# What begins and ends reasoning in an answer's text: in published models, and in data for others.
+THOUGHTS = (
+    *MARKS,
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+    ("◁think▷", "◁/think▷"),
+)
 NESTED = 50  # how deep the objects of tools may be nested: templates write them recursively
 CONVERSATIONS = ("messages", "conversations")
 ANSWERS = {
@@ -53,6 +61,11 @@ ANSWERS = {
     "instruction": ("output", "response"),
 }
 FIELDS = (*CONVERSATIONS, *ANSWERS, "text")
+KINDS = ("kind", "task")
+TOOLS = ("tools", "functions")
+# All that is read of a row.
+READ = {*FIELDS, *(name for names in ANSWERS.values() for name in names), "input", "system"}
+READ |= {*TOOLS, *KINDS, "id"}
 EXPECTED = (
     '{"messages": [{"role": …, "content": …}]}, {"conversations": [{"from": …, "value": …}]}, '
     '{"prompt": …, "response": …}, {"instruction": …, "output": …} or {"text": …}'
@@ -76,9 +89,12 @@ class Content(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def understand(fields: Mapping[str, Any], keep_reasoning: bool = True) -> Content:
+def understand(
+    fields: Mapping[str, Any], keep_reasoning: bool = True, sparse: bool = False
+) -> Content:
     """The content of a row. Checks structure and types, not the content. keep_reasoning: of the
-    assistant's messages. Raises BadRow."""
+    assistant's messages. sparse: the row is from a table, where an object has the fields of all
+    objects in its column, and null for those that it lacks. Raises BadRow."""
     # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     present = next((name for name in FIELDS if name in fields), None)
@@ -89,7 +105,7 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool = True) -> Conten
     if present == "text":
         return Content(None, string(fields, "text"))
     if present in CONVERSATIONS:
-        messages = _conversation(fields[present], present)
+        messages = _conversation(fields[present], present, keep_reasoning, sparse)
     else:
         asked = string(fields, present)
         if present == "instruction" and fields.get("input"):
@@ -102,8 +118,8 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool = True) -> Conten
         messages = ({"role": "system", "content": string(fields, "system")}, *messages)
     if not keep_reasoning:
         messages = tuple(map(_without_reasoning, messages))
-    listed = next((name for name in ("tools", "functions") if fields.get(name)), None)
-    return Content(messages, None, _tools(fields[listed], listed) if listed else ())
+    listed = next((name for name in TOOLS if fields.get(name)), None)
+    return Content(messages, None, _tools(fields[listed], listed, sparse) if listed else ())
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -159,12 +175,16 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _conversation(value: Any, field: str) -> tuple[Message, ...]:
+def _conversation(
+    value: Any, field: str, keep_reasoning: bool, sparse: bool
+) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise BadRow(
             "wrong type", f"{field} is {short(value)}; expected a list of role and content"
         )
-    messages = tuple(_message(turn, f"{field}[{i}]") for i, turn in enumerate(value))
+    messages = tuple(
+        _message(turn, f"{field}[{i}]", keep_reasoning, sparse) for i, turn in enumerate(value)
+    )
     if messages[0]["role"] == "assistant" or all(m["role"] != "user" for m in messages):
         raise BadRow(
             "no user message",
@@ -174,7 +194,7 @@ def _conversation(value: Any, field: str) -> tuple[Message, ...]:
     return messages
 
 
-def _message(turn: Any, name: str) -> Message:
+def _message(turn: Any, name: str, keep_reasoning: bool, sparse: bool) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(
             "wrong type", f"{name} is {short(turn)}; expected an object of role and content"
@@ -191,9 +211,10 @@ def _message(turn: Any, name: str) -> Message:
     if calls:
         # Templates read a call's text from the same field as an answer's.
         present.setdefault("content", "")
-    thoughts = [present.pop(key) for key in REASONING if key in present]
-    if thought := next((text for text in thoughts if isinstance(text, str) and text), None):
-        present[REASONING[0]] = thought
+    thoughts = {key: present.pop(key) for key in REASONING if key in present}
+    if keep_reasoning and (key := next((key for key in thoughts if thoughts[key]), None)):
+        thought = _text(thoughts[key], f"{name}.{key}")
+        present[REASONING[0]] = string({key: thought}, key, f"{name}.{key}")
     for key in ("role", "content"):
         if key not in present:
             fields = [short(key) + (": null" if turn[key] is None else "") for key in turn]
@@ -207,8 +228,7 @@ def _message(turn: Any, name: str) -> Message:
             "wrong type",
             f"{name} has the role {short(present['role'])}; expected {', '.join(ROLES)}",
         )
-    if isinstance(present["content"], list):
-        present["content"] = _joined_parts(present["content"], f"{name}.content")
+    present["content"] = _text(present["content"], f"{name}.content")
     # Only user and assistant need content: an empty system message is harmless, and an assistant
     # may call a tool instead.
     speaks = present["role"] in ("user", "assistant") and not calls
@@ -218,7 +238,7 @@ def _message(turn: Any, name: str) -> Message:
         if key in KEPT
     }
     if calls:
-        message["tool_calls"] = _tool_calls(calls, where)
+        message["tool_calls"] = _tool_calls(calls, where, sparse)
     return message
 
 
@@ -237,25 +257,36 @@ def _calls_of(present: dict[str, Any], name: str) -> tuple[Any, str]:
 
 
 def _without_reasoning(message: Message) -> Message:
-    """The message without its reasoning, which may also begin its content. Raises BadRow if
-    nothing else is in it."""
+    """The message without the reasoning that begins its content. Raises BadRow if nothing else is
+    in it."""
     if message["role"] != "assistant":
         return message
-    rest = {key: value for key, value in message.items() if key != REASONING[0]}
-    if begin := THOUGHT.match(rest["content"]):
-        rest["content"] = rest["content"][begin.end() :]
-        if not rest["content"] and "tool_calls" not in rest:
-            raise BadRow(
-                "only reasoning", f"{short(message['content'])} is reasoning without an answer"
-            )
-    return rest
+    content = _answer_of(message["content"])
+    if not content and message["content"] and "tool_calls" not in message:
+        raise BadRow(
+            "only reasoning", f"{short(message['content'])} is reasoning without an answer"
+        )
+    return message | {"content": content}
 
 
-def _joined_parts(parts: list[Any], name: str) -> str:
-    """The text of a content of parts. Raises BadRow for a part that is no text, such as an
-    image."""
+def _answer_of(content: str) -> str:
+    """A content without the reasoning that begins it. The prompt may have opened that reasoning, so
+    a mark that ends it is enough. Reasoning without an end was cut: nothing comes after it."""
+    for begin, end in THOUGHTS:
+        before, ended, rest = content.partition(end)
+        opened = content.lstrip().startswith(begin)
+        if opened or (ended and begin not in before):
+            return _answer_of(rest.lstrip())
+    return content
+
+
+def _text(value: Any, name: str) -> Any:
+    """The text of a value that may be a list of parts. Other values stay as they are. Raises BadRow
+    for a part that is no text, such as an image."""
+    if not isinstance(value, list):
+        return value
     texts = []
-    for number, part in enumerate(parts):
+    for number, part in enumerate(value):
         text = part.get("text") if isinstance(part, dict) else part
         if not isinstance(text, str) or (isinstance(part, dict) and part.get("type") != "text"):
             raise BadRow(
@@ -266,7 +297,7 @@ def _joined_parts(parts: list[Any], name: str) -> str:
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, name: str, sparse: bool) -> list[dict[str, Any]]:
     """Tool calls with the arguments as an object: chat templates expect it, OpenAI writes text."""
     result = []
     for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
@@ -281,22 +312,25 @@ def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _parsed(arguments or "{}", where)
+        elif sparse:
+            arguments = _without_nulls(arguments)
         kept = {key: call[key] for key in ("id", "type") if isinstance(call.get(key), str)}
         arguments = _object({} if arguments is None else arguments, where)
         result.append(kept | {"function": {"name": function["name"], "arguments": arguments}})
     return result
 
 
-def _tools(value: Any, name: str) -> tuple[dict[str, Any], ...]:
+def _tools(value: Any, name: str, sparse: bool) -> tuple[dict[str, Any], ...]:
     """Definitions of tools, as chat templates expect them."""
     if isinstance(value, str):
         value = _parsed(value, name)
+    elif sparse:
+        value = _without_nulls(value)
     if not isinstance(value, list):
         raise BadRow("wrong type", f"{name} is {short(value)}; expected a list of objects")
     tools = []
     for number, tool in enumerate(value):
-        # A table has null where a tool lacks what another one has.
-        tool = _without_nulls(_object(tool, f"{name}[{number}]"))
+        tool = _object(tool, f"{name}[{number}]")
         tools.append({"type": "function", "function": tool} if "name" in tool else tool)
     return tuple(tools)
 

@@ -11,11 +11,12 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from decode.errors import UserError, nearest
-from train.data.rows import EXPECTED, FIELDS, short
+from train.data.rows import EXPECTED, FIELDS, READ, short
 
 # The builder of `datasets` for each type of file. This module reads the other types itself: in a
 # table of Arrow, all rows of a column have one type, and contents of messages have several.
@@ -37,17 +38,21 @@ class Place(NamedTuple):
     size: int
 
 
-def name_and_split(source: str) -> tuple[str, str | None]:
+def name_and_split(source: str, base_dir: Path = Path()) -> tuple[str, str | None]:
     """The name of a source, and the split that is named behind its last @; None if there is none.
     A path that exists has no split, and a split has no slash: directories may have an @."""
     name, _, split = source.rpartition("@")
-    if not name or not split or "/" in split or Path(source).expanduser().exists():
+    if not name or not split or "/" in split or (base_dir / Path(source).expanduser()).exists():
         return source, None
     return name, split
 
 
 class Source(ABC):
-    """A source of rows. name: as the user wrote it, for messages. label: for ids."""
+    """A source of rows. name: as the user wrote it, for messages. label: for ids. names_ids: the
+    ids that its rows have begin with the label. sparse: it is a table, see
+    `train.data.rows.understand`."""
+
+    sparse = names_ids = False
 
     def __init__(self, name: str, label: str) -> None:
         self.name, self.label = name, label
@@ -64,14 +69,25 @@ class Source(ABC):
         yield lambda start, size: b""
 
 
-def sources_of(names: list[str], split: str | None, base_dir: Path) -> Iterator[Source]:
-    """The sources with these names. Relative paths start at `base_dir`. Raises UserError for a
-    split of a file that has none, and for a type of files that is not read."""
-    files = Counter(Path(name).name for name in names)
-    for name in names:
+def sources_of(names: list[str], base_dir: Path, name_ids: bool = False) -> Iterator[Source]:
+    """The sources with these names, which may end in @SPLIT. Relative paths start at `base_dir`.
+    name_ids: see `Source`. Raises UserError for a source that is named twice, for a split of a file
+    that has none, and for a type of files that is not read."""
+    places = []
+    for written in names:
+        name, split = name_and_split(written, base_dir)
+        places.append((written, name, base_dir / Path(name).expanduser(), split))
+    files = Counter(path.name for _, _, path, _ in places)
+    seen: set[tuple[Path, str | None]] = set()
+    for written, name, path, split in places:
+        if (path.resolve(), split) in seen:
+            raise UserError(
+                f"{written} is named twice; expected each source once. To train on its rows more "
+                "often, raise loop.epochs"
+            )
+        seen.add((path.resolve(), split))
         # With the bare file name, ids stay the same when the data moves. Files with equal names
         # need their paths as well.
-        path = base_dir / Path(name).expanduser()
         label = path.name if path.exists() and files[path.name] == 1 else name
         if path.is_file() and path.suffix not in (*OWN_TYPES, *BUILDERS):
             raise UserError(
@@ -81,15 +97,17 @@ def sources_of(names: list[str], split: str | None, base_dir: Path) -> Iterator[
                 f"{EXPECTED}"
             )
         if path.suffix not in OWN_TYPES or path.is_dir():
-            yield _DataSet(name, label, path, split)
-            continue
-        if split is not None:
+            source: Source = _DataSet(name, label, path, split)
+        elif split is not None:
             raise UserError(
-                f'{name}: split "{split}" is set, but a {path.suffix} file has no splits. '
-                f"Leave split out, or name the file of that split."
+                f'{written}: names the split "{split}", but a {path.suffix} file has no splits. '
+                f"Leave @{split} out, or name the file of that split."
             )
-        kind = {ARRAY: _Array, PARAGRAPHS: _Paragraphs}.get(path.suffix, _Lines)
-        yield kind(name, label, path)
+        else:
+            kind = {ARRAY: _Array, PARAGRAPHS: _Paragraphs}.get(path.suffix, _Lines)
+            source = kind(name, label, path)
+        source.names_ids = name_ids
+        yield source
 
 
 class _File(Source):
@@ -216,6 +234,8 @@ class _DataSet(Source):
     """What `datasets` reads: a table or a directory, or a data set of the hub. It maps its Arrow
     files into memory."""
 
+    sparse = True
+
     def __init__(self, name: str, label: str, path: Path, split: str | None) -> None:
         super().__init__(name, label)
         self._path, self._split = path, split
@@ -224,8 +244,9 @@ class _DataSet(Source):
         self._data, split = _load(self._path, self.name, self._split)
         which = f"[{split}]" if split else ""
         self.name, self.label = self.name + which, self.label + which
-        for number, row in enumerate(self._data):
-            yield Place(number, number, 0), row
+        with _named(self.name, "has a row that cannot be read"):
+            for number, row in enumerate(self._data):
+                yield Place(number, number, 0), row
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[int, int], Raw]]:
@@ -267,47 +288,63 @@ def _load(path: Path, source: str, split: str | None) -> tuple[Any, str | None]:
     # Imported here because the import takes a second, which other files do not need.
     import datasets
 
-    try:
-        if path.is_dir() and any(
-            (path / marker).is_file() for marker in ("state.json", "dataset_dict.json")
-        ):
+    if not path.exists() and (path.suffix in BUILDERS or source.startswith((".", "/", "~"))):
+        raise UserError(f"{source}: no such file or directory (looked at {path.absolute()}).")
+    what = f"neither a file ({path.absolute()}) nor a data set that could be loaded"
+    with _named(source, "cannot be read" if path.exists() else what):
+        if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
             data = datasets.load_from_disk(str(path))
-            if split is not None and isinstance(data, datasets.DatasetDict):
-                if split not in data:
-                    raise UserError(
-                        f'{source}: no split "{split}"; expected one of {", ".join(data)}.'
-                        f"{nearest(split, data)}"
-                    )
-                data = data[split]
-        elif path.is_dir():
-            data = datasets.load_dataset(str(path), split=split)
         elif path.is_file():
-            data = datasets.load_dataset(
-                BUILDERS[path.suffix], data_files=str(path), split=split or "train"
-            )
-        elif path.suffix in BUILDERS or source.startswith((".", "/", "~")):
-            raise UserError(f"{source}: no such file or directory (looked at {path.absolute()}).")
+            data = _built(BUILDERS[path.suffix], split or "train", data_files=str(path))
         else:
-            data = datasets.load_dataset(source, split=split)
-    except UserError:
-        raise
-    # `datasets` has no common base class for its errors, and they differ by version. The user must
-    # fix any failure to open a source, so all become UserError, with the cause attached.
+            data = _built(str(path) if path.is_dir() else source, split)
+    if isinstance(data, datasets.DatasetDict):
+        if split is None and len(data) == 1:
+            (split,) = data
+        if split not in data:
+            found = f'no split "{split}"' if split else "no split is named"
+            raise UserError(
+                f"{source}: {found}; expected one of {', '.join(data)}. Write {source}@SPLIT."
+                f"{nearest(split or '', data)}"
+            )
+        data = data[split]
+    # Other columns may be large, or media that take long to decode.
+    used = [name for name in data.column_names if name in READ] or data.column_names
+    data = data.with_format(None).select_columns(used)
+    for name in used:
+        if getattr(data.features[name], "decode", False):
+            data = data.cast_column(name, replace(data.features[name], decode=False))
+    return data, split
+
+
+def _built(name: str, split: str | None, **options: Any) -> Any:
+    """A data set that its builder reads. A table of text (.csv) gives text, and words such as NA
+    and None are text."""
+    import pandas  # type: ignore[import-untyped]
+    from datasets import Features, Value, load_dataset_builder
+    from datasets.packaged_modules.csv.csv import CsvConfig
+
+    builder = load_dataset_builder(name, **options)
+    if isinstance(builder.config, CsvConfig) and builder.config.features is None:
+        files = next(iter((builder.config.data_files or {}).values()))
+        columns = pandas.read_csv(files[0], nrows=0).columns
+        text = Features(dict.fromkeys(columns, Value("string")))
+        options |= {"features": text, "keep_default_na": False, "na_values": [""]}
+        builder = load_dataset_builder(name, **options)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+@contextmanager
+def _named(source: str, what: str) -> Iterator[None]:
+    """Turns an error of `datasets` into a UserError. what: is wrong with the source.
+
+    Its errors have no common base class, and differ by version. The user must mend any of them.
+    """
+    try:
+        yield
     except Exception as error:
-        what = (
-            "cannot be read"
-            if path.exists()
-            else f"neither a file ({path.absolute()}) nor a data set that could be loaded"
-        )
         # "An error occurred while generating the dataset" hides the reason one level down.
         reason = error.__cause__ or error
         detail = " ".join(str(reason).split())
         raise UserError(f"{source}: {what}: {type(reason).__name__}: {detail}") from error
-
-    if isinstance(data, datasets.DatasetDict):
-        if len(data) != 1:
-            raise UserError(
-                f"{source}: has the splits {', '.join(data)}; set split to one of them."
-            )
-        split, data = next(iter(data.items()))
-    return data, split
