@@ -1,13 +1,17 @@
 """Students, the live teacher and the loss of a batch."""
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.errors import UserError
+from decode.target.pretrained import decoder_config
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -38,6 +42,91 @@ def test_a_student_of_some_layers_is_the_target_with_the_others_skipped():
     torch.testing.assert_close(student(ids, use_cache=False).logits, skipped)
 
 
+def _gemma3(layers: int) -> Any:
+    """A tiny Gemma 3 for images and text."""
+    shape = tiny_model("gemma", layers=layers).config.to_dict()
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    text = {**shape, "model_type": "gemma3_text", "layer_types": kinds, "sliding_window": 8}
+    vision = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+    vision |= {"num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("gemma3", text_config=text, vision_config=vision)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config).eval()
+
+
+LLAMA4 = {"num_local_experts": 2, "head_dim": 8, "intermediate_size_mlp": 16}
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    ("make", "layers", "kept"),
+    [
+        pytest.param(partial(_gemma3, 4), [1, 2], {}, id="nested"),
+        pytest.param(
+            partial(tiny_model, "smollm3", layers=4, no_rope_layers=[1, 1, 1, 0]),
+            [0, 3],
+            {"no_rope_layers": [1, 0]},
+            id="a list by layer",
+        ),
+        pytest.param(
+            partial(tiny_model, "qwen3_moe", layers=4, mlp_only_layers=[1, 3], **EXPERTS),
+            [0, 3],
+            {"mlp_only_layers": [1]},
+            id="layer numbers",
+        ),
+        pytest.param(
+            partial(tiny_model, "glm4_moe", layers=3, first_k_dense_replace=2, **EXPERTS),
+            [1, 2],
+            {"first_k_dense_replace": 1},
+            id="the first layers",
+        ),
+        pytest.param(
+            partial(tiny_model, "llama4_text", layers=4, moe_layers=[0, 1, 2, 3], **LLAMA4),
+            [1, 3],
+            {"moe_layers": [0, 1], "no_rope_layers": [1, 0]},
+            id="the numbers of all layers",
+        ),
+    ],
+)
+def test_chosen_layers_stay_what_they_are(make: Any, layers: list[int], kept: dict[str, Any]):
+    target = make()
+    student = student_from_layers(target, layers)
+    assert student.config.num_hidden_layers == len(layers)
+    assert {key: getattr(student.config, key) for key in kept} == kept
+    # The only parts are those that write text.
+    assert len(student.state_dict()) < len(target.state_dict())
+    text = torch.arange(10)[None] + 5
+    everything = student_from_layers(target, range(decoder_config(target).num_hidden_layers))
+    torch.testing.assert_close(everything.eval()(text).logits, target(text).logits)
+
+
+@pytest.mark.parametrize("with_weights", [True, False])
+def test_layers_that_a_config_cannot_describe_are_refused(with_weights: bool):
+    """Every second layer has experts, so layer 1 of the student would have some too."""
+    with torch.device("cpu" if with_weights else "meta"):
+        target = tiny_model("qwen3_moe", layers=4, decoder_sparse_step=2, **EXPERTS)
+        assert student_from_layers(target, [0, 1]).config.num_hidden_layers == 2
+        with pytest.raises(
+            UserError, match=r"layers.2.mlp is Qwen3MoeMLP, and would be Qwen3MoeSp"
+        ):
+            student_from_layers(target, [0, 2])
+
+
+def test_a_student_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch):
+    target = tiny_model("smollm3", layers=4, no_rope_layers=[1, 1, 1, 0])
+    kept = "distill.untrained_student.kept_settings"
+    with monkeypatch.context() as context:
+        context.setattr(kept, lambda fields, *rest: fields | {"layer_types": None})
+        with pytest.raises(
+            UserError, match=r"use_rope of .*layers.3.self_attn is 0, and would be 1"
+        ):
+            student_from_layers(target, [0, 3])
+        context.setattr("distill.chosen_layers.other_settings", lambda *args: None)
+        with pytest.raises(UserError, match=r"logits would differ by \d+% of the largest"):
+            student_from_layers(target, [0, 3])
+
+
 @pytest.mark.parametrize("layers", [[], [4], [-1], [1, 0], [1, 1]])
 def test_wrong_layers_are_refused(layers: list[int]):
     with pytest.raises(UserError, match="ascending numbers from 0 to 3"):
@@ -52,6 +141,28 @@ def test_a_fresh_student_has_the_changed_shape():
         student_from_config(tiny_llama(), {"vocab_size": 10})
     with pytest.raises(UserError, match="cannot change 'layrs'"):
         student_from_config(tiny_llama(), {"layrs": 10})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {"num_attention_heads": 3}, "num_attention_heads: 3 .*not a multiple of"),
+        ("qwen3", {"num_attention_heads": 3}, "num_attention_heads: 3 cannot run .*must match"),
+        ("llama", {"hidden_size": "big"}, "hidden_size: 'big' .*expected int"),
+        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "rope_.*'factor'"),
+        ("llama", {"num_attention_heads": 0}, "num_attention_heads: 0 .*ZeroDivisionError"),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_values_that_make_no_model_are_named(family: str, changes: dict[str, Any], reason: str):
+    with pytest.raises(UserError, match=f"model (can be made )?with {reason}"):
+        student_from_config(tiny_model(family), changes)
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+def test_a_fresh_student_of_a_nested_config_is_deeper_or_shallower(depth: int):
+    student = student_from_config(_gemma3(4), {"num_hidden_layers": depth})
+    assert len(student.model.layers) == len(student.config.layer_types) == depth
 
 
 def test_a_model_that_does_more_than_a_linear_layer_is_refused():

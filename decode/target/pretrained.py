@@ -19,8 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
@@ -31,18 +29,8 @@ from decode.errors import UserError
 # The longest text of models without a limit in their config.
 UNLIMITED_POSITIONS = 2**31 - 1
 
-# The exceptions of transformers for files that are missing, malformed or do not fit together.
-# ImportError: a model or an attention implementation needs a package that is not installed.
-_LOAD_ERRORS = (
-    OSError,
-    ValueError,
-    RuntimeError,
-    LookupError,
-    TypeError,
-    ImportError,
-    SafetensorError,
-    StrictDataclassError,
-)
+# Lines and characters of an error that a message repeats.
+REASON_LINES, REASON_LENGTH = 4, 400
 
 
 @dataclass(frozen=True)
@@ -118,7 +106,7 @@ def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
         if _asks_for_trust(error):
             raise UserError(_foreign_code(source)) from error
         raise UserError(
-            f"no usable tokenizer in {source} ({_first_line(error)}). Put the model's tokenizer "
+            f"no usable tokenizer in {source} ({in_one_line(error)}). Put the model's tokenizer "
             "files (tokenizer.json, tokenizer_config.json) beside its weights."
         ) from error
     return tokenizer
@@ -150,8 +138,8 @@ def _explained(source: str, part: str) -> Iterator[None]:
     """Turns exceptions of transformers about a model's files into UserErrors."""
     try:
         yield
-    except _LOAD_ERRORS as error:
-        reason = _first_line(error)
+    except Exception as error:  # bad files bring out errors of every type
+        reason = in_one_line(error)
         if _asks_for_trust(error):
             message = _foreign_code(source)
         elif "safetensors" in reason and "does not appear to have" in reason:
@@ -190,9 +178,27 @@ def no_safetensors(source: str, pickles: list[str]) -> str:
     )
 
 
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".:")
+def in_one_line(error: Exception) -> str:
+    """The first lines of an error's message, joined."""
+    # A KeyError's text is the repr of its message.
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    reason = " ".join(lines[:REASON_LINES]) or type(error).__name__
+    if lines[REASON_LINES:] or reason[REASON_LENGTH:]:
+        return f"{reason[:REASON_LENGTH]} …"
+    return reason.rstrip(".:")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever a library raises for values of the user into a UserError. what: did not work,
+    with the values, as the start of the message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({type(error).__name__}: {in_one_line(error)})") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from decode.errors import UserError
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import layer_list_name
+from decode.target.layer_settings import kept_settings
 from decode.target.pretrained import is_hooked
 
 FORMAT = 1
@@ -206,10 +207,11 @@ def _model_without(model: PreTrainedModel, skipped: Sublayers) -> tuple[PreTrain
     holder = other.get_submodule(".".join(parts[:-1]))
     setattr(holder, parts[-1], nn.ModuleList(new_layers[number] for number in kept))
     config = other.config.get_text_config()
-    types = getattr(config, "layer_types", None)
+    settings = kept_settings(vars(config), kept, len(layers))
     config.num_hidden_layers = len(kept)
-    if types:
-        config.layer_types = [types[number] for number in kept]
+    for key, value in settings.items():
+        if value != vars(config)[key]:
+            setattr(config, key, value)
     return other, kept
 
 
