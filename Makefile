@@ -17,7 +17,7 @@ LOWEST ?= .venv-lowest
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 
 .PHONY: help install quickstart test test-lowest test-quantised test-engines engine-llama engine-openvino \
-	engine-speculators engine-vllm engine-vllm-suffix lint format docs clean
+	engine-speculators engine-vllm engine-vllm-suffix test-clients test-peers lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -32,6 +32,8 @@ help:
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
 	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make engine-vllm-suffix vLLM's suffix drafter, which benchmarks.suffix compares with ours"
+	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
+	@echo "make test-peers   losses and gradients beside those of other trainers"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
@@ -53,7 +55,7 @@ quickstart: install
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-		-m "not engine"
+		-m "not engine and not client and not peer"
 	@echo "left out: tests in inference engines (make test-engines)"
 
 # A torch this old comes from PyPI with the libraries of CUDA.
@@ -68,7 +70,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
-		--dist worksteal -m "not engine"
+		--dist worksteal -m "not engine and not client and not peer"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.
 test-quantised: install
@@ -78,6 +80,24 @@ test-quantised: install
 
 test-engines: install
 	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900
+
+# Clients that others make. What they require does not fit into one environment.
+CLIENTS = $(ENGINES)/clients
+$(CLIENTS)/%/.installed: tests/clients/%.txt
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --requirement $<
+	touch $@
+
+# node looks for packages beside the script that imports them.
+$(CLIENTS)/node/.installed: tests/clients/package.json $(wildcard tests/clients/*.mjs)
+	mkdir -p $(@D)
+	cp tests/clients/package.json tests/clients/*.mjs $(@D)
+	npm install --silent --prefix $(@D)
+	touch $@
+
+test-clients: install $(CLIENTS)/agents/.installed $(CLIENTS)/proxies/.installed \
+		$(CLIENTS)/aider/.installed $(CLIENTS)/guidellm/.installed $(CLIENTS)/node/.installed
+	$(VENV)/bin/python -m pytest -m client -rs tests/test_clients.py
 
 # The package makes its libraries' links when it is first imported.
 engine-llama: $(ENGINES)/llama/.installed
