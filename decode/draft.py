@@ -216,6 +216,13 @@ class Draft:
         """Keep only the first sizes[b] nodes of each row, int [B]."""
         self.sizes, self._valid, self._children, self._levels = sizes, None, None, None
 
+    def drop(self, rows: np.ndarray, stand_in: Tensor) -> None:
+        """These rows, bool [B], have no draft. The padding in its place is their token in
+        `stand_in`, int64 [B, 1]."""
+        at = to_device(rows, self.tokens.device)[:, None]
+        self.tokens = torch.where(at, stand_in, self.tokens)
+        self.cut(np.where(rows, 0, self.sizes))
+
     def valid(self) -> Tensor:
         """bool [B, N]: nodes that are not padding."""
         if self._valid is None:

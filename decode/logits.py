@@ -56,12 +56,13 @@ def process(
     lengths: np.ndarray,
     nodes: Tensor,
     on_path: Tensor,
-) -> Tensor:
-    """float32 logits [B, R, V] after the processors, each position with the exact text before it.
+) -> tuple[Tensor, dict[int, Exception]]:
+    """(float32 logits [B, R, V] after the processors, each position with the exact text before it;
+    what processors raised, by row). Where one raised, the logits are NaN.
 
     Processors get float32, as in `generate()`. They do not know padding, so one call gets only
-    positions with texts of the same length. Arguments are as in `tokens_before`. Nodes are in the
-    order of their depth.
+    positions with texts of the same length. If one raises, each of these positions is tried alone.
+    Arguments are as in `tokens_before`. Nodes are in the order of their depth.
     """
     host = torch.cat([nodes[:, None], on_path.long()], 1).cpu().numpy()
     drafted, mask = host[:, 0], host[:, 1:].astype(bool)
@@ -71,7 +72,10 @@ def process(
             text = np.concatenate([tokens[row, : lengths[row]], drafted[row, mask[row, position]]])
             texts.setdefault(len(text), []).append((row, position, text))
     changed = logits.to(torch.float32, copy=True)
-    for same_length in texts.values():
+    failed: dict[int, Exception] = {}
+    groups = list(texts.values())
+    while groups:
+        same_length = groups.pop()
         at_rows, at_positions, ids = zip(*same_length, strict=True)
         at = (
             to_device(np.array(at_rows), logits.device),
@@ -79,7 +83,14 @@ def process(
         )
         scores = changed[at]
         input_ids = to_device(np.stack(ids), logits.device)
-        for processor in processors:
-            scores = processor(input_ids, scores)
-        changed[at] = scores.float()
-    return changed
+        try:
+            for processor in processors:
+                scores = processor(input_ids, scores)
+            changed[at] = scores.float()
+        except Exception as error:
+            if len(same_length) > 1:
+                groups += [[one] for one in same_length]
+                continue
+            failed[at_rows[0]] = error
+            changed[at] = torch.nan
+    return changed, failed

@@ -65,8 +65,10 @@ class Decoding(RunningRows):
         float32 (see `CounterRNG`). Rows with settings of their own have their own seeds.
     on_tokens: called with (row, new tokens) as soon as they are final. on_end: called with (row,
         all new tokens) when a text has ended. A row's number is given by `admit`.
-    on_error: called with (row, error) when a row ends because its logits are NaN or processors mask
-        them all. It gets no token of that pass, and the others go on. None: the error is raised.
+    on_error: called with (row, error) when a row ends because its logits are NaN, processors mask
+        them all, or a processor or the row's stop raises. It gets no token of that pass, and the
+        others go on. If the drafter raises, the pass goes on without drafts, and the drafter begins
+        anew. None: such errors are raised.
     rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
         `Setup.slots`). More is allocated when it is needed.
     outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for

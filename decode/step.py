@@ -3,8 +3,9 @@
 Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -16,10 +17,14 @@ from decode.logprobs import TokenLogprob, token_logprobs
 from decode.rows import Rows, compacted
 from decode.rules import Rule, used_rule
 from decode.setup import Setup
+from decode.start import start_drafter
 from decode.stats import Timing
+from decode.target.cache.probes import Probes
 from decode.target.hidden_states import Features
-from decode.verification import Scores, Verification
+from decode.verification import Scores, Verification, failure
 from decode.waiting_rows import WaitingRows
+
+logger = logging.getLogger(__name__)
 
 OnTokens = Callable[[int, list[int]], None]
 OnEnd = Callable[[int, list[int]], None]
@@ -54,6 +59,7 @@ class RunningRows:
         self._features: Features | None = None  # the hidden states of the last pass
         self._passes = 0  # verification passes, without prefills
         self._drafted = False  # since the first of the running rows joined
+        self._failed = False  # the drafter, in this pass
         if setup.stop:
             setup.stop.start()
         if setup.prefixes is not None:
@@ -83,6 +89,17 @@ class RunningRows:
         self.setup.policy.observe(verification)
         self.steps.append(verification)
         self.retire(verification)
+        if self._failed:
+            self._failed = False
+            self.restart_drafter()
+
+    def restart_drafter(self) -> None:
+        """Let the drafter begin anew with the running texts, and let the target read the prompts of
+        rows that wait once more. Raises UserError if memory is missing."""
+        setup, waiting = self.setup, self._waiting.readings
+        if len(self.rows) or waiting:
+            self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
+            self._drafted = False
 
     def _running(self) -> AbstractContextManager[None]:
         """Passes inside this context feed the running rows, and not those that wait."""
@@ -109,18 +126,14 @@ class RunningRows:
             depths = np.zeros_like(depths)
         elif taking is not None:
             depths = np.where(taking, depths, 0)
-        draft = self._draft(depths)
+        draft, probes = self._draft(depths)
         clock.mark("draft")
-        probes = None
-        if setup.drafter.has_probes and depths.any():
-            probes = setup.drafter.probes(setup.policy.max_depth)
-            logits = probes.verify(setup.lm, contexts, draft)
-        else:
-            logits = setup.lm.verify(contexts, draft)
-        clock.mark("verify")
-        scores = Scores(logits, rows.sampling, draft, contexts, setup.processors)
-        decision = self._rule().decide(draft, scores, rows.rng)
-        verification = Verification.of(draft, scores, decision)
+        verification = self._verified(draft, probes)
+        lost = verification.lost & (draft.sizes > 0)
+        if lost.any():
+            # The keys of a drafted token may not be finite, and no mask hides those.
+            draft.drop(lost, contexts.last_tokens(draft.tokens.device))
+            verification = self._verified(draft, probes)
         verification.number, verification.probes = self._passes, probes
         if taking is not None:
             verification.sit_out(~taking)
@@ -134,11 +147,40 @@ class RunningRows:
         clock.mark("overhead")
         return verification
 
-    def _draft(self, depths: np.ndarray) -> Draft:
-        """The draft of each row, at most depths[b] deep, int [B]."""
-        setup = self.setup
+    def _verified(self, draft: Draft, probes: Probes | None) -> Verification:
+        """Feed a draft to the target and let the rule judge it."""
+        setup, rows = self.setup, self.rows
+        if probes is not None:
+            logits = probes.verify(setup.lm, rows.contexts, draft)
+        else:
+            logits = setup.lm.verify(rows.contexts, draft)
+        self.clock.mark("verify")
+        scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
+        return Verification.of(draft, scores, self._rule().decide(draft, scores, rows.rng))
+
+    def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
+        """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
+        none = Draft.none(len(depths), self.setup.lm.device), None
         if not depths.any():
-            return Draft.none(len(depths), setup.lm.device)
+            return none
+        with self._drafter_may_fail():
+            return self._ask_drafter(depths)
+        return none
+
+    @contextmanager
+    def _drafter_may_fail(self) -> Iterator[None]:
+        """With `on_error`, no text ends because the drafter raises: it begins anew after the
+        pass."""
+        try:
+            yield
+        except Exception:
+            if self.on_error is None:
+                raise
+            logger.exception("the drafter fails and begins anew")
+            self._failed = True
+
+    def _ask_drafter(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
+        setup = self.setup
         if not self._drafted:
             # Not earlier: a policy may decode a complete text without a draft.
             setup.drafter.prefill(self.rows.contexts)
@@ -151,7 +193,7 @@ class RunningRows:
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
-        return draft
+        return draft, setup.drafter.probes(policy.max_depth) if setup.drafter.has_probes else None
 
     def _rule(self) -> Rule:
         """The rule for the running rows. Exact match serves only if all are greedy."""
@@ -162,18 +204,21 @@ class RunningRows:
 
     def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
         """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
-        A row whose logits give no token fails. Without `on_error`, this raises its error and
-        changes nothing."""
+        A row whose logits give no token, or whose stop raises, fails. Without `on_error`, this
+        raises its error and changes no text."""
         contexts = rows.contexts
         verification.rows = rows.numbers
         verification.contexts, verification.lengths = contexts, contexts.lengths
-        for index in np.flatnonzero(verification.broken).tolist():
-            error = verification.problem(index)
+        broken = np.flatnonzero(verification.broken).tolist()
+        errors = {index: verification.problem(index) for index in broken}
+        room = rows.ends - contexts.lengths
+        failed = verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
+        for index, error in failed.items():
+            errors[index] = failure("the stop", verification.where(index), error)
+        for index, error in errors.items():
             if self.on_error is None:
                 raise error
             self.errors[int(rows.numbers[index])] = error
-        room = rows.ends - contexts.lengths
-        verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
         contexts.append(verification.block, verification.emitted)
         verification.describe(depths, self.setup.policy.watched)
 
@@ -185,7 +230,8 @@ class RunningRows:
             features = Features(self.setup.lm.features, counts)
             self._features = features.at(verification.positions(), counts)
             verification.features = self._features
-        self.setup.drafter.observe(verification)
+        with self._drafter_may_fail():
+            self.setup.drafter.observe(verification)
 
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose

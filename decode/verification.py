@@ -28,6 +28,7 @@ class Scores:
 
     logits: [B, R, V], after processors, before temperature and filters. float32 if a penalty or a
     processor changed them, else in the model's dtype. raw: the logits as the model returned them.
+    failed: what processors raised, by row. Their logits are NaN.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Scores:
     ) -> None:
         self.raw = logits
         self.sampling = sampling
+        self.failed: dict[int, Exception] = {}
         if sampling.penalises or processors:
             assert draft is not None
             assert contexts is not None
@@ -51,7 +53,7 @@ class Scores:
             if sampling.penalises:
                 logits = penalise(logits, tokens_before(*text), sampling.penalty(logits.device))
             if processors:
-                logits = process(processors, logits, *text)
+                logits, self.failed = process(processors, logits, *text)
         self.logits = logits
         self._probs: Tensor | None = None
 
@@ -114,11 +116,13 @@ class Decision:
 
     def packed(self, draft: Draft, scores: Scores) -> Tensor:
         """int64 [B, 4 + 2·D]: accepted, reached, the next token, whether logits along the path are
-        not finite, the path and its tokens. All that the host reads in a step."""
+        not finite (1; 2: those after the text), the path and its tokens. All that the host reads in
+        a step."""
         peaks = scores.peaks_at(_positions(self.path))
         places = torch.arange(peaks.shape[1], device=peaks.device)
-        broken = ((places <= self.accepted[:, None]) & ~peaks.isfinite()).any(1)
-        figures = torch.stack([self.accepted, self.reached, self.next_token, broken.long()], 1)
+        lost = ~peaks.isfinite()
+        broken = (lost & (places <= self.accepted[:, None])).any(1).long() + lost[:, 0]
+        figures = torch.stack([self.accepted, self.reached, self.next_token, broken], 1)
         return torch.cat([figures, self.path, draft.tokens.gather(1, self.path)], 1)
 
 
@@ -138,7 +142,8 @@ class Verification:
     reached: int [B], the number of judged draft positions whose predecessors were all accepted.
     block: int64 [B, D+1], the accepted tokens of each row, then the target's next token. A text
         that ends inside the block is not cut here.
-    broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked.
+    broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked,
+        or the row's stop failed. lost: bool [B], whether those after the text were.
     nodes: int64 [B, D], `path` on the host.
 
     The loop adds the outcome:
@@ -175,6 +180,7 @@ class Verification:
     block: np.ndarray
     broken: np.ndarray
     nodes: np.ndarray = field(default_factory=lambda: _no_rows()[:, None])
+    lost: np.ndarray = field(default_factory=_no_rows)
     number: int = 0
     rows: np.ndarray = field(default_factory=_no_rows)
     contexts: Contexts = field(default_factory=lambda: Contexts(_no_rows()[:, None], _no_rows()))
@@ -203,8 +209,10 @@ class Verification:
         nodes, tokens = np.split(host[:, 4:], 2, axis=1)
         block = np.concatenate([tokens, np.zeros_like(host[:, :1])], axis=1)
         np.put_along_axis(block, kept[:, None], following[:, None], axis=1)
-        broken = host[:, 3].astype(bool)
-        return cls(draft, scores, decision.path, kept, host[:, 1], block, broken, nodes)
+        broken = host[:, 3] > 0
+        record = cls(draft, scores, decision.path, kept, host[:, 1], block, broken, nodes)
+        record.lost = host[:, 3] > 1
+        return record
 
     @classmethod
     def of_nothing(
@@ -251,11 +259,12 @@ class Verification:
         eos: np.ndarray,
         ignore_eos: np.ndarray,
         stops: Sequence[Stop | None] = (),
-    ) -> None:
+    ) -> dict[int, Exception]:
         """Set `emitted` and `ended`: a text ends inside the block after one of the ids `eos`, int64
         [n], except in the rows `ignore_eos`, bool [B], where the row's stop says so, or with its
         last token of `room`, int [B]. A broken row gets nothing and ends. A row that `waits` gets
-        nothing and goes on."""
+        nothing and goes on. A row whose stop raises is broken; its error is returned, by row."""
+        failed: dict[int, Exception] = {}
         block = self.block
         if self.broken.any():
             self.accepted = np.where(self.broken, 0, self.accepted)
@@ -273,10 +282,15 @@ class Verification:
             if stop is None or self.broken[index] or not emitted[index]:
                 continue
             tokens = block[index, : emitted[index]].tolist()
-            kept = stop.cut(int(self.rows[index]), tokens)
+            try:
+                kept = stop.cut(int(self.rows[index]), tokens)
+            except Exception as error:
+                failed[index], self.broken[index], kept = error, True, 0
+                self.accepted[index] = self.reached[index] = 0
             if kept is not None:
                 emitted[index], ended[index] = kept, True
         self.emitted, self.ended = emitted, ended
+        return failed
 
     def describe(self, depths: np.ndarray, watched: int) -> None:
         """Set the figures of the draft. depths: int [B], the max depth allowed. watched: see
@@ -288,13 +302,16 @@ class Verification:
         # A policy that stopped a draft has seen the logits of one more token.
         self.draft_steps = max(int(self.nodes_by_depth.any(0).sum()), watched)
 
+    def where(self, row: int) -> str:
+        """Where this pass found the row with this index, for an error."""
+        kind = "verification" if self.number else "prefill"
+        text = f"after {self.lengths[row]} tokens of text"
+        return f"in step {self.number} ({kind}) for prompt {self.rows[row]}, {text}"
+
     def problem(self, row: int) -> UserError:
         """The error of a broken row: it says whether the model or a logits processor is the
         cause. row: an index. Call it before `cut`."""
-        where = (
-            f"in step {self.number} ({'verification' if self.number else 'prefill'}) for prompt "
-            f"{self.rows[row]}, after {self.lengths[row]} tokens of text"
-        )
+        where = self.where(row)
         on_path = self.positions()[row, : int(self.accepted[row]) + 1]
         if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
             dtype = dtype_name(self.scores.raw.dtype)
@@ -302,6 +319,8 @@ class Verification:
                 f"the target's logits are NaN or infinite {where}; check its weights, or use a "
                 f"dtype with more range than {dtype}"
             )
+        if row in self.scores.failed:
+            return failure("a logits processor", where, self.scores.failed[row])
         return UserError(
             f"the logits processors mask all tokens {where}; at least one logit must be finite: "
             "remove the processor that masks them all, or let it keep a token"
@@ -346,6 +365,13 @@ class Verification:
                 for name, values in self.signals.items()
             },
         }
+
+
+def failure(what: str, where: str, error: Exception) -> UserError:
+    """The error of a row for which something that the user gave raised an exception."""
+    wrapped = UserError(f"{what} fails {where}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _positions(path: Tensor) -> Tensor:

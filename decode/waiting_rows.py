@@ -184,18 +184,18 @@ class WaitingRows:
         return [row for reading in self.readings for row in reading.numbers]
 
     def begin(self, new: Rows, running: Rows) -> None:
-        """Let new rows wait, behind those that do. Raises UserError if memory is missing, and then
-        changes nothing."""
+        """Let new rows wait, behind those that do. Raises UserError if memory is missing. After any
+        error nothing is changed."""
         lm, known = self.setup.lm, [running, *self]
         held, reading = len(running) + self.count, Reading(self.setup, new)
         capacity = max(rows.contexts.tokens.shape[1] for rows in (new, *known))
+        usual = {self.setup.stop}
+        for stop in new.own_stops().difference(usual, *(rows.own_stops() for rows in known)):
+            stop.start()
         # Memory for all rows, before any work. Copies of a prompt take theirs when they join.
         lm.add_rows(len(new), capacity)
         if reading.count < len(new):
             lm.keep_rows(torch.arange(held + reading.count, device=lm.device))
-        usual = {self.setup.stop}
-        for stop in new.own_stops().difference(usual, *(rows.own_stops() for rows in known)):
-            stop.start()
         self.readings.append(reading)
 
     def of(self, row: int, running: int) -> tuple[Reading, int]:

@@ -4,6 +4,7 @@ Each text is the one that its row has alone, in a decoder made with these settin
 """
 
 import copy
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,18 +13,21 @@ import numpy as np
 import pytest
 import torch
 
+from decode.draft import Draft
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup.ngram import StoreDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
 from decode.mixed_sampling import MixedSampling, combined
 from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.target.cache.prefix_cache import PrefixCache
-from decode.text_stream import StopStrings
-from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from decode.text_stream import Stop, StopStrings
+from decode.verification import Verification
+from tests.lossless import LONGER, FixedDraft, fit_texts, longer_model, small_lm
 from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder
 from tests.test_processors import Broken
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
 
 SAMPLINGS = [
     Sampling(1.0, top_p=0.98),
@@ -210,8 +214,16 @@ def test_settings_that_cannot_be_used() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "chain", "tree", "eagle1 tree"])
-@pytest.mark.parametrize("length", [17, 22])
-def test_a_row_without_a_token_fails_alone(kind: str, length: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "raises", "said"),
+    [
+        (17, False, "mask all tokens"),
+        (22, False, "mask all tokens"),
+        (17, True, "a logits processor fails in step 0 .* prompt 2, .*: KeyError: 'lost'"),
+        (22, True, "a logits processor fails in step .* prompt 2, .*: KeyError: 'lost'"),
+    ],
+)
+def test_a_row_without_a_token_fails_alone(kind: str, length: int, raises: bool, said: str) -> None:
     """At its prompt or later: the other rows go on with the same texts."""
     prompt, drafter = torch.tensor(PROMPTS[2]), KINDS[kind]()
 
@@ -219,6 +231,8 @@ def test_a_row_without_a_token_fails_alone(kind: str, length: int) -> None:
         if input_ids.shape[1] < length:
             return scores
         hit = (input_ids[:, : len(prompt)] == prompt).all(1, keepdim=True)
+        if raises and hit.any():
+            raise KeyError("lost")
         return torch.where(hit, -torch.inf, scores)
 
     for sampling in (Sampling(), Sampling(1.0)):
@@ -238,7 +252,7 @@ def test_a_row_without_a_token_fails_alone(kind: str, length: int) -> None:
         outputs = dict(finish(decoding))
         assert decoding.errors == failed
         assert list(failed) == [2]
-        assert "mask all tokens" in str(failed[2])
+        assert re.search(said, str(failed[2]))
         # No token of the pass in which it failed.
         text = outputs.pop(2)
         assert text == expected[2][: len(text)]
@@ -247,7 +261,7 @@ def test_a_row_without_a_token_fails_alone(kind: str, length: int) -> None:
         assert outputs == {row: text for row, text in enumerate(expected) if row != 2}
         assert sorted(ended) == sorted(outputs)
         decoding.result()
-        with pytest.raises(UserError, match="mask all tokens"):
+        with pytest.raises(UserError, match=said):
             which.decode(PROMPTS, NEW, seed=3)
 
 
@@ -274,6 +288,82 @@ def test_nan_logits_fail_one_row_and_are_not_remembered(kind: str) -> None:
     assert text == expected[4][: len(text)]
     assert outputs == {row: text for row, text in enumerate(expected) if row != 4}
     assert known.find(np.array([*PROMPTS[4], 0, 0])) is None
+
+
+class Rude(Stop):
+    """Raises for one row, at its third token."""
+
+    def start(self) -> None:
+        self.seen = 0
+
+    def cut(self, row: int, tokens: list[int]) -> int | None:
+        self.seen += len(tokens)
+        if self.seen > 2:
+            raise OverflowError("out of range")
+        return None
+
+
+class Failing(StoreDrafter):
+    """Raises in the second draft, after the third one, and then in both."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.drafts, self.failing = 0, ["draft 2", "observe 3", "draft 5", "observe 5"]
+
+    def _may_fail(self, call: str) -> None:
+        if f"{call} {self.drafts}" in self.failing:
+            self.failing.remove(f"{call} {self.drafts}")
+            raise IndexError(call)
+
+    def draft(self, *args: Any) -> Draft:
+        self.drafts += 1
+        self._may_fail("draft")
+        return super().draft(*args)
+
+    def observe(self, verification: Verification) -> None:
+        self._may_fail("observe")
+        super().observe(verification)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)])
+def test_a_stop_or_a_drafter_that_raises_ends_no_other_text(
+    sampling: Sampling, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `exact`, no text depends on drafts."""
+    expected = decoder(KINDS["none"](), sampling=sampling, rule="exact").decode(PROMPTS, NEW)
+    drafter = Failing()
+    decoding = Decoding(
+        decoder(drafter, sampling=sampling, rule="exact"), on_error=lambda row, error: None
+    )
+    settings = [RowSettings(sampling) for _ in PROMPTS]
+    settings[1] = replace(settings[1], stop=Rude())
+    decoding.admit(PROMPTS, NEW, settings=settings)
+    outputs = finish(decoding)
+    assert not drafter.failing
+    assert sum("the drafter fails" in record.message for record in caplog.records) == 4
+    assert list(decoding.errors) == [1]
+    assert re.search(r"the stop fails .* prompt 1, .*: OverflowError", str(decoding.errors[1]))
+    text = outputs.pop(1)
+    assert text == expected.outputs[1][: len(text)]
+    assert len(text) < 3
+    assert outputs == {row: text for row, text in enumerate(expected.outputs) if row != 1}
+    with pytest.raises(IndexError):
+        decoder(Failing(), rule="exact").decode(PROMPTS, NEW)
+
+
+@pytest.mark.parametrize("parents", [None, (-1, -1, 0)])
+def test_a_drafted_token_whose_keys_are_not_finite_ends_no_text(parents: Any) -> None:
+    """Its row gets no draft in that pass: a mask does not hide NaN."""
+    target = tiny_model("llama", tie=False)
+    prompts = [[5, 9, 12, 40], [7, 7, 3, 2, 1, 8], [100]]
+    expected = Decoder(target, DRAFTERS["none"]()).decode(prompts, NEW).outputs
+    unseen = max(set(range(VOCAB)) - {token for text in (*expected, *prompts) for token in text})
+    with torch.no_grad():
+        target.get_input_embeddings().weight[unseen] = torch.nan
+    for tokens in ((unseen, 3, 4), (expected[0][1], 3, unseen)):
+        found = Decoder(target, FixedDraft(tokens, parents)).decode(prompts, NEW)
+        assert found.outputs == expected
+        assert found.counts.drafted.sum() == 0
 
 
 # --- log-probabilities ----------------------------------------------------------------------------
