@@ -18,7 +18,7 @@ import typer
 from benchmarks.common import run_command
 from benchmarks.parts.browser import find_browser, opened
 from decode.errors import UserError
-from train.serve.server import bind
+from train.net.listen import bind
 from train.watch.run_state import RunState
 from train.watch.server import HOST, WatchServer
 

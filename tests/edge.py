@@ -17,7 +17,8 @@ from train.edge.link import Link
 from train.edge.server import VerifyServer
 from train.edge.sessions import Bounds
 from train.edge.verifier import Verifier
-from train.serve.server import bind
+from train.net.guard import Guard
+from train.net.listen import bind
 
 PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100]]
 NEW = 24
@@ -56,7 +57,7 @@ def serving(
     """Raises at its end what the server ended of."""
     with bind("127.0.0.1", port) as bound:
         verifier = Verifier(served or target(), rule, Bounds(**bounds))
-        server = VerifyServer(verifier, bound, key)
+        server = VerifyServer(verifier, bound, Guard(key=key))
         done = compute_apart(server.run, "server")
         server.wait()
         try:

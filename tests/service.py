@@ -17,10 +17,12 @@ from decode.loop import Decoder
 from decode.settings import DecodeSettings
 from decode.target.loading import Target
 from decode.text import prompt_ids
+from train.net.guard import Guard
+from train.net.listen import bind
 from train.serve.api import Service
 from train.serve.engine import Engine
 from train.serve.requests import Bounds, Choice, Request
-from train.serve.server import Server, bind, make_service
+from train.serve.server import Server, make_service
 
 MODEL = "tiny-llama"
 LONG = 200  # tokens: a text that is still decoding when a test looks
@@ -91,9 +93,8 @@ def serving(
         settings or DecodeSettings(gamma=3),
         Bounds(**bounds),
         drafter_name=drafter_name,
-        api_key=api_key,
         max_tokens=max_tokens,
-        **(options or {}),
+        **{"guard": Guard(key=api_key, admin_key=api_key), **(options or {})},
     )
     requests: list[Request] = []
     submit = service.engine.submit

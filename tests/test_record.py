@@ -327,6 +327,9 @@ def test_reasoning_images_and_several_choices() -> None:
         ('password = "hunter22hunter"', "secret"),
         ("postgres://me:pass@host/db", "secret"),
         ("eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc_def", "secret"),
+        ("id-eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.abc_def", "secret"),
+        ("authorization: bearer abcdefghijklmnop1234", "secret"),
+        ("%20ann%2Eb@example.org", "mail"),
         ("-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----", "secret"),
     ],
 )
@@ -346,6 +349,15 @@ def test_redaction_leaves_other_text() -> None:
         assert redact(text) == (text, {})
     assert passes_luhn("79927398713")
     assert not passes_luhn("79927398714")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("unit", ["%", "a%20b%2F", "eyJ-", "a@-", "://a:", "-----BEGIN A"])
+def test_redaction_takes_linear_time(unit: str) -> None:
+    """400 KB, written to make a pattern begin at every character. Takes a tenth of a second. A
+    search that begins anew at each of them takes minutes, and runs into the limit."""
+    text = unit * (400_000 // len(unit))
+    assert redact(text) == (text, {})
 
 
 # --- the journal ----------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from tests.test_serve import (
     words,
 )
 from tests.tiny import tiny_llama, tiny_tokenizer
+from train.net.guard import Guard
 from train.serve import settings as serve_settings
 from train.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
 
@@ -205,7 +206,7 @@ def test_a_text_that_was_lossy_in_between_says_so(endless: Any) -> None:
 
 
 def test_the_admin_key_is_for_settings_only() -> None:
-    keys: Any = {"api_key": "secret", "options": {"admin_key": "other"}}
+    keys: Any = {"options": {"guard": Guard(key="secret", admin_key="other")}}
     with serving(target(), **keys) as running, running.client() as client:
         for path, key, status in (
             ("/admin/settings", "secret", 401),
@@ -213,8 +214,9 @@ def test_the_admin_key_is_for_settings_only() -> None:
             ("/v1/models", "other", 401),
             ("/v1/models", "secret", 200),
         ):
-            answer = client.get(path, headers={"authorization": f"Bearer {key}"})
-            assert answer.status_code == status, (path, key)
+            for scheme in ("Bearer", "bearer"):
+                answer = client.get(path, headers={"authorization": f"{scheme} {key}"})
+                assert answer.status_code == status, (path, key)
 
 
 # --- dynamic lenience -----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from benchmarks.serve.soak import Texts, soak
 from decode.text_stream import decode
 from tests.service import alone, until
 from tests.tiny import save_tiny, tiny_target
-from train.serve.server import bind
+from train.net.listen import bind
 
 pytestmark = pytest.mark.slow
 

@@ -154,7 +154,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address(run: WrittenRun) -> Iterator[str]:
-    from train.serve.server import bind
+    from train.net.listen import bind
     from train.watch.server import HOST, WatchServer
 
     started = threading.Event()
@@ -191,7 +191,8 @@ def test_the_server_sends_its_files_to_this_machine_only(run: WrittenRun, addres
         if path == "/live":
             assert json.loads(text.removeprefix("data: "))["name"] == "trial"
         assert ask(address, "POST", path)[0] == 405
-        assert ask(address, "GET", path, Host="elsewhere.example")[0] == 400
+        for elsewhere in ({"Host": "elsewhere.example"}, {"Origin": "https://elsewhere.example"}):
+            assert ask(address, "GET", path, **elsewhere)[0] == 403
     assert ask(address, "GET", "/../config.json")[0] == 404
 
 

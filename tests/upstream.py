@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tests.service import until
+from train.net.guard import Guard
 from train.record.consent import Keys
 from train.record.proxy import Recorder
 from train.record.records import Records, Retention
@@ -141,10 +142,10 @@ def recorded(
         keys or Keys(),
         retention or Retention(),
         time.time,
-        ADMIN_KEY,
+        Guard(admin_key=ADMIN_KEY),
     )
     with (
-        served(recorder, lifespan="on") as url,
+        served(recorder.guarded(), lifespan="on") as url,
         httpx2.Client(base_url=url, timeout=30, trust_env=False) as client,
     ):
         yield client

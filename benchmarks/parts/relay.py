@@ -15,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from train.serve.server import bind
+from train.net.listen import bind
 
 # pass it on; cut the line before or after it is passed on; pass it on twice; hold it, and all after
 # it, for some time.

@@ -16,8 +16,9 @@ from benchmarks.parts.browser import find_browser, opened
 from decode.drafters.directory import open_drafter
 from decode.settings import DecodeSettings
 from decode.target.loading import load_target
+from train.net.listen import bind
 from train.serve.requests import Bounds
-from train.serve.server import Server, bind, make_service
+from train.serve.server import Server, make_service
 
 QUESTION = "Why is the sky blue?"
 LONGEST_MS = 300_000  # for one answer

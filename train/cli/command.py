@@ -4,6 +4,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from decode.sampling import Sampling
     from decode.target.loading import Target
     from train.data.read import Example
+    from train.net.guard import Guard
 
 Number = TypeVar("Number", int, float)
 
@@ -202,6 +204,40 @@ class DecodeOptions(Drafting):
     def settings(self) -> dict[str, Any]:
         named = {"rule": self.rule, "shape": self.shape, "exact_bits": self.exact_bits}
         return super().settings | named
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallerOptions:
+    """Who may call a server."""
+
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="name that clients call this server by, if they send no key; addresses, localhost "
+            "and this machine's name always fit; may be repeated"
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="site whose pages may call this server, as https://NAME; *: all; may be repeated"
+        ),
+    ] = None
+
+    def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
+        """The guard of a server that listens on `host`. Raises UserError for what is no name or no
+        site."""
+        from train.net.guard import Guard
+
+        names, sites = self.allow_host or [], self.allow_origin or []
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise UserError(f"--allow-host is {name!r}; expected a name without a port")
+        for site in sites:
+            if site != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", site):
+                raise UserError(f"--allow-origin is {site!r}; expected https://NAME, or *")
+        hosts = frozenset(name.lower() for name in (host, *names))
+        return Guard(hosts, frozenset(sites), key, admin_key)
 
 
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:

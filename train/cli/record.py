@@ -9,10 +9,11 @@ from typing import Annotated
 import typer
 
 from decode.errors import UserError
-from train.cli.command import key_from, require_packages, shows_errors
+from train.cli.command import CallerOptions, key_from, require_packages, shows_errors, takes_groups
 
 
 @shows_errors
+@takes_groups
 def record(
     *,
     upstream: Annotated[str, typer.Option(help="address of the engine: http://HOST:PORT")],
@@ -37,6 +38,7 @@ def record(
         str | None,
         typer.Option(help="environment variable with the key that switches the engine"),
     ] = None,
+    callers: CallerOptions,
     drain_seconds: Annotated[
         int, typer.Option(help="seconds that running answers have to end after SIGTERM")
     ] = 30,
@@ -49,20 +51,21 @@ def record(
     require_packages("httpx2", "starlette", "uvicorn")
     import uvicorn
 
+    from train.net.listen import address_of, bind
     from train.record.consent import Keys
     from train.record.proxy import Recorder
     from train.record.records import Retention
     from train.record.upstream import Upstreams
-    from train.serve.server import address_of, bind
 
     keys = Keys() if record_keys is None else Keys.of_file(record_keys)
     retention = Retention(keep_days, keep_bytes)
     upstreams = Upstreams(upstream, out / "upstream.json")
-    recorder = Recorder(upstreams, out, keys, retention, time.time, key)
+    guard = callers.guard(host, None, key)
+    recorder = Recorder(upstreams, out, keys, retention, time.time, guard)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
         config = uvicorn.Config(
-            recorder,
+            recorder.guarded(),
             log_level="warning",
             server_header=False,
             date_header=False,

@@ -9,6 +9,7 @@ import typer
 
 from decode.errors import UserError
 from train.cli.command import (
+    CallerOptions,
     DecodeOptions,
     DrafterOption,
     Loading,
@@ -109,6 +110,7 @@ def serve(
         typer.Option(help="LOSSY below 1: lowest lenience while many texts wait"),
     ] = 1.0,
     learning: LearnOptionGroup,
+    callers: CallerOptions,
     max_tokens: Annotated[
         int | None,
         typer.Option(help="largest length of an answer, in tokens; default: the target's context"),
@@ -165,11 +167,13 @@ def serve(
     from decode.device import compute_apart
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
+    from train.net.listen import address_of, bind
     from train.serve.dynamic_lenience import require_low
     from train.serve.requests import Bounds
-    from train.serve.server import Server, address_of, bind, make_service
+    from train.serve.server import Server, make_service
 
     quieten()
+    guard = callers.guard(host, key, admin_key or key)
     settings = DecodeSettings(**decoding.settings)
     bounds = Bounds(
         max_rows, max_waiting, max_wait, max_seconds, prefill_tokens, row_tokens, max_held_tokens
@@ -192,8 +196,7 @@ def serve(
             bounds,
             drafter_name=drafter,
             model_name=model_name,
-            api_key=key,
-            admin_key=admin_key,
+            guard=guard,
             max_tokens=max_tokens,
             seed=decoding.seed,
             dynamic_lenience=dynamic_lenience,

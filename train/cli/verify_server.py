@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from train.cli.command import (
+    CallerOptions,
     Loading,
     key_from,
     quieten,
@@ -30,6 +31,7 @@ def verify_server(
     api_key_env: Annotated[
         str | None, typer.Option(help="environment variable with the key that edges must send")
     ] = None,
+    callers: CallerOptions,
     max_rows: Annotated[int, typer.Option(help="texts whose keys and values are kept")] = 16,
     max_sessions: Annotated[int, typer.Option(help="edges")] = 256,
     max_texts: Annotated[int, typer.Option(help="texts of one edge")] = 16,
@@ -55,9 +57,10 @@ def verify_server(
     from train.edge.server import VerifyServer
     from train.edge.sessions import Bounds
     from train.edge.verifier import Verifier
-    from train.serve.server import address_of, bind
+    from train.net.listen import address_of, bind
 
     quieten()
+    guard = callers.guard(host, key, None)
     make_verified_rule(rule)
     bounds = Bounds(
         max_rows,
@@ -72,7 +75,7 @@ def verify_server(
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
         verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds)).result()
-        server = VerifyServer(verifier, bound, key)
+        server = VerifyServer(verifier, bound, guard)
         address = f"ws://{address_of(host, bound)}"
         what = f"{loading.target} verifies by {verifier.rule_name} at {address}"
         server.run(lambda: typer.echo(what), signals=True)

@@ -16,7 +16,7 @@ def watch(
     """Follow a run on a page of this machine: stage, time left, curves, acceptance, log. Reads the
     run's files and changes nothing. Ctrl-C ends it, not the run."""
     require_packages("starlette", "uvicorn")
-    from train.serve.server import bind
+    from train.net.listen import bind
     from train.watch.run_state import RunState
     from train.watch.server import HOST, WatchServer
 

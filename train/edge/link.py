@@ -92,6 +92,9 @@ class Link:
                 raise UserError(
                     f"the verifier {self.url} refused the key; give the key it was started with"
                 ) from None
+            if status == 403:
+                reason = error.response.body.decode("utf-8", "replace").strip()
+                raise UserError(f"the verifier {self.url} refused the call: {reason}") from None
             raise LinkLost(f"status {status}") from None
         except InvalidURI as error:
             raise UserError(f"the verifier's address is wrong: {error}") from None

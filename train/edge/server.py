@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import hmac
 import http
 import signal
 import socket
@@ -15,6 +14,7 @@ from websockets.http11 import Request, Response
 
 from train.edge.protocol import FRAME_BYTES
 from train.edge.verifier import Verifier
+from train.net.guard import LOCAL, Guard
 
 # Frames that wait for the verifier. If there are more, the next ones stay in their sockets.
 WAITING_FRAMES = 256
@@ -59,12 +59,12 @@ class Line:
 class VerifyServer:
     """Listens on a bound socket, in the thread that calls `run`.
 
-    key: what edges must send as `Authorization: Bearer KEY`. None: nothing is asked.
+    guard: which edges may connect, and what key they send.
     """
 
-    def __init__(self, verifier: Verifier, bound: socket.socket, key: str | None = None) -> None:
+    def __init__(self, verifier: Verifier, bound: socket.socket, guard: Guard = LOCAL) -> None:
         self.verifier, self.port = verifier, bound.getsockname()[1]
-        self._bound, self._key = bound, key
+        self._bound, self._guard = bound, guard
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
         self._started = threading.Event()
@@ -97,7 +97,7 @@ class VerifyServer:
             sock=self._bound,
             max_size=FRAME_BYTES,
             compression=None,
-            process_request=self._check_key,
+            process_request=self._let_in,
             close_timeout=1,
         ):
             self._started.set()
@@ -105,15 +105,11 @@ class VerifyServer:
             self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()
 
-    def _check_key(self, connection: ServerConnection, request: Request) -> Response | None:
-        if self._key is None:
+    def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
+        fault = self._guard.fault("GET", request.path, request.headers.raw_items())
+        if fault is None:
             return None
-        found = ", ".join(request.headers.get_all("Authorization"))
-        if hmac.compare_digest(found.encode(), f"Bearer {self._key}".encode()):
-            return None
-        return connection.respond(
-            http.HTTPStatus.UNAUTHORIZED, "the key is missing or wrong; send it as Bearer KEY\n"
-        )
+        return connection.respond(http.HTTPStatus(fault.status), fault.message + "\n")
 
     async def _connect(self, socket: ServerConnection) -> None:
         line = Line(socket)

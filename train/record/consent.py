@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from decode.errors import UserError
+from train.net.guard import bearer_key
 from train.record.records import TENANT
 
 DEFAULT_TENANT = "default"
@@ -47,8 +48,8 @@ class Keys:
         store = body.get("store")
         if self._tenants is None:
             return DEFAULT_TENANT if store is True else None
-        key = authorization.removeprefix("Bearer ").strip()
-        tenant = self._tenants.get(hashlib.sha256(key.encode()).hexdigest())
+        key = bearer_key(authorization)
+        tenant = self._tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
             return None
         consents = store is True or (tenant.record == "all" and store is None)

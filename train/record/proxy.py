@@ -7,21 +7,21 @@ read at its end. Recording can fail; the answer has then been passed on all the 
 
 import asyncio
 import contextlib
-import hmac
 import ipaddress
 import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import httpx2
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode.errors import UserError
+from train.net.guard import LOCAL, Guard, error_response
 from train.record.answers import exchanges
 from train.record.consent import Keys
 from train.record.records import Records, Retention, make_record, tenants
@@ -47,15 +47,19 @@ Headers = list[tuple[bytes, bytes]]
 @dataclass
 class Recorder:
     """The application. directory: of the tenants' directories. clock: seconds since 1970.
-    admin_key: for /admin/upstream; None: the upstream cannot be switched."""
+    guard: who may call. Without an admin_key the upstream cannot be switched."""
 
     upstreams: Upstreams
     directory: Path
     keys: Keys
     retention: Retention
     clock: Callable[[], float]
-    admin_key: str | None = None
+    guard: Guard = LOCAL
     _writing: set["asyncio.Task[None]"] = field(default_factory=set)
+
+    def guarded(self) -> ASGIApp:
+        """The application behind its guard. An engine takes bodies of other types than JSON."""
+        return replace(self.guard, json=False).around(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -167,11 +171,8 @@ class Recorder:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         client = scope.get("client")
-        if self.admin_key is None or client is None or not _is_loopback(client[0]):
+        if self.guard.admin_key is None or client is None or not _is_loopback(client[0]):
             return _refuse(404, f"{ADMIN} is off, or is open only to this machine")
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        if not hmac.compare_digest(sent, f"Bearer {self.admin_key}".encode()):
-            return _refuse(401, "the key is missing or wrong; send Authorization: Bearer KEY")
         if scope["method"] not in ("GET", "POST"):
             return _refuse(405, f"{ADMIN} takes GET and POST")
         return None
@@ -261,8 +262,7 @@ def _object(body: bytes) -> dict[str, Any] | None:
 
 def _refuse(status: int, message: str) -> JSONResponse:
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    error = {"message": message, "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error}, status)
+    return error_response(status, message, kind)
 
 
 def _reason(error: Exception) -> str:

@@ -1,7 +1,6 @@
 """The routes of the service."""
 
 import asyncio
-import hmac
 import random
 import time
 from dataclasses import dataclass, field
@@ -12,14 +11,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from decode.text import Prompt, prompt_ids
+from train.net.guard import LOCAL, Guard
 from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from train.serve.engine import Engine
-from train.serve.page import OPEN_PATHS, page_routes
+from train.serve.page import page_routes
 from train.serve.requests import Refusal
 from train.serve.running import Running, as_api_error
 from train.serve.schema import (
@@ -41,15 +41,13 @@ HUNG_UP = 499
 @dataclass
 class Service:
     """What the routes need. tokenizer: not used by other threads. max_tokens: of one text; None:
-    what the context holds. api_key, admin_key: what requests must send; None: nothing, and for
-    /admin the key of the others. seeds: for requests that name none."""
+    what the context holds. guard: who may call. seeds: for requests that name none."""
 
     engine: Engine
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     model_name: str
-    api_key: str | None = None
-    admin_key: str | None = None
+    guard: Guard = LOCAL
     max_tokens: int | None = None
     seeds: random.Random = field(default_factory=random.Random)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -85,8 +83,8 @@ class Service:
         )
 
     def guarded(self) -> ASGIApp:
-        """The application behind its keys, if it has some."""
-        return _Guard(self.app(), self.api_key, self.admin_key or self.api_key)
+        """The application behind its guard."""
+        return self.guard.around(self.app())
 
     # --- routes -----------------------------------------------------------------------------------
 
@@ -221,36 +219,8 @@ class Service:
         return limit
 
 
-class _Guard:
-    """Lets requests pass that have the key of their path. /health and the files of the page are
-    open. None: no key."""
-
-    def __init__(self, app: ASGIApp, key: str | None, admin_key: str | None) -> None:
-        self._app, self._key, self._admin_key = app, key, admin_key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in {"/health", *OPEN_PATHS}:
-            key = self._admin_key if scope["path"].startswith("/admin/") else self._key
-            sent = dict(scope["headers"]).get(b"authorization", b"")
-            if key is not None and not hmac.compare_digest(sent, f"Bearer {key}".encode()):
-                error = ApiError(
-                    401,
-                    "the key is missing or wrong; send it as Authorization: Bearer KEY",
-                    kind="authentication_error",
-                    code="invalid_api_key",
-                )
-                await _response(error)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
 async def _body(request: Request) -> bytes:
-    """The body, if it is JSON and not too long. A page of another site can send other types
-    without asking, JSON only where the service allows it."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        message = f"the content type is {kind or 'missing'}; expected application/json"
-        raise ApiError(415, message)
+    """The body, if it is not too long."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)

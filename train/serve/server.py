@@ -4,6 +4,7 @@ import copy
 import random
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,9 +18,11 @@ from decode.target.cache.prefix_cache import prefix_cache
 from decode.target.loading import Target
 from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
+from train.net.guard import LOCAL, Guard
 from train.serve.api import Service
 from train.serve.engine import Engine
 from train.serve.metrics import Metrics
+from train.serve.page import OPEN_PATHS
 from train.serve.requests import Bounds
 from train.serve.settings import Settings
 
@@ -39,8 +42,7 @@ def make_service(
     *,
     drafter_name: str,
     model_name: str | None = None,
-    api_key: str | None = None,
-    admin_key: str | None = None,
+    guard: Guard = LOCAL,
     max_tokens: int | None = None,
     seed: int = 0,
     dynamic_lenience: float = 1.0,
@@ -91,35 +93,10 @@ def make_service(
         # Another thread uses the engine's.
         copy.deepcopy(target.tokenizer),
         name,
-        api_key,
-        admin_key,
+        replace(guard, open_paths=OPEN_PATHS),
         max_tokens,
         random.Random(seed),
     )
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket with this address, which does not listen yet. Raises UserError if it is taken or is
-    no address of this machine."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it, every second of
-    # two small messages waits some 40 ms for the other side's acknowledgement.
-    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-    except (OSError, OverflowError) as error:
-        bound.close()
-        raise UserError(
-            f"cannot listen on {host}, port {port}: {error}; choose another --host or --port"
-        ) from None
-    return bound
-
-
-def address_of(host: str, bound: socket.socket) -> str:
-    """HOST:PORT of a socket of `bind`, for a URL."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"{shown}:{bound.getsockname()[1]}"
 
 
 class Server(uvicorn.Server):

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import uvicorn
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from train.net.guard import LOCAL
 from train.serve.static_files import HEADERS, file_routes
 from train.watch.run_state import RunState
 
@@ -34,13 +33,9 @@ class WatchServer(uvicorn.Server):
                 self._states(), media_type="text/event-stream", headers=headers
             )
 
-        app = Starlette(
-            routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])],
-            # A page of another site, whose name leads here, gets nothing.
-            middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=[HOST, "localhost"])],
-        )
+        app = Starlette(routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])])
         config = uvicorn.Config(
-            app,
+            LOCAL.around(app),
             lifespan="off",
             log_level="warning",
             server_header=False,

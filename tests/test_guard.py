@@ -1,0 +1,61 @@
+"""Who may call a server: hosts, origins, content types and keys."""
+
+import pytest
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+
+from train.net.guard import Guard
+
+HERE = {"Host": "127.0.0.1:8000"}
+OPEN = frozenset({"/health"})
+
+
+@pytest.mark.parametrize(
+    ("guard", "method", "path", "headers", "status"),
+    [
+        (Guard(), "GET", "/x", {}, None),
+        (Guard(), "GET", "/x", HERE, None),
+        (Guard(), "GET", "/x", {"Host": "[::1]:8000"}, None),
+        (Guard(), "GET", "/x", {"Host": "LocalHost"}, None),
+        (Guard(), "GET", "/x", {"Host": "evil.example"}, 403),
+        (Guard(), "GET", "/x", {"Host": "127.0.0.1.evil.example"}, 403),
+        (Guard(), "GET", "/x", {"Host": "[oops"}, 403),
+        (Guard(open_paths=OPEN), "GET", "/health", {"Host": "evil.example"}, None),
+        (Guard(frozenset({"mine"})), "GET", "/x", {"Host": "Mine:80"}, None),
+        # The site's own page; others only if they are allowed.
+        (Guard(), "POST", "/x", HERE | {"Origin": "http://127.0.0.1:8000"}, None),
+        (Guard(), "POST", "/x", HERE | {"Origin": "http://127.0.0.1:9"}, 403),
+        (Guard(), "POST", "/x", HERE | {"Origin": "null"}, 403),
+        (Guard(), "GET", "/x", {"Origin": "null"}, 403),
+        (Guard(), "GET", "/x", {"Host": "e.example", "Origin": "http://e.example"}, 403),
+        (Guard(origins=frozenset({"http://a"})), "GET", "/x", HERE | {"Origin": "http://a"}, None),
+        (Guard(origins=frozenset({"http://a"})), "GET", "/x", HERE | {"Origin": "http://b"}, 403),
+        (Guard(origins=frozenset("*")), "GET", "/x", HERE | {"Origin": "http://b"}, None),
+        # A page can send text to another site without asking, but no JSON.
+        (Guard(), "POST", "/x", {"Content-Length": "2", "Content-Type": "text/plain"}, 415),
+        (Guard(), "POST", "/x", {"Transfer-Encoding": "chunked"}, 415),
+        (Guard(), "POST", "/x", {"Content-Length": "0"}, None),
+        (
+            Guard(),
+            "POST",
+            "/x",
+            {"Content-Length": "2", "Content-Type": "Application/JSON;x"},
+            None,
+        ),
+        (Guard(json=False), "POST", "/x", {"Content-Length": "2"}, None),
+        # Who has the key may call by any name.
+        (Guard(key="k"), "GET", "/x", {"Host": "mine", "Authorization": "Bearer k"}, None),
+        (Guard(key="k"), "GET", "/x", HERE | {"Authorization": "bEARER  k"}, None),
+        (Guard(key="k"), "GET", "/x", HERE | {"Authorization": "Basic k"}, 401),
+        (Guard(key="k"), "GET", "/x", HERE, 401),
+        (Guard(key="ü"), "GET", "/x", HERE | {"Authorization": "Bearer \xc3\xbc"}, None),
+        (Guard(key="k"), "GET", "/admin/x", HERE, None),
+        (Guard(admin_key="k"), "GET", "/x", HERE, None),
+        (Guard(admin_key="k"), "GET", "/admin/x", HERE, 401),
+    ],
+)
+def test_who_is_let_in(
+    guard: Guard, method: str, path: str, headers: dict[str, str], status: int | None
+) -> None:
+    fault = guard.fault(method, path, headers.items())
+    assert (fault and fault.status) == status
