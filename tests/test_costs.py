@@ -11,6 +11,8 @@ import torch
 from decode import device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup.ngram import NgramIndex
+from decode.drafters.lookup.suffix import SuffixTrie
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder, Decoding
@@ -235,6 +237,35 @@ def test_the_drafters_pass_over_the_prompt_is_no_draft_step(
     # A text without a draft costs the drafter nothing.
     idle = Decoder(target.model, drafter, policy=ByBatch({1: 0, 2: 2}))
     assert idle.decode([PROMPTS[0]], 6).timing.draft_prefill == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "index"),
+    [("ngram", {}, NgramIndex), ("suffix", {"max_cached_requests": 0}, SuffixTrie)],
+)
+def test_indexing_the_prompt_is_no_draft_step(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, int], index: type
+) -> None:
+    """A lookup that needs a second for each token reads the prompt and the first new token before
+    its first draft, also for a row that joins later. A draft then reads only what is new."""
+    clock = Clock(monkeypatch)
+    extend = index.extend  # type: ignore[attr-defined]
+
+    def timed(self: Any, tokens: list[int]) -> None:
+        clock.now += len(tokens)
+        extend(self, tokens)
+
+    monkeypatch.setattr(index, "extend", timed)
+    drafter = DRAFTERS[name](**options)
+    decoding = Decoding(Decoder(model("llama"), drafter), [PROMPT], 8)
+    decoding.step()
+    assert decoding.clock.timing.draft_prefill == len(PROMPT) + 1
+    decoding.admit([PROMPT * 4], 8)
+    while not decoding.finished:
+        decoding.step()
+    timing = decoding.result().timing
+    assert timing.draft_prefill == len(PROMPT) + 1 + 4 * len(PROMPT) + 1
+    assert 0 < timing.draft <= 2 * 6
 
 
 def test_a_machine_that_slows_down_slows_both_down(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,16 +87,17 @@ class NgramDrafter(Drafter):
         sources = contexts.sources or [()] * len(contexts.lengths)
         return [NgramIndex(self.min_n, self.max_n, source) for source in sources]
 
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        new = contexts.since(first)
+        for index, tokens, length in zip(self._rows[first:], new.tokens, new.lengths, strict=True):
+            index.extend(tokens[len(index.text) - index.source : length].tolist())
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
-        chains = []
-        for index, tokens, length, depth in zip(
-            self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
-        ):
-            index.extend(tokens[len(index.text) - index.source : length].tolist())
-            chains.append(index.continuation(int(depth)))
-        return Draft.chosen(chains)
+        self.prefill(contexts)  # what is new
+        each = zip(self._rows, limits.depths.tolist(), strict=True)
+        return Draft.chosen([index.continuation(depth) for index, depth in each])
 
     def rewind(self, lengths: np.ndarray) -> None:
         for index, length in zip(self._rows, lengths.tolist(), strict=True):

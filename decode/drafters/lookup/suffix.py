@@ -220,15 +220,22 @@ class SuffixDrafter(Drafter):
     def start(self, contexts: Contexts) -> None:
         self._rows = self._new_rows(contexts.lengths)
 
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        new = contexts.since(first)
+        for row, tokens, length in zip(
+            self._rows[first:], new.tokens, new.lengths.tolist(), strict=True
+        ):
+            row.trie.extend(tokens[row.stored : length].tolist())
+            row.stored = length
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
+        self.prefill(contexts)  # what is new
         trees = []
         for row, tokens, length, depth in zip(
             self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
         ):
-            row.trie.extend(tokens[row.stored : length].tolist())
-            row.stored = int(length)
             end = tokens[max(length - self.max_tree_depth + 1, 0) : length].tolist()
             tree = self._best(row.trie, end, int(depth))
             other = self._best(self.outputs, end, int(depth))
