@@ -49,6 +49,16 @@ class CorruptArtifact(UserError):
         )
 
 
+class ReadFailure(UserError):
+    """The disk failed to read a file. That says nothing of its content, so nobody may delete it."""
+
+    def __init__(self, directory: Path, file: str, error: OSError) -> None:
+        super().__init__(
+            f"{directory / file} cannot be read ({error.strerror}). Nothing was deleted. Start "
+            f"again when the disk answers; if it stays so, move {directory} away."
+        )
+
+
 def write_directory(
     path: Path, fill: Callable[[Path], None], *, meta: dict[str, Any] | None = None
 ) -> None:
@@ -119,8 +129,8 @@ def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict
 
     With `deep`, every file is hashed, or those that it names. Of the others only presence and size
     are checked. Files that the manifest does not list are ignored (a clone from a model hub adds
-    some). Raises CorruptArtifact for the first file that is missing, changed, unreadable, a link,
-    or outside the directory.
+    some). Raises CorruptArtifact for the first file that is missing, changed, a link, or outside
+    the directory, and ReadFailure for one that the disk does not read.
     """
     body = _read_manifest(path)
     for name, entry in body["files"].items():
@@ -130,10 +140,16 @@ def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict
         except (FileNotFoundError, NotADirectoryError):
             problem = "is missing"
         except OSError as error:
-            problem = f"cannot be read ({error.strerror})"
+            raise ReadFailure(path, name, error) from error
         if problem:
             raise CorruptArtifact(path, name, problem)
     return body["meta"]
+
+
+def manifest_sha256(path: Path) -> str:
+    """The hash of the manifest of `path`: the same for two readers only if they see the same
+    files. Raises as `verify_directory` does."""
+    return _body_sha256(_read_manifest(path))
 
 
 def numbers_of(parent: Path, prefix: str) -> list[int]:
@@ -146,7 +162,7 @@ def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[Corrup
     """The `parent/prefix-<integer>` with the highest integer that verifies, or None.
 
     Also returns the errors of the directories that were skipped, for the caller to show. Call
-    `recover` first.
+    `recover` first. Raises ReadFailure if the disk does not read one of them.
     """
     skipped = []
     for number in reversed(numbers_of(parent, prefix)):
@@ -296,7 +312,8 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest without its hash. CorruptArtifact if it is damaged or has another format."""
+    """The manifest without its hash. CorruptArtifact if it is damaged or has another format,
+    ReadFailure if the disk does not read it."""
     if not path.is_dir():
         what = "is not a directory" if os.path.lexists(path) else "does not exist"
         raise CorruptArtifact(path, MANIFEST, f"cannot be read: {path} {what}")
@@ -308,7 +325,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise CorruptArtifact(path, MANIFEST, "is missing: the directory is incomplete") from None
     except OSError as error:
-        raise CorruptArtifact(path, MANIFEST, f"cannot be read ({error.strerror})") from error
+        raise ReadFailure(path, MANIFEST, error) from error
     except (ValueError, RecursionError) as error:
         raise CorruptArtifact(path, MANIFEST, "is damaged: it is not JSON") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT:

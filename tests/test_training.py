@@ -62,7 +62,7 @@ from tests.training import (
 from train.cli.main import app
 from train.data.batches import collate, inputs
 from train.exit_status import ExitStatus
-from train.training.checkpoint import Stopped, StopRequest
+from train.training.checkpoint import Stopped, StopRequest, _require_sound
 from train.training.optimizer import (
     EMA,
     GroupConfig,
@@ -286,11 +286,45 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(tmp_path
                 name,
                 how,
             )
+        assert (copy / "checkpoints/damaged-step-4").is_dir()
         trainer = tiny_trainer(copy, 8, optimizer=RICH)
         shutil.copytree(half_trained / "checkpoints/step-4", copy / "checkpoints/step-4")
         damage(copy / "checkpoints" / "step-4" / name, "flip")
         assert figures(trainer.fit()) == expected
         assert_equal(state_of(trainer), state_of(whole))
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool]) -> None:
+    """The first read of a file for which `fails` says so ends with an input/output error."""
+    sound, seen = artifact._sha256, []
+
+    def sha256(file: Path) -> str:
+        if not seen and fails(file):
+            seen.append(file)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return sound(file)
+
+    monkeypatch.setattr(artifact, "_sha256", sha256)
+
+
+def test_a_read_error_is_no_damage(half_trained, monkeypatch):
+    """Neither is an older checkpoint taken, nor anything deleted; the next start goes on."""
+    fail_once(monkeypatch, lambda file: file.parent.name == "step-4")
+    before = sorted(half_trained.rglob("*"))
+    trainer = tiny_trainer(half_trained, 8, optimizer=RICH)
+    with pytest.raises(UserError, match=r"step-4/\S+ cannot be read \(Input/output error\)"):
+        trainer.checkpoints.load(trainer._load_average)
+    assert sorted(half_trained.rglob("*")) == before
+    progress = trainer.checkpoints.load(trainer._load_average)
+    assert progress is not None
+    assert progress["step"] == 4
+
+
+def test_another_rank_takes_the_first_ones_checkpoint_or_ends(half_trained):
+    newest = half_trained / "checkpoints/step-4"
+    _require_sound(newest, artifact.manifest_sha256(newest))
+    with pytest.raises(UserError, match="other files here than for the first rank"):
+        _require_sound(newest, artifact.manifest_sha256(newest.with_name("step-2")))
 
 
 def test_with_no_checkpoint_left_it_stops_and_does_not_begin_again(half_trained):
@@ -476,6 +510,15 @@ def check_ranks(directory: Path) -> None:
     assert steps_kept(directory / "stopped") == [2, 3]
     assert train("stopped") == [0, 0]
     assert_equal(left_behind(directory / "stopped"), whole)
+
+    # Rank 1 fails to read the newest checkpoint: both end, and neither goes on with an older one.
+    def unreadable(rank: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            fail_once(patch, lambda file: rank == 1 and "step-6" in file.parts)
+            tiny_trainer(directory / "whole", 8, optimizer=RICH).fit()
+
+    assert two_ranks(unreadable) == [2, 2]
+    assert steps_kept(directory / "whole") == [4, 6]
 
     kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
     left, killed = train("killed", 8, kill)

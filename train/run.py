@@ -52,6 +52,7 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "sa
 
 Splits = dict[str, Sequence[Example]]
 
+DONE = "done.json"  # of a finished stage
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
 KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE}
@@ -97,7 +98,7 @@ class Run:
         return {
             name: directory / "drafter"
             for name, directory in directories.items()
-            if (directory / "done.json").exists() and (directory / "drafter").is_dir()
+            if (directory / DONE).exists() and (directory / "drafter").is_dir()
         }
 
     @property
@@ -210,8 +211,8 @@ class Run:
     def _require_ready(self, examples: Splits) -> None:
         """Check everything that could stop a stage or the evaluation of its drafter, before the
         first stage: a run must not fail after hours for a reason that was known at the start."""
-        directories = (self.stage_directory(stage.name) for stage in self.config.stages)
-        if all((directory / "done.json").exists() for directory in directories):
+        records = [self.stage_directory(stage.name) / DONE for stage in self.config.stages]
+        if Ranks.of(self.accelerator).main_only(lambda: all(map(Path.exists, records))):
             return
         settings, target = self.config.evaluation, self.target
         prompts = self.prompts(spread(examples[settings.split], settings.prompts))
@@ -361,9 +362,12 @@ class Run:
         earlier: dict[str, Path],
         examples: Splits,
     ) -> Outcome:
-        done = directory / "done.json"
-        if done.exists():
-            stored = json.loads(done.read_text())
+        done = directory / DONE
+
+        def read() -> dict[str, Any] | None:
+            return json.loads(done.read_text()) if done.exists() else None
+
+        if stored := Ranks.of(self.accelerator).main_only(read):
             self.reporter.say(f"stage {settings.name}: done")
             drafter = directory / "drafter" if stored["drafter"] else None
             target = directory / "target" if stored.get("target") else None

@@ -88,7 +88,7 @@ class RunEvaluation:
         order = len(self.config.evaluation.baselines) + 2 * index
         start = directory.parent / "start"
         kind = describe_drafter(directory)["kind"]
-        if start.exists():
+        if Ranks.of(self.accelerator).main_only(start.exists):
             self._add(Row(order, f"{stage}-start", f"{stage} (start)", kind, str(start)))
         self._add(Row(order + 1, stage, stage, kind, str(directory), outcome.target))
 

@@ -22,6 +22,7 @@ from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
 from train.data.corpus import stages_of
 from train.data.read import spread
+from train.data.splits import require_same
 from train.data.stored_samples import (
     StoredSamples,
     require_kept,
@@ -150,8 +151,9 @@ class TextStage(Stage[T]):
         ranks = Ranks.of(accelerator)
         made_by = [self.corpus.sha256(config.text), self.target.fingerprint.tokenizer_sha256]
         made_by += [str(config.max_length), config.on_long]
-        digest = hashlib.sha256(json.dumps(made_by).encode())
-        directory = self.directory / (TEXT + digest.hexdigest()[:12])
+        digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
+        require_same(ranks.gather({f"stage {config.name}": digest}))
+        directory = self.directory / (TEXT + digest[:12])
         if ranks.is_main:
             for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
                 remove_directory(other)

@@ -43,8 +43,9 @@ class Ranks:
         return values
 
     def main_only(self, measure: Callable[[], T]) -> T:
-        """The result of `measure`, which only the first process runs while the others wait."""
-        result: Any = measure() if self.is_main else None
+        """The result of `measure`, which only the first process runs while the others wait. Raises
+        UserError in all of them if it raised one."""
+        result: Any = self.together(lambda: measure() if self.is_main else None)
         return self.gather(result)[0]
 
     def together(self, act: Callable[[], T]) -> T:

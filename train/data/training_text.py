@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from decode.artifact import verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
+from decode.measure.ranks import Ranks
 from decode.target.loading import Target
 from distill.trainable_model import Trainable
 from train.data.batches import permutation
@@ -116,15 +117,11 @@ class OnPolicyText:
 
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
         """See `train.data.training_text.Text`. Generates the round unless it already exists."""
-        path = self.directory / f"round-{number}"
-        if not path.exists():
+        path, ranks = self.directory / f"round-{number}", Ranks.of(self.accelerator)
+        if not ranks.main_only(path.exists):
             written = self._write(number, weights)
-            if self.accelerator.is_main_process:
-                write_directory(path, lambda tmp: _store(tmp, written))
-            self.accelerator.wait_for_everyone()
-        verify_directory(path)
-        lines = (path / "samples.jsonl").read_text().splitlines()
-        generated = [Sample(**json.loads(line)) for line in lines]
+            ranks.main_only(lambda: write_directory(path, lambda tmp: _store(tmp, written)))
+        generated = ranks.together(lambda: _read(path))
         others = self.settings.samples - len(generated)
         return generated + _dealt(self.samples, others, number, f"{self.seed} text")
 
@@ -224,6 +221,12 @@ def _mask_padding(model: PreTrainedModel, tokens: int) -> None:
     bias = bias.detach().clone()
     bias[tokens:] = -torch.inf
     output.bias = nn.Parameter(bias, requires_grad=False)
+
+
+def _read(path: Path) -> list[Sample]:
+    verify_directory(path)
+    lines = (path / "samples.jsonl").read_text().splitlines()
+    return [Sample(**json.loads(line)) for line in lines]
 
 
 def _store(path: Path, samples: Sequence[Sample]) -> None:

@@ -12,6 +12,7 @@ from pydantic import Field
 from decode.drafters.directory import describe_drafter, save_drafter
 from decode.drafters.lookup.datastore import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
+from decode.measure.ranks import Ranks
 from train.data.stored_samples import StoredSamples
 from train.schema import StageConfig
 from train.stage import STAGES, Memory, Outcome, StagePlan
@@ -84,7 +85,7 @@ class DatastoreStage(TextStage[DatastoreConfig]):
 
     def run(self) -> Outcome:
         begin, directory = time.perf_counter(), self.directory / "drafter"
-        is_new = not directory.exists()
+        is_new = not Ranks.of(self.accelerator).main_only(directory.exists)
         if is_new:
             samples, counts = self.fitting_samples()  # all ranks together
             if self.accelerator.is_main_process:

@@ -26,17 +26,21 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from decode.artifact import (
+    manifest_sha256,
     newest_complete,
     numbers_of,
     recover,
     remove_directory,
+    verify_directory,
     write_directory,
 )
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from train.console import Reporter
 
 PREFIX = "step"
 STATE = "trainer.json"
+DAMAGED = "damaged"
 # Engines whose checkpoints have all weights in one file.
 UNSHARDED = {"NO", "MULTI_GPU", "MULTI_CPU"}
 # Where accelerate puts AdamW's moments under FSDP2 if the ranks write their shards.
@@ -87,12 +91,33 @@ class Checkpoints:
         """Load the newest complete checkpoint, extra(directory) included, and return its
         `progress`, or None if there is no checkpoint yet.
 
-        Damaged checkpoints are reported and skipped. Raises UserError if all are damaged, or if the
-        checkpoint was made by another engine or number of ranks.
+        The first rank chooses it for all: ranks that see different files must not train different
+        weights. Damaged checkpoints are reported and renamed. Raises UserError on all ranks if all
+        checkpoints are damaged, if a rank cannot read the chosen one or reads another, or if it was
+        made by another engine or number of ranks.
         """
-        if self.accelerator.is_main_process:
-            recover(self.parent)
-        self.accelerator.wait_for_everyone()
+        ranks = Ranks.of(self.accelerator)
+        chosen = ranks.main_only(self._choose)
+        if chosen is None:
+            return None
+        newest, sha256 = chosen
+        # The first rank has just hashed these files.
+        ranks.together(lambda: None if ranks.is_main else _require_sound(newest, sha256))
+        state = json.loads((newest / STATE).read_text())
+        # load_state sets the counter from the random state's file, and hides a failure to read it.
+        self.accelerator.step = -1
+        self.accelerator.load_state(str(newest))
+        if state["made_with"] != self._made_with():
+            self._share_random_state()
+        else:
+            ranks.together(lambda: self._require_random_state(newest))
+        extra(newest)
+        progress: dict[str, Any] = state["progress"]
+        return progress
+
+    def _choose(self) -> tuple[Path, str] | None:
+        """The newest complete checkpoint and the hash of its manifest; None: there is none yet."""
+        recover(self.parent)
         newest, damaged = newest_complete(self.parent, PREFIX)
         for error in damaged:
             self.reporter.say(f"  skipping a damaged checkpoint: {error}")
@@ -105,24 +130,17 @@ class Checkpoints:
             return None
         state = json.loads((newest / STATE).read_text())
         self._require_same(state["made_with"], newest)
-        self.accelerator.wait_for_everyone()
-        if self.accelerator.is_main_process:
-            for error in damaged:
-                remove_directory(error.directory)
-        # load_state sets the counter from the random state's file, and hides a failure to read it.
-        self.accelerator.step = -1
-        self.accelerator.load_state(str(newest))
-        if state["made_with"] != self._made_with():
-            self._share_random_state()
-        elif self.accelerator.step < 0:
+        for error in damaged:
+            _put_aside(error.directory)
+        return newest, manifest_sha256(newest)
+
+    def _require_random_state(self, checkpoint: Path) -> None:
+        if self.accelerator.step < 0:
             raise UserError(
-                f"{newest}: the random state of rank {self.accelerator.process_index} cannot be "
-                "read, so training would continue with other random numbers. Use the versions of "
-                "torch, numpy and accelerate that wrote it, or delete this checkpoint."
+                f"{checkpoint}: the random state of rank {self.accelerator.process_index} cannot "
+                "be read, so training would continue with other random numbers. Use the versions "
+                "of torch, numpy and accelerate that wrote it, or delete this checkpoint."
             )
-        extra(newest)
-        progress: dict[str, Any] = state["progress"]
-        return progress
 
     def count(self) -> int:
         """The number of checkpoints."""
@@ -194,6 +212,24 @@ class Checkpoints:
         self.accelerator.save_state(path[0])
         extra(Path(path[0]))
         self.accelerator.wait_for_everyone()
+
+
+def _require_sound(checkpoint: Path, sha256: str) -> None:
+    """Raise UserError if this rank does not read the files that the first rank chose."""
+    verify_directory(checkpoint)
+    if manifest_sha256(checkpoint) != sha256:
+        raise UserError(
+            f"{checkpoint} has other files here than for the first rank; expected a disk that all "
+            "ranks share. Start again when this machine sees the files of the others."
+        )
+
+
+def _put_aside(directory: Path) -> None:
+    """Rename a damaged checkpoint, so that training can write this step again."""
+    aside = directory.with_name(f"{DAMAGED}-{directory.name}")
+    if aside.exists():
+        remove_directory(aside)
+    directory.rename(aside)
 
 
 class Stopped(Exception):
