@@ -31,6 +31,7 @@ from decode.sampling import CounterRNG, Sampling
 from decode.trees.static import Static
 from decode.verification import Decision, Scores, Verification
 from distill.losses import LOSSES, WeightedLoss
+from distill.replay import rejections
 from distill.replay.online_student import SmallLMStudent
 from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer, bytes_per_position, recorded_signal
@@ -178,9 +179,14 @@ def test_held_out_requests_are_recorded_whole_and_apart() -> None:
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_in_the_loop_the_records_are_the_targets_own_distributions(tree: bool) -> None:
+def test_in_the_loop_the_records_are_the_targets_own_distributions(
+    tree: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Chains and trees, ragged rows that leave one after the other, processors and temperature:
     what is recorded is what a plain forward over the text gives, at temperature 1."""
+    compared: list[int] = []
+    sound = rejections._is_text
+    monkeypatch.setattr(rejections, "_is_text", lambda *texts: compared.append(1) or sound(*texts))
     target = tiny_llama(vocab=40)
     shape = Static(paths=[[0], [1], [0, 0]]) if tree else None
     drafter = SmallLMDrafter(tiny_llama(vocab=40, layers=1, seed=3), shape=shape)
@@ -198,6 +204,8 @@ def test_in_the_loop_the_records_are_the_targets_own_distributions(tree: bool) -
     collector.end()
     records, _ = collector.take()
     assert [r.request for r in records] == [7, 8, 9]
+    # Only when rows leave, not in every pass.
+    assert len(compared) <= 3 < done.tally.steps.sum()
     for record, prompt, output in zip(records, PROMPTS, done.outputs, strict=True):
         # All but the prefill's own token.
         assert record.positions.tolist() == list(range(len(prompt) + 1, len(prompt) + 12))

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,27 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     assert made_by["round"]["requests"]
     open_drafter(str(newest), target)
     assert "new weights" in stream_plot("s", summary["windows"], summary["rounds"])
+
+
+def test_a_save_does_not_grow_with_the_stream():
+    progress, sizes = StreamProgress(1), []
+    for requests in (8, 8_000):
+        while progress.served < requests:
+            progress.add([[2, 9, 8, 7]] * 8, 0.5)
+            window = progress.close_window(8, ending=False)
+        sizes.append(len(json.dumps(asdict(progress))))
+    assert window == {
+        "first": 7_992,
+        "requests": 8,
+        "acceptance_rate": 7 / 8,
+        "tokens_per_step": 4.5,
+        "tokens_per_second": 144.0,
+    }
+    assert sizes[1] < sizes[0] + 30
+    # What earlier versions stored goes on as a part of one window.
+    stored = {"ranks": 1, "served": 2, "counts": [[1, 2, 3, 1]] * 2, "batches": [[2, 0.5]]}
+    earlier = StreamProgress.read(stored | {"rounds": []})
+    assert (earlier.served, earlier.totals, earlier.window.seconds) == (2, [2, 4, 6, 2], 0.5)
 
 
 def test_without_learning_the_drafter_stays_as_it_is(context):

@@ -5,6 +5,7 @@ tokens, k most likely tokens.
 """
 
 import threading
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,10 @@ class _OpenRequest:
     depths: list[int] = field(default_factory=list)
     read_positions: list[int] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
+
+
+def _is_text(request: _OpenRequest, text: np.ndarray) -> bool:
+    return request.text == text.tolist()
 
 
 class Collector:
@@ -90,6 +95,7 @@ class Collector:
         self._closed: list[tuple[bool, Record]] = []
         self._numbers: Sequence[int] | None = None
         self._rows: set[int] | None = set() if chosen else None  # None: all
+        self._tokens: weakref.ref[np.ndarray] | None = None  # the loop's array in the last pass
         self._lock = threading.Lock()
         self.requests = 0  # requests started so far
         self.rejections = 0  # rejections recorded for training
@@ -140,8 +146,13 @@ class Collector:
 
     def _observe(self, verification: Verification) -> None:
         lengths, accepted = verification.lengths, verification.accepted
+        tokens = verification.contexts.tokens
+        # The loop appends to its array in place. In one that was seen before, each row has the text
+        # that it had: comparing whole texts in every pass would cost their length squared.
+        known = self._tokens is not None and self._tokens() is tokens
+        self._tokens = weakref.ref(tokens)
         requests = {
-            b: self._request(row, verification.contexts.tokens[b, : lengths[b]])
+            b: self._request(row, tokens[b, : lengths[b]], known)
             for b, row in enumerate(verification.rows.tolist())
             if self._rows is None or row in self._rows
         }
@@ -186,12 +197,13 @@ class Collector:
         for b, request in requests.items():
             request.text += verification.block[b, : accepted[b] + 1].tolist()
 
-    def _request(self, row: int, text: np.ndarray) -> _OpenRequest:
-        """The open request of a row of the decode: the same as before, if `text` continues it."""
+    def _request(self, row: int, text: np.ndarray, known: bool) -> _OpenRequest:
+        """The open request of a row of the decode: the same as before, if `text` continues it.
+        known: it does if it is as long."""
         request = self._open_requests.get(row)
-        if request is not None and request.text == text.tolist():
-            return request
         if request is not None:
+            if len(request.text) == len(text) and (known or _is_text(request, text)):
+                return request
             self._record(request)
         number = self.requests if self._numbers is None else self._numbers[row]
         self.requests += 1

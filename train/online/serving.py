@@ -19,7 +19,7 @@ from decode.target.loading import Target
 from distill.replay.online_student import OnlineStudent
 from train.console import Reporter
 from train.online.learning import Online, OnlineConfig, Round
-from train.online.stream_progress import COUNTS, StreamProgress, Versions, rate
+from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate
 from train.schema import Losses, SamplingConfig, StageConfig, name_in
 from train.training.checkpoint import Stopped, StopRequest
 from train.training.student_and_teacher import StudentConfig
@@ -141,8 +141,8 @@ class Serving:
     """Serves a stream of requests with a drafter that learns from it.
 
     drafter: the decoding drafter. student: the learning copy. online: connects the two; None: no
-    learning. progress: the progress in the stream. provenance: the provenance of a saved drafter,
-    without its progress.
+    learning. progress: the progress in the stream. history: its windows and rounds. provenance: the
+    provenance of a saved drafter, without its progress.
     """
 
     config: OnlineStageConfig
@@ -153,6 +153,7 @@ class Serving:
     online: Online | None
     versions: Versions
     progress: StreamProgress
+    history: History
     provenance: dict[str, Any]
     accelerator: Accelerator
     reporter: Reporter
@@ -181,6 +182,9 @@ class Serving:
                 learnt = self._learn(background, wait=ending)
                 if online is not None and learnt is not None:
                     self._note(online, learnt, progress.spend("learning", begin))
+                shown = f"acceptance {rate(progress.window.counts):.2f}"
+                window = progress.close_window(config.window, ending=progress.served == count)
+                self._log("window", window)
                 due = ending or learnt is not None or progress.served - saved >= config.window
                 # A save during a round would be incomplete; save when the round has ended.
                 if due and not (background and background.busy):
@@ -188,8 +192,7 @@ class Serving:
                     saved = progress.served
                 if background and online and online.due() and not ending:
                     background.begin()
-                newest = progress.counts[-config.window :]
-                bar.update(progress.served, f"acceptance {rate(newest):.2f}")
+                bar.update(progress.served, shown)
                 if stopping:
                     raise Stopped(f"stopped after {progress.served} of {count} requests")
 
@@ -227,9 +230,7 @@ class Serving:
             shared[rows] = torch.stack([torch.as_tensor(x) for x in by_row], 1).double()
         shared[-1] = float(stop_request.received)
         *counts, stop = accelerator.reduce(shared.to(accelerator.device), "sum").tolist()
-        progress.counts += [[int(x) for x in row] for row in counts]
-        progress.served += count
-        progress.batches.append((progress.served, progress.spend("decoding", begin)))
+        progress.add([[int(x) for x in row] for row in counts], progress.spend("decoding", begin))
         return bool(stop[0])
 
     def _learn(self, background: Background | None, *, wait: bool) -> Round | None:
@@ -248,19 +249,20 @@ class Serving:
         """Record a round. waited: how many seconds requests waited for it."""
         progress = self.progress
         numbers = sorted(set(gather_object(learnt.requests)))
-        progress.rounds.append(
-            asdict(learnt)
-            | {
-                "served": progress.served,
-                "waited": waited,
-                "requests": [self.requests[number].id for number in numbers],
-            }
-        )
+        ids = [self.requests[number].id for number in numbers]
+        entry = {"served": progress.served, "waited": waited, "requests": ids}
+        progress.rounds = [asdict(learnt) | entry]
+        progress.window.seconds += waited
+        self._log("round", progress.rounds[0])
         progress.version = online.version
         if learnt.kept:
             begin = time.perf_counter()
             self.save_version()
             progress.spend("saving", begin)
+
+    def _log(self, kind: str, entry: dict[str, Any] | None) -> None:
+        if entry is not None and self.accelerator.is_main_process:
+            self.history.append(kind, entry)
 
     def save_version(self) -> None:
         """Save the learning copy's weights as version `progress.version`."""
@@ -282,6 +284,7 @@ class Serving:
             progress.buffers = gather_object([online.commit()])
             progress.online = gather_object([online.state()])
         if self.accelerator.is_main_process:
+            progress.logged = self.history.size()
             self.versions.save_progress(progress)
         self.accelerator.wait_for_everyone()
         progress.spend("saving", begin)

@@ -2,6 +2,7 @@
 
 versions/version-N/    a drafter directory with the optimizer's moments beside it
 progress/progress-R/   the stream's progress at the R-th save, and the version
+history.jsonl          the stream's windows and rounds
 buffer/…, held-out/…   the replay buffers' shards (`distill.replay.replay_buffer`)
 
 A version is written before the progress that names it. Files that an older progress needs are
@@ -11,6 +12,7 @@ which version drafts a request, so the repeated work may differ.
 """
 
 import json
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from decode.artifact import (
+    ReadFailure,
     newest_complete,
     numbers_of,
     recover,
@@ -39,26 +42,76 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 
 
 @dataclass
-class StreamProgress:
-    """The progress of a stream; stored with every save.
+class Window:
+    """Complete batches of requests one after the other. first: its first request. counts: see
+    COUNTS, over its requests. seconds: of decoding them, and of learning that they waited for."""
 
-    served: the number of answered requests. version: the version of the decoding weights. counts:
-    see COUNTS, for every request. batches: [requests served so far, seconds of decoding] for each
-    batch.
-    rounds: as `train.online.learning.Round`, each with the number of requests `served` before it.
-    seconds: by activity, the time that requests waited for it. online: `Online.state` of each rank.
-    buffers: [first, next] of both buffers, for each rank.
+    first: int = 0
+    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    seconds: float = 0.0
+
+    def figures(self, requests: int) -> dict[str, Any]:
+        """requests: the number of its requests."""
+        steps, emitted = self.counts[:2]
+        return {
+            "first": self.first,
+            "requests": requests,
+            "acceptance_rate": finite(rate(self.counts)),
+            "tokens_per_step": emitted / steps if steps else None,
+            "tokens_per_second": emitted / self.seconds,
+        }
+
+
+@dataclass
+class StreamProgress:
+    """The progress of a stream; stored with every save. Its size does not grow with the stream.
+
+    served: the number of answered requests. version: the version of the decoding weights. totals:
+    see COUNTS, over all requests. window: the current one. rounds: the newest ones, as
+    `train.online.learning.Round`, each with the number of requests `served` before it. seconds: by
+    activity, the time that requests waited for it. logged: the bytes of the history that belong to
+    this progress. online: `Online.state` of each rank. buffers: [first, next] of both buffers, for
+    each rank.
     """
 
     ranks: int
     served: int = 0
     version: int = 0
-    counts: list[list[int]] = field(default_factory=list)
-    batches: list[tuple[int, float]] = field(default_factory=list)
+    totals: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    window: Window = field(default_factory=Window)
     rounds: list[dict[str, Any]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    logged: int = 0
     online: list[dict[str, int]] = field(default_factory=list)
     buffers: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "StreamProgress":
+        """The progress from its stored values."""
+        # Earlier versions stored the counts of each request: they become a part of one window.
+        counts, batches = values.pop("counts", []), values.pop("batches", [])
+        progress = cls(**values | {"window": Window(**values.get("window", {}))})
+        if counts:
+            progress.served = 0
+            progress.add(counts, sum(seconds for _, seconds in batches))
+        return progress
+
+    def add(self, counts: Sequence[Sequence[int]], seconds: float) -> None:
+        """Count a batch of requests and the seconds of its decoding."""
+        sums = [sum(column) for column in zip(*counts, strict=True)]
+        self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)]
+        self.window.counts = [a + b for a, b in zip(self.window.counts, sums, strict=True)]
+        self.window.seconds += seconds
+        self.served += len(counts)
+
+    def close_window(self, size: int, *, ending: bool) -> dict[str, Any] | None:
+        """The figures of the current window, and begin the next one. None if the window has fewer
+        than `size` requests and the stream is not `ending`."""
+        requests = self.served - self.window.first
+        if not requests or (requests < size and not ending):
+            return None
+        closed, self.window = self.window, Window(self.served)
+        return closed.figures(requests)
 
     def spend(self, activity: str, begin: float) -> float:
         """Add the seconds since `begin` to an activity, and return them."""
@@ -66,55 +119,59 @@ class StreamProgress:
         self.seconds[activity] = self.seconds.get(activity, 0.0) + passed
         return passed
 
-    def summary(self, window: int) -> dict[str, Any]:
-        """Figures of the stream so far, and of its windows of `window` requests."""
-        kept = sum(entry["kept"] for entry in self.rounds)
-        seconds = sum(self.seconds.values())
-        emitted = sum(row[1] for row in self.counts)
+    def summary(self, history: "History") -> dict[str, Any]:
+        """Figures of the stream so far, with all its windows and rounds."""
+        windows, rounds = history.read("window"), history.read("round")
+        kept = sum(entry["kept"] for entry in rounds)
+        emitted = self.totals[1]
         return {
             "requests": self.served,
-            "acceptance_rate": finite(rate(self.counts)),
+            "acceptance_rate": finite(rate(self.totals)),
             "tokens": emitted,
-            "tokens_per_second": emitted / seconds,
+            "tokens_per_second": emitted / sum(self.seconds.values()),
             "decoding_seconds": self.seconds.get("decoding", 0.0),
             "learning_seconds": self.seconds.get("learning", 0.0),
             "saving_seconds": self.seconds.get("saving", 0.0),
             "versions_kept": kept,
-            "versions_rolled_back": len(self.rounds) - kept,
-            "optimizer_steps": self.rounds[-1]["steps"] if self.rounds else 0,
-            "windows": self.windows(window),
-            "rounds": self.rounds,
+            "versions_rolled_back": len(rounds) - kept,
+            "optimizer_steps": rounds[-1]["steps"] if rounds else 0,
+            "windows": windows,
+            "rounds": rounds,
         }
 
-    def windows(self, size: int) -> list[dict[str, Any]]:
-        """Figures of the stream's windows. A window has complete batches, with at least `size`
-        requests in total (the last may have fewer), beginning with request `first`. Speeds include
-        the time spent learning."""
-        windows, first, seconds = [], 0, 0.0
-        waited = [(entry["served"], entry["waited"]) for entry in self.rounds]
-        for served, spent in self.batches:
-            seconds += spent + sum(s for when, s in waited if when == served)
-            if served - first < size and served < self.served:
-                continue
-            rows = self.counts[first:served]
-            steps, emitted = (sum(row[i] for row in rows) for i in (0, 1))
-            windows.append(
-                {
-                    "first": first,
-                    "requests": served - first,
-                    "acceptance_rate": finite(rate(rows)),
-                    "tokens_per_step": emitted / steps if steps else None,
-                    "tokens_per_second": emitted / seconds,
-                }
-            )
-            first, seconds = served, 0.0
-        return windows
 
-
-def rate(counts: Sequence[Sequence[int]]) -> float:
-    """The acceptance rate, accepted / reached, over some requests."""
-    reached, accepted = (sum(row[i] for row in counts) for i in (2, 3))
+def rate(counts: Sequence[int]) -> float:
+    """The acceptance rate, accepted / reached, from sums of COUNTS."""
+    _, _, reached, accepted = counts
     return accepted / reached if reached else float("nan")
+
+
+class History:
+    """The windows and rounds of a stream, a line each in one file, which only grows. One process
+    writes it. What a kill left behind the saved progress is cut off."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def append(self, kind: str, entry: dict[str, Any]) -> None:
+        """kind: window or round."""
+        with self.file.open("a") as lines:
+            lines.write(json.dumps({kind: entry}) + "\n")
+
+    def size(self) -> int:
+        """Flush the file to disk; its bytes."""
+        with self.file.open("a") as lines:
+            os.fsync(lines.fileno())
+            return lines.tell()
+
+    def cut(self, size: int) -> None:
+        """Go on after the first `size` bytes."""
+        with self.file.open("a") as lines:
+            lines.truncate(size)
+
+    def read(self, kind: str) -> list[dict[str, Any]]:
+        entries = map(json.loads, self.file.read_text().splitlines())
+        return [entry[kind] for entry in entries if kind in entry]
 
 
 VERSION, PROGRESS = "version", "progress"
@@ -131,10 +188,11 @@ class Versions:
         self.target, self.reporter, self.keep = target, reporter, keep
         self._saved = 0  # the number of the newest save
 
-    def recover(self) -> None:
-        """Clean up after a process that was killed while writing."""
-        recover(self.versions)
-        recover(self.saves)
+    def recover(self, *, alone: bool = False) -> None:
+        """Clean up after a process that was killed while writing. alone: see
+        `decode.artifact.recover`."""
+        recover(self.versions, alone=alone)
+        recover(self.saves, alone=alone)
 
     def path(self, version: int) -> Path:
         return self.versions / f"{VERSION}-{version}"
@@ -181,14 +239,16 @@ class Versions:
         """The newest complete save with a complete version, or None if nothing was saved yet.
         Damaged saves are skipped and reported. Later saves continue the numbers of this one.
 
-        Raises UserError if all saves are damaged.
+        Raises UserError if all saves are damaged, or if the disk does not read one.
         """
         newest, damaged = newest_complete(self.saves, PROGRESS)
         while newest is not None:
-            progress = StreamProgress(**json.loads((newest / STATE).read_text()))
+            progress = StreamProgress.read(json.loads((newest / STATE).read_text()))
             number = int(newest.name.rpartition("-")[2])
             try:
                 describe_drafter(self.path(progress.version))
+            except ReadFailure:
+                raise
             except UserError as error:
                 damaged.append(error)  # type: ignore[arg-type]  # only reported
                 older = [n for n in numbers_of(self.saves, PROGRESS) if n < number]

@@ -12,6 +12,7 @@ import torch
 from decode.drafters import Drafter
 from decode.drafters.directory import save_drafter
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
 from decode.rules import RULES
 from decode.target.cache.cached_model import require_trees
@@ -31,7 +32,7 @@ from train.online.learners import (
 )
 from train.online.learning import Online, OnlineConfig
 from train.online.serving import OnlineStageConfig, Request, Serving
-from train.online.stream_progress import StreamProgress, Versions
+from train.online.stream_progress import History, StreamProgress, Versions
 from train.plots.line_plots import stream_plot
 from train.schema import StageConfig
 from train.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
@@ -157,13 +158,11 @@ class OnlineStage(Stage[OnlineStageConfig]):
 
     def _prepare(self, versions: Versions) -> Serving:
         """The stream with its drafter, at the newest saved progress or at the start."""
-        if self.accelerator.is_main_process:
-            versions.recover()
-        self.accelerator.wait_for_everyone()
         stream = self._stream()
         prompts = self.corpus.prompts(stream)
         requests = [Request(x.id, prompt) for x, prompt in zip(stream, prompts, strict=True)]
-        saved = versions.load()
+        history = History(self.directory / "history.jsonl")
+        saved = Ranks.of(self.accelerator).main_only(lambda: _saved(versions, history))
         if saved is not None:
             self._require_same_ranks(saved)
             self.reporter.say(
@@ -185,6 +184,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             online,
             versions,
             saved or StreamProgress(self.accelerator.num_processes),
+            history,
             self._provenance(),
             self.accelerator,
             self.reporter,
@@ -202,7 +202,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             provenance = serving.provenance | {
                 "served": progress.served,
                 "version": progress.version,
-                "rounds": [entry for entry in progress.rounds if entry["kept"]],
+                "rounds": [entry for entry in serving.history.read("round") if entry["kept"]],
             }
             save_drafter(
                 self.directory / "drafter",
@@ -212,7 +212,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
                 provenance=provenance,
             )
         self.accelerator.wait_for_everyone()
-        summary = progress.summary(self.config.window) | {"parameters": student.parameter_count}
+        summary = Ranks.of(self.accelerator).main_only(lambda: progress.summary(serving.history))
+        summary |= {"parameters": student.parameter_count}
         if online is not None:
             summary |= self._buffer_figures(online)
         return Outcome(self.directory / "drafter", summary)
@@ -336,6 +337,18 @@ class OnlineStage(Stage[OnlineStageConfig]):
             figures["bytes_per_position"] += 1
             figures["bytes_per_draft"] = bytes_per_draft(student.features, target.dtype)
         return figures
+
+
+def _saved(versions: Versions, history: History) -> StreamProgress | None:
+    """The newest saved progress, with the history up to it."""
+    versions.recover(alone=True)
+    saved = versions.load()
+    history.cut(0 if saved is None else saved.logged)
+    if saved is not None and not saved.logged:
+        # Earlier versions had no history; all rounds were in the progress.
+        for entry in saved.rounds:
+            history.append("round", entry)
+    return saved
 
 
 def _schedule_in_words(learning: OnlineConfig) -> str:
