@@ -75,21 +75,26 @@ class Bigrams:
     """Predicts the most frequent follower of each token.
 
     The counts come from texts, given as (tokens, mask). Only tokens with a true mask are counted or
-    scored. If several followers are equally frequent, the lowest id wins.
+    scored. If several followers are equally frequent, the lowest id wins. n pairs take some 40 n
+    bytes while they are counted.
     """
 
     def __init__(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> None:
         before, after = _pairs(texts)
-        pairs, counts = np.unique(np.stack([before, after]), axis=1, return_counts=True)
-        order = np.lexsort((pairs[1], -counts, pairs[0]))
-        tokens, first = np.unique(pairs[0, order], return_index=True)
-        self._followers = dict(zip(tokens.tolist(), pairs[1, order][first].tolist(), strict=True))
+        pairs, counts = np.unique(before << 32 | after, return_counts=True)
+        before, after = pairs >> 32, pairs & 0xFFFFFFFF
+        order = np.lexsort((after, -counts, before))
+        self._tokens, first = np.unique(before[order], return_index=True)
+        self._followers = after[order][first]
 
     def top1(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
         """Return the share of tokens in these texts that the previous token predicts correctly."""
         before, after = _pairs(texts)
-        guesses = np.array([self._followers.get(token, -1) for token in before.tolist()])
-        return float((guesses == after).mean()) if len(after) else 0.0
+        if not len(after) or not len(self._tokens):
+            return 0.0
+        places = np.searchsorted(self._tokens, before).clip(max=len(self._tokens) - 1)
+        right = (self._tokens[places] == before) & (self._followers[places] == after)
+        return float(right.mean())
 
 
 def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
@@ -108,11 +113,9 @@ def lookup_top1(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
 
 def _pairs(texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> tuple[np.ndarray, np.ndarray]:
     """int64 [n] twice: the token before each masked one, and that token."""
-    pairs = [
-        (tokens[i - 1], tokens[i])
-        for tokens, mask in texts
-        for i in range(1, len(tokens))
-        if mask[i]
-    ]
-    table = np.array(pairs, dtype=np.int64).reshape(-1, 2)
-    return table[:, 0], table[:, 1]
+    pairs = [np.zeros((2, 0), np.int32)]
+    for tokens, mask in texts:
+        ids, counted = np.asarray(tokens, np.int32), np.asarray(mask[1:], bool)
+        pairs.append(np.stack([ids[:-1][counted], ids[1:][counted]]))
+    before, after = np.concatenate(pairs, axis=1).astype(np.int64)
+    return before, after

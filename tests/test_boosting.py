@@ -5,12 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from decode.drafters.directory import open_drafter
 from decode.errors import UserError
+from decode.measure.ranks import Ranks
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.parallel_distillation import ParallelConfig, ParallelDistillation
@@ -28,7 +30,8 @@ from tests.test_distill import batch_of
 from tests.tiny import VOCAB, tiny_llama, tiny_target
 from train.data.chat import Sample
 from train.data.read import Example
-from train.training.boosting import BoostConfig, token_weights
+from train.training import boosting
+from train.training.boosting import BoostConfig, Reading, TokenWeights, guesses
 
 NOUNS = ("dog", "fox", "sea", "shell")
 # What follows a noun: the first in three of five cases, the second in the others.
@@ -73,6 +76,13 @@ def hits(directory: Path, target: Any, samples: list[Sample]) -> list[Tensor]:
     return found
 
 
+class Share(Ranks):
+    """A rank that hears nothing of the others."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 def test_weights_are_those_of_guesses_one_by_one(context: Any) -> None:
     """Ragged batches, chunks, a draft vocabulary, and a token that only one of two guesses."""
     first = make_stage("distill", "first", **DRAFTER, draft_vocabulary=40)
@@ -84,8 +94,13 @@ def test_weights_are_those_of_guesses_one_by_one(context: Any) -> None:
     assert any((a ^ b).any() for a, b in zip(one, two, strict=True))
 
     config = BoostConfig(missed_by=["first", "second"], hit_weight=0.25)
-    sizes = {"tokens": VOCAB, "tokens_per_batch": 70, "chunk": 7}
-    weights = token_weights(config, paths, samples, torch.device("cpu"), **sizes)
+    reading = Reading(torch.device("cpu"), VOCAB, tokens_per_batch=70, chunk=7)
+    # Of two ranks, each reads a share, and both get the whole.
+    shares = [guesses(paths, samples, reading, Share(rank, 2)) for rank in (0, 1)]
+    found = guesses(paths, samples, reading)
+    assert np.array_equal(shares[0] | shares[1], found)
+    assert all((found & ~share).any() for share in shares)
+    weights = TokenWeights(config, samples, found)
     every = torch.cat(right)
     assert weights.missed == pytest.approx(1 - every.double().mean().item())
     mean = torch.where(every, 0.25, 1.0).mean()
@@ -142,9 +157,12 @@ def test_boosted_drafters_cover_more_than_drafters_trained_alike(context: Any) -
 def test_a_boosted_training_survives_a_kill(
     context: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And its second start runs no earlier drafter."""
     first = make_stage("distill", "first", **DRAFTER)
     boosted = make_stage("distill", "boosted", first, **DRAFTER, boost={"missed_by": ["first"]})
-    weights = []
+    weights, read = [], []
+    sound = boosting.guesses
+    monkeypatch.setattr(boosting, "guesses", lambda *args: read.append(1) or sound(*args))
     for number in range(2):
         inputs = stage_context(tmp_path / str(number), context.target)
         run_stage(inputs, first)
@@ -152,6 +170,7 @@ def test_a_boosted_training_survives_a_kill(
             run_killed(inputs, boosted, monkeypatch, 4) if number else run_stage(inputs, boosted)
         )
         weights.append(drafter_weights(ended))
+    assert len(read) == 2
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 

@@ -20,7 +20,6 @@ from decode.errors import UserError
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from distill.teacher import cache_parts
-from distill.teacher.cache_parts import text_sha256
 from distill.teacher.feature_sources import CachedFeatures, LiveFeatures
 from distill.teacher.read_ahead import ReadAhead
 from tests.stages import (
@@ -87,7 +86,7 @@ def test_a_cache_holds_what_the_target_shows(context: Any, target: Target) -> No
     said = next(line for line in context.reporter.lines if "bytes a token" in line)
     assert said.startswith("  256 bytes a token, ")
     cache = CachedFeatures(directory, target, CAPTURED_LAYERS)
-    cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
+    cache.require([(s.id, s.tokens, s.mask) for s in samples])
     chosen = [samples[i] for i in (7, 0, 3)]
     given = in_one_batch(chosen)
     live = LiveFeatures(target.model, CAPTURED_LAYERS).features(*given)
@@ -334,9 +333,9 @@ def test_what_a_cache_lacks_is_refused(context: Any, target: Target) -> None:
     cache = CachedFeatures(directory, target, [0])
     sample = context.corpus.samples("data")[0]
     with pytest.raises(UserError, match=f"sample '{sample.id}' is not the text"):
-        cache.require([(sample.id, text_sha256(sample.tokens, [True] * len(sample.mask)))])
+        cache.require([(sample.id, sample.tokens, [True] * len(sample.mask))])
     with pytest.raises(UserError, match=r"the feature cache .* has no sample 'new'"):
-        cache.require([("new", "")])
+        cache.require([("new", [], [])])
     file = directory / "part-1" / "cache.safetensors"
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1

@@ -231,6 +231,8 @@ def test_a_rank_reads_only_the_rows_of_its_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = stored(tmp_path, [sample_of(4 + i % 3, 2, str(i)) for i in range(20)])
+    arrays = [(name, list(tokens), list(mask)) for name, tokens, mask in samples.texts(3, 19)]
+    assert arrays == [(sample.id, sample.tokens, sample.mask) for sample in samples[3:19]]
     batches = Batches(samples.lengths, tokens_per_batch=24, seed=0, epoch=0)
     taken: list[int] = []
     original = StoredSamples.take

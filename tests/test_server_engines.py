@@ -21,7 +21,6 @@ import httpx2
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.target.loading import load_target
-from distill.teacher.cache_parts import text_sha256
 from distill.teacher.top_k_cache import CachedTeacher
 from tests.answer_server import (
     SERVER,
@@ -63,7 +62,7 @@ def cached(context: StageInputs, name: str, answers: Any, **settings: Any) -> An
     run_stage(context, make_stage("teacher_cache", name, answers, **(TOP_K | settings)))
     cache = CachedTeacher(context.directory / name, context.target)
     samples, _ = fit(context.corpus.samples("answers"), TOP_K["max_length"], "truncate")
-    cache.require([(s.id, text_sha256(s.tokens, s.mask)) for s in samples])
+    cache.require([(s.id, s.tokens, s.mask) for s in samples])
     batch = collate(samples, 0)
     return cache.signal(**inputs(batch, context.target.device), ids=batch["ids"])(slice(None))
 

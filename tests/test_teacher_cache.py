@@ -1,6 +1,7 @@
 """The teacher's cache: what is kept, that it teaches what the live target does, and what is not
 mistaken for it."""
 
+import hashlib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -89,13 +90,18 @@ def test_top_k_is_the_likeliest_tokens_and_the_mass_of_all_others():
 def test_what_was_written_comes_back_within_half_precision(tmp_path, target):
     g = torch.Generator().manual_seed(0)
     signals = [top_k(4 * torch.randn(n, 300, generator=g), 6) for n in (3, 1, 5)]
-    names = [(f"s{i}", text_sha256([i, 2], [False, True])) for i in range(3)]
+    texts = [(f"s{i}", [i, 2], [False, True]) for i in range(3)]
+    # The last part is one of an earlier version, with a hash of JSON.
+    names = [(name, text_sha256(tokens, mask)) for name, tokens, mask in texts[:2]]
+    names.append(("s2", hashlib.sha256(b"[[2, 2], [0, 1]]").hexdigest()[:32]))
     about = describe_teacher(target, k=6, temperature=1.0, vocabulary=None)
     write_part(tmp_path, 0, names[:2], signals[:2], 300, about)
     write_part(tmp_path, 10, names[2:], signals[2:], 300, about)
     cache = CachedTeacher(tmp_path, target)
     assert (cache.k, cache.temperature, cache.vocabulary) == (6, 1.0, None)
-    cache.require(names)
+    cache.require(texts)
+    with pytest.raises(UserError, match="sample 's2' is not the text"):
+        cache.require([("s2", [2, 2], [True, True])])
     nothing = torch.zeros(1, 2)
     found = cache.signal(nothing, nothing, nothing, ["s2", "s0"])(slice(0, 8))
     assert isinstance(found, TopK)
@@ -234,16 +240,16 @@ def test_another_draft_vocabulary_than_the_parts_are_over_is_refused(context, ta
 def test_text_that_it_was_not_made_of_is_refused(context):
     cache = make_cache(context)
     samples = context.corpus.samples("data")
-    names = [(s.id, text_sha256(s.tokens, s.mask)) for s in samples]
+    names = [(s.id, s.tokens, s.mask) for s in samples]
     cache.require(names)
     for tokens, mask in (
         (samples[3].tokens[:-1], samples[3].mask[:-1]),
         (samples[3].tokens, [False] * len(samples[3].mask)),
     ):
         with pytest.raises(UserError, match="sample 'train-3' is not the text that"):
-            cache.require([*names[:3], ("train-3", text_sha256(tokens, mask))])
+            cache.require([*names[:3], ("train-3", tokens, mask)])
     with pytest.raises(UserError, match="has no sample 'train-99'"):
-        cache.require([*names, ("train-99", "")])
+        cache.require([*names, ("train-99", [], [])])
 
 
 @pytest.mark.parametrize("settings", [{"k": 16}, {"temperature": 2.0}])

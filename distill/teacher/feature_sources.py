@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.target.hidden_states import Recorder
 from decode.target.identity import describe_target, require_same_target
 from decode.target.loading import Target
-from distill.teacher.cache_parts import Parts, part_directories, write_part
+from distill.teacher.cache_parts import Parts, Text, part_directories, write_part
 from distill.teacher.decoder_states import decoder_states, padded_sources
 from distill.teacher.read_ahead import ReadAhead
 
@@ -148,8 +148,8 @@ class CachedFeatures:
                     f"captured_layers: {self._captured_layers}"
                 )
 
-    def require(self, samples: Iterable[tuple[str, str]]) -> None:
-        """Raise UserError unless the cache holds every (id, text_sha256)."""
+    def require(self, samples: Iterable[Text]) -> None:
+        """Raise UserError unless the cache holds every sample with its text."""
         self.parts.require(samples)
 
     def features(

@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.target.identity import describe_target, require_equal, require_same_target
 from decode.target.loading import Target
 from distill.teacher import cache_parts
-from distill.teacher.cache_parts import Parts
+from distill.teacher.cache_parts import Parts, Text
 from distill.teacher.read_ahead import ReadAhead
 from distill.teacher.teacher_signal import Teacher, TopK
 
@@ -147,8 +147,8 @@ class CachedTeacher:
                 )
             self.k, self.temperature = options
 
-    def require(self, samples: Iterable[tuple[str, str]]) -> None:
-        """Raise UserError unless the cache holds every (id, text_sha256)."""
+    def require(self, samples: Iterable[Text]) -> None:
+        """Raise UserError unless the cache holds every sample with its text."""
         self.parts.require(samples)
 
     def signal(

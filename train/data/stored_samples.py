@@ -97,8 +97,12 @@ class StoredSamples(Sequence[Sample]):
         return len(self._data)
 
     def __iter__(self) -> Iterator[Sample]:
-        for begin in range(0, len(self), BLOCK):
-            yield from self[begin : begin + BLOCK]
+        return self.some(range(len(self)))
+
+    def some(self, rows: Sequence[int]) -> Iterator[Sample]:
+        """The samples with these numbers, in this order. Few of them are in memory at a time."""
+        for begin in range(0, len(rows), BLOCK):
+            yield from self.take(rows[begin : begin + BLOCK])
 
     @overload
     def __getitem__(self, rows: int) -> Sample: ...
@@ -117,6 +121,25 @@ class StoredSamples(Sequence[Sample]):
             return []
         columns = self._data[rows]
         return [Sample(*row) for row in zip(*(columns[name] for name in COLUMNS), strict=True)]
+
+    def texts(self, first: int, end: int) -> Iterator[tuple[str, Any, Any]]:
+        """(id, int32 tokens [T], bool mask [T]) of the samples first … end−1. No token becomes a
+        Python number."""
+        data = self._data.select_columns(["id", "tokens", "mask"]).with_format("arrow")
+        for begin in range(first, end, BLOCK):
+            last = min(begin + BLOCK, end)
+            table = data[begin:last]
+            splits = np.cumsum(self.lengths[begin:last])[:-1]
+            tokens, mask = (
+                table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+                for name in ("tokens", "mask")
+            )
+            yield from zip(
+                table["id"].to_pylist(),
+                np.split(tokens, splits),
+                np.split(mask, splits),
+                strict=True,
+            )
 
     def ids(self, rows: Sequence[int]) -> list[str]:
         """The ids of the samples with these numbers, in this order."""
@@ -158,6 +181,14 @@ def write_samples(
         meta["counts"] = counts
 
     write_directory(sample_part(directory, number), fill, meta=meta)
+
+
+def texts(samples: Sequence[Sample], first: int, end: int) -> Iterator[tuple[str, Any, Any]]:
+    """(id, tokens, mask) of the samples first … end−1."""
+    if isinstance(samples, StoredSamples):
+        yield from samples.texts(first, end)
+    else:
+        yield from ((s.id, s.tokens, s.mask) for s in samples[first:end])
 
 
 def sample_part(directory: Path, number: int) -> Path:

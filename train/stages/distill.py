@@ -18,6 +18,7 @@ from decode.drafters.pard import (
 )
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.measure.ranks import Ranks
 from decode.target.cache.cached_model import require_trees
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
@@ -55,9 +56,10 @@ from train.stages.distill_student import (
 from train.stages.training_memory import distill_memory
 from train.text_stages import TrainingStage, complete_target_part
 from train.training.boosting import (
+    Reading,
     TokenWeights,
     check_earlier_drafter,
-    token_weights,
+    stored_guesses,
 )
 from train.training.dev_slice import DevConfig, DevSlice, Judging
 from train.training.estimates import planned_tokens, time_limit, training_disk_bytes
@@ -188,19 +190,16 @@ class DistillStage(TrainingStage[DistillConfig]):
             self.earlier[name] / "drafter" if name in self.earlier else Path(name)
             for name in config.boost.names
         ]
+        ranks, per_batch = Ranks.of(self.accelerator), config.loop.tokens_per_batch
+        reading = Reading(
+            self.accelerator.device,
+            self.target.token_count,
+            max(1, per_batch // ranks.world),
+            config.chunk_tokens,
+        )
         with self.reporter.bar("earlier drafters", len(paths) * len(samples)) as bar:
-            weights = token_weights(
-                config.boost,
-                paths,
-                samples,
-                self.accelerator.device,
-                tokens=self.target.token_count,
-                tokens_per_batch=max(
-                    1, config.loop.tokens_per_batch // self.accelerator.num_processes
-                ),
-                chunk=config.chunk_tokens,
-                progress=bar.update,
-            )
+            right = stored_guesses(self.directory, paths, samples, reading, ranks, bar.update)
+        weights = TokenWeights(config.boost, samples, right)
         self.reporter.say(f"  the earlier drafters miss {weights.missed:.1%} of the text's tokens")
         return weights
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,7 @@ from heads.heads_directory import build_heads, make_ready, new_heads, read_heads
 from heads.heads_module import Heads
 from train.data.batches import Inputs
 from train.data.chat import Sample
+from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.schema import StageConfig
@@ -47,6 +49,8 @@ from train.training.trained_backbone import TrainedBackbone
 from train.training.trained_target import PREFIX, held_out_samples
 from train.training.trainer import Clock, Trainer
 from train.training.training_task import TrainingTask
+
+BIGRAM_TOKENS = 10_000_000  # of the text, that a bigram table counts
 
 
 @STAGES.register("heads")
@@ -136,6 +140,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             module = backbone.join(training, chunk=self.config.chunk_tokens)
             dev = self._dev_slice(module, full_heads, backbone)
             trainer = self._trainer(module, heads, backbone, samples, dev, clock)
+            # Before the training: whatever may go wrong here must not cost trained heads.
+            guessed = Ranks.of(self.accelerator).main_only(lambda: self._bigrams(samples, dev))
             progress = trainer.fit()
         weights = trainer.drafter_weights()
         full_heads.load_state_dict(backbone.heads_weights(weights))
@@ -144,7 +150,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary)}
         provenance = self.provenance(progress) | {"start": start}
         summary |= self._save(full_heads, backbone, weights, provenance)
-        summary |= coverage | self._bigrams(samples, dev)
+        summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
         return Outcome(self.directory / "drafter", summary, new_target)
@@ -375,12 +381,15 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         drafter: Drafter = kind(heads, target.vocab_size)
         return drafter
 
-    def _bigrams(self, samples: Sequence[Sample], dev: DevSlice | None) -> dict[str, float]:
+    def _bigrams(self, samples: StoredSamples, dev: DevSlice | None) -> dict[str, float]:
         """The shares of the dev slice's tokens that a bigram table of the training text and prompt
-        lookup predict. The first head must be better than both."""
+        lookup predict. The first head must be better than both. Of a long text BIGRAM_TOKENS are
+        counted, in samples spread evenly over it."""
         if dev is None:
             return {}
-        table = Bigrams((s.tokens, s.mask) for s in samples)
+        share = min(1.0, BIGRAM_TOKENS / int(samples.lengths.sum(dtype=np.int64)))
+        rows = spread(range(len(samples)), max(1, int(share * len(samples))))
+        table = Bigrams((s.tokens, s.mask) for s in samples.some(rows))
         bigram = table.top1((s.tokens, s.mask) for s in dev.samples)
         lookup = lookup_top1((s.tokens, s.mask) for s in dev.samples)
         self.reporter.say(

@@ -5,29 +5,38 @@ the next drafter is trained on the tokens that the earlier ones do not guess. Th
 each sample that an earlier drafter continues as the target does. Here each token of a sample has a
 weight, because small drafters get few samples right from beginning to end.
 
-Shapes: B rows, T tokens, n predicted tokens.
+Shapes: B rows, T tokens, n predicted tokens of a batch, N of the text.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from decode.artifact import manifest_sha256, verify_directory, write_directory
 from decode.drafters.directory import describe_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.errors import UserError
+from decode.measure.ranks import ALONE, Ranks
 from decode.target.identity import require_same_vocabulary
 from decode.target.loading import Target, load_target
 from decode.target.without_weights import load_shapes
+from distill.teacher.cache_parts import text_sha256
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat import Sample
+from train.data.stored_samples import sample_ids, sizes, take, texts
 from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.schema import StageConfig, Strict, closest_stage
 from train.training.student_and_teacher import DRAFTER_STAGES
+
+FILE = "right.npy"  # whether tokens are guessed, eight in a byte
 
 
 class BoostConfig(Strict):
@@ -108,63 +117,107 @@ class _Guesses:
 class TokenWeights:
     """The loss weights of a text's predicted tokens, with a mean of 1.
 
-    of_samples: float32 [n] by the id of a sample. missed: the share of the text's tokens that the
-    earlier drafters miss.
+    right: bool [N], whether an earlier drafter guesses a token, sample after sample. missed: the
+    share of the text's tokens that none guesses. Raises UserError if no weight is above 0.
     """
 
-    def __init__(self, of_samples: dict[str, Tensor], missed: float) -> None:
-        self.of_samples, self.missed = of_samples, missed
+    def __init__(self, config: BoostConfig, samples: Sequence[Sample], right: np.ndarray) -> None:
+        count, hits = len(right), int(right.sum())
+        total = count - hits + config.hit_weight * hits
+        if not total:
+            raise UserError(
+                f"boost: {', '.join(config.names)} guess every token of the text, so nothing is "
+                "left to learn; set boost.hit_weight above 0, or train on other text"
+            )
+        self._hit, self._miss = config.hit_weight * count / total, count / total
+        self._right = right
+        self._begins = np.append(0, np.cumsum(sizes(samples)[1], dtype=np.int64))
+        names = sample_ids(samples, range(len(samples)))
+        self._rows = {name: row for row, name in enumerate(names)}
+        self.missed = (count - hits) / count
 
     def of(self, ids: Sequence[str], device: torch.device) -> Tensor:
         """float32 [n]: the weights of a batch's predicted tokens, in the order of its rows."""
-        parts = [self.of_samples[sample] for sample in ids]
-        return torch.cat(parts).to(device) if parts else torch.zeros(0, device=device)
+        rows = [self._rows[name] for name in ids]
+        parts = [self._right[self._begins[row] : self._begins[row + 1]] for row in rows]
+        right = torch.as_tensor(np.concatenate([np.zeros(0, bool), *parts]), device=device)
+        return torch.where(right, self._hit, self._miss).float()
 
 
-def token_weights(
-    config: BoostConfig,
+@dataclass(frozen=True)
+class Reading:
+    """How earlier drafters read a text. tokens: the number of ids that are tokens.
+    tokens_per_batch: of each rank. chunk: the number of tokens whose logits are in memory at a
+    time."""
+
+    device: torch.device
+    tokens: int
+    tokens_per_batch: int
+    chunk: int
+
+
+def stored_guesses(
+    directory: Path,
     paths: Sequence[Path],
     samples: Sequence[Sample],
-    device: torch.device,
-    *,
-    tokens: int,
-    tokens_per_batch: int,
-    chunk: int,
+    reading: Reading,
+    ranks: Ranks,
+    progress: Callable[[int], None],
+) -> np.ndarray:
+    """`guesses`, from the directory if it has them already, else written there. A restart then runs
+    no earlier drafter again. All ranks call this together."""
+    made_by = ranks.main_only(lambda: _digest(paths, samples))
+    name = directory / f"guesses-{made_by}"
+    if not ranks.main_only(name.exists):
+        right = guesses(paths, samples, reading, ranks, progress)
+        packed = np.packbits(right)
+        ranks.main_only(lambda: write_directory(name, lambda tmp: np.save(tmp / FILE, packed)))
+    ranks.together(lambda: verify_directory(name))
+    count = int(sizes(samples)[1].sum(dtype=np.int64))
+    return np.unpackbits(np.load(name / FILE), count=count).astype(bool)
+
+
+def guesses(
+    paths: Sequence[Path],
+    samples: Sequence[Sample],
+    reading: Reading,
+    ranks: Ranks = ALONE,
     progress: Callable[[int], None] = lambda done: None,
-) -> TokenWeights:
-    """The weights of all predicted tokens of the samples.
+) -> np.ndarray:
+    """bool [N]: of all predicted tokens of the samples, whether one of the drafters guesses them.
 
-    They are computed once, in batches that do not depend on the training, so a training that was
-    stopped continues with the same ones. One drafter is in memory at a time.
-
-    paths: the directories of the earlier drafters. tokens: the number of ids that are tokens.
-    progress: gets the number of samples that were read. Raises UserError if no weight is above 0.
+    Each rank reads a share of the text, with one drafter in memory at a time. The batches do not
+    depend on the training. paths: the directories of the earlier drafters. progress: gets the
+    number of samples that were read.
     """
-    lengths = [len(sample.tokens) for sample in samples]
-    batches = bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0)
-    right = [torch.zeros(sum(sample.mask[1:]), dtype=torch.bool) for sample in samples]
+    lengths, predicted = sizes(samples)
+    batches = bucket_batches(
+        lengths.tolist(), tokens_per_batch=reading.tokens_per_batch, seed=0, epoch=0
+    )
+    ends = np.cumsum(predicted, dtype=np.int64)
+    right = np.zeros(ends[-1], bool)
     done = 0
     for path in paths:
-        guesses = _Guesses(path, device, tokens)
-        for rows in batches:
-            batch = inputs(collate([samples[i] for i in rows], 0), device)
+        drafter = _Guesses(path, reading.device, reading.tokens)
+        for rows in ranks.share(batches):
+            batch = inputs(collate(take(samples, rows), 0), reading.device)
             labels = batch["input_ids"][:, 1:][batch["loss_mask"][:, 1:]]
-            found = guesses.are_right(batch, labels, chunk).cpu()
-            for i, part in zip(rows, found.split([len(right[i]) for i in rows]), strict=True):
-                right[i] |= part
+            found = drafter.are_right(batch, labels, reading.chunk).cpu().numpy()
+            parts = np.split(found, np.cumsum(predicted[rows])[:-1])
+            for row, part in zip(rows, parts, strict=True):
+                right[ends[row] - predicted[row] : ends[row]] |= part
             done += len(rows)
-            progress(done)
-    count = sum(len(part) for part in right)
-    hits = sum(int(part.sum()) for part in right)
-    total = count - hits + config.hit_weight * hits
-    if not total:
-        raise UserError(
-            f"boost: {', '.join(config.names)} guess every token of the text, so nothing is left "
-            "to learn; set boost.hit_weight above 0, or train on other text"
-        )
-    scale = count / total
-    weights = {
-        sample.id: torch.where(part, config.hit_weight * scale, scale).float()
-        for sample, part in zip(samples, right, strict=True)
-    }
-    return TokenWeights(weights, (count - hits) / count)
+            progress(min(done * ranks.world, len(paths) * len(samples)))
+    return np.unpackbits(
+        np.bitwise_or.reduce(ranks.gather(np.packbits(right))), count=len(right)
+    ).astype(bool)
+
+
+def _digest(paths: Sequence[Path], samples: Sequence[Sample]) -> str:
+    """A hash of the drafters and of the text."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(manifest_sha256(path).encode())
+    for _, tokens, mask in texts(samples, 0, len(samples)):
+        digest.update(text_sha256(tokens, mask).encode())
+    return digest.hexdigest()[:12]

@@ -10,10 +10,11 @@ from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
-from distill.teacher.cache_parts import check_parts, note_checked, part_directories, text_sha256
+from distill.teacher.cache_parts import check_parts, note_checked, part_directories
 from distill.teacher.feature_sources import CachedFeatures, holds_features
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat import Sample
+from train.data.stored_samples import texts
 
 Cache = CachedTeacher | CachedFeatures
 C = TypeVar("C", bound=Cache)
@@ -56,14 +57,17 @@ def open_features(
 def _open(
     read: Callable[[], C], directory: Path, samples: Sequence[Sample], accelerator: Accelerator
 ) -> C:
+    ranks = Ranks.of(accelerator)
+    # Each rank compares a share of the text.
+    first, end = (len(samples) * (ranks.rank + i) // ranks.world for i in (0, 1))
+
     def opened() -> C:
         cache = read()
-        cache.require((s.id, text_sha256(s.tokens, s.mask)) for s in samples)
+        cache.require(texts(samples, first, end))
         if accelerator.is_local_main_process:
             check_directory(directory, cache.parts.what)
         return cache
 
-    ranks = Ranks.of(accelerator)
     cache = ranks.together(opened)
     hashes = ranks.gather(cache.parts.index_sha256)
     for rank, seen in enumerate(hashes):
