@@ -1,5 +1,6 @@
 """A generate stage whose answers come from a server, and the server's faults."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,13 @@ def test_samples_are_drawn_with_seeds_of_their_own_and_with_every_setting(
     sampling = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
     drawn = {"samples": 2, "sampling": sampling}
     engine = AnswerEngine()
+
+    async def in_a_notebook() -> None:
+        answer_with(context, url, "again", settings=drawn, probe_prompts=0)
+
     with served(engine.app()) as url:
         answer_with(context, url, settings=drawn, probe_prompts=0)
-        answer_with(context, url, "again", settings=drawn, probe_prompts=0)
+        asyncio.run(in_a_notebook())
     answers = answers_of(context)
     assert answers == answers_of(context, "again")
     assert len({str(answer["tokens"]) for answer in answers}) > 15

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from decode.artifact import CorruptArtifact, write_directory
-from decode.drafters import NoDrafter
+from decode.drafters import NoDrafter, directory
 from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
 from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
@@ -225,10 +225,25 @@ def test_descriptions_that_cannot_be_read(
         open_drafter(str(saved), target)
 
 
-def test_what_is_no_drafter(tmp_path: Path, target: Target) -> None:
+def test_what_is_no_drafter(
+    tmp_path: Path, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="neither a drafter directory nor a model directory"):
         open_drafter(str(tmp_path / "empty"), target)
+    # A run has a config.json too.
+    drafters = [tmp_path / f"run/stages/0{i}-heads/drafter" for i in range(2)]
+    for drafter in drafters:
+        drafter.mkdir(parents=True)
+        (drafter / DRAFTER_FILE).write_text("{}")
+    (tmp_path / "run/config.json").write_text("{}")
+    with pytest.raises(UserError, match=f"holds 2; name one of them: {drafters[0]}, {drafters[1]}"):
+        open_drafter(str(tmp_path / "run"), target)
+    # No hub is asked for a name that is nearly one of ours.
+    with monkeypatch.context() as patch:
+        patch.setattr(directory, "load_model_and_tokenizer", None)
+        with pytest.raises(UserError, match=r"no drafter 'ngran:max_n=3'.*Did you mean \"ngram\""):
+            open_drafter("ngran:max_n=3", target)
     with pytest.raises(UserError, match="does not exist"):
         open_drafter(str(tmp_path / "none" / "such"), target)
     with pytest.raises(UserError, match=r'ngrm.*Did you mean "ngram"'):

@@ -4,6 +4,7 @@ A drafter directory holds the weights (safetensors) with their config and tokeni
 with hashes, and `drafter.json`: its kind, the target it was made for and how it was trained.
 """
 
+import difflib
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -174,8 +175,18 @@ def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafte
 def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
     if (path / MANIFEST).exists():
         verify_directory(path)  # a drafter without its description is not a plain model
+    if inside := _drafters_inside(path):
+        raise UserError(
+            f"{path} is not the directory of a drafter, but holds {len(inside)}; name one of them: "
+            f"{', '.join(inside)}"
+        )
     if path.is_dir() and not (path / "config.json").exists():
         raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    if not path.exists() and "/" not in spec and (typo := _typo(spec)):
+        raise UserError(
+            f"there is no drafter {spec!r}, and no such file or directory.{typo} A model of a hub "
+            "is named OWNER/NAME"
+        )
     try:
         loaded = load_model_and_tokenizer(
             spec, dtype=dtype, device=str(target.device), encoder=target.has_encoder
@@ -190,6 +201,18 @@ def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter
     if target.has_encoder:
         require_no_encoder(small, f"a small language model ({spec})")
     return small
+
+
+def _drafters_inside(path: Path) -> list[str]:
+    """The drafter directories in a directory, such as that of a run or of a stage."""
+    files = (file for depth in range(1, 4) for file in path.glob("[!.]*/" * depth + DRAFTER_FILE))
+    return sorted(str(file.parent) for file in files)
+
+
+def _typo(spec: str) -> str:
+    """`nearest`, if the name is nearly that of a drafter: only then no hub is asked for it."""
+    kind = _kind(spec)
+    return nearest(kind, difflib.get_close_matches(kind, DRAFTERS, cutoff=0.75))
 
 
 def _path_exists(name: str) -> bool:

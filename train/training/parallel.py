@@ -53,6 +53,9 @@ def start(*, cpu: bool, **settings: Any) -> Accelerator:
         kind for name, kind in ENGINES.items() if os.environ.get(name, "").lower() == "true"
     ]
     present = torch.accelerator.is_available()
+    if not present:
+        # accelerate imports DeepSpeed, which otherwise warns in every run that it found no GPU.
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if launched and cpu and present:
         raise UserError(
             f"accelerate was launched with {launched[0].value}, but target.device is cpu on a "

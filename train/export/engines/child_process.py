@@ -35,8 +35,17 @@ ANSWER_SECONDS = 300.0
 HANG_SECONDS = 600.0
 POLL_SECONDS = 0.1
 GUARD = Path(__file__).with_name("guard.py")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Answers of status 3xx are errors: urllib would send the key on to the other address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 # Without the proxy of the environment, which cannot reach a server of this machine.
-OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
 
 
 def start_process(
