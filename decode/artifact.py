@@ -4,8 +4,8 @@ The writer fills a directory under a hidden name next to its final path, lists i
 `manifest.json`, flushes it to disk and renames it. So a reader never sees a partial directory, even
 if the writer is killed:
 
-    .tmp-<name>-<pid>-<random>   being filled or deleted; useless once its process is dead
-    .old-<name>                  the previous <name>, complete, kept until the new one is in place
+    .tmp-<name>-<host>.<pid>-<random>   being filled or deleted; useless once its process is dead
+    .old-<name>                         the previous <name>, kept until the new one is in place
 
 Only one process at a time may write a given path. No file is ever unpickled here.
 """
@@ -17,6 +17,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
@@ -27,7 +28,10 @@ from decode.errors import UserError
 MANIFEST = "manifest.json"
 FORMAT = 1
 
-_TEMPORARY = re.compile(r"\.tmp-(?P<name>.+)-(?P<pid>[0-9]{1,9})-[0-9a-f]{8}")
+# Earlier versions wrote no host.
+_TEMPORARY = re.compile(
+    r"\.tmp-(?P<name>.+)-((?P<host>[0-9a-f]{8})\.)?(?P<pid>[0-9]{1,9})-[0-9a-f]{8}"
+)
 _ASIDE = re.compile(r"\.old-(?P<name>.+)")
 # Names of the temporaries of this process. In a container, a restarted run often gets the process
 # id of the killed run, so the id alone does not show which temporaries are stale.
@@ -140,7 +144,9 @@ def verify_directory(path: Path, *, deep: bool | Collection[str] = True) -> dict
         except (FileNotFoundError, NotADirectoryError):
             problem = "is missing"
         except OSError as error:
-            raise ReadFailure(path, name, error) from error
+            if error.errno != errno.ENAMETOOLONG:  # no such file was ever written
+                raise ReadFailure(path, name, error) from error
+            problem = f"cannot be read ({error.strerror})"
         if problem:
             raise CorruptArtifact(path, name, problem)
     return body["meta"]
@@ -176,12 +182,12 @@ def newest_complete(parent: Path, prefix: str) -> tuple[Path | None, list[Corrup
     return None, skipped
 
 
-def recover(parent: Path) -> None:
+def recover(parent: Path, *, alone: bool = False) -> None:
     """Clean up in `parent` after processes that died while writing. UserError on OSError.
 
-    Deletes temporaries of dead processes. Restores a directory that was moved aside if its
-    replacement was never put in place. Safe while other processes on this machine write. Writers
-    on other machines look dead, so on a shared disk call it only if no other machine writes there.
+    Deletes temporaries of this machine's dead processes. Restores a directory that was moved aside
+    if its replacement was never put in place. Safe while other processes write. alone: no other
+    machine writes there, so the temporaries of other machines are deleted too.
     """
     parent = Path(os.path.abspath(parent))
     if not parent.is_dir():
@@ -190,7 +196,7 @@ def recover(parent: Path) -> None:
         names = os.listdir(parent)
         being_written = set()
         for match in filter(None, map(_TEMPORARY.fullmatch, names)):
-            if _is_stale(match):
+            if _is_stale(match, alone):
                 _delete(parent / match[0])
             else:
                 being_written.add(match["name"])
@@ -204,13 +210,19 @@ def recover(parent: Path) -> None:
 def temporary(path: Path) -> Iterator[Path]:
     """An unused hidden name next to `path`, for a file or a directory. Anything left there at the
     end is deleted, and after a kill by `recover`."""
-    tmp = path.with_name(f".tmp-{path.name}-{os.getpid()}-{os.urandom(4).hex()}")
+    writer = f"{_host()}.{os.getpid()}"
+    tmp = path.with_name(f".tmp-{path.name}-{writer}-{os.urandom(4).hex()}")
     _in_use.add(tmp.name)
     try:
         yield tmp
     finally:
         _delete(tmp)
         _in_use.discard(tmp.name)
+
+
+def _host() -> str:
+    """A short name of this machine, or of this container."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
 
 
 def _put_in_place(tmp: Path, path: Path) -> None:
@@ -260,7 +272,9 @@ def _is_vacant(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
 
 
-def _is_stale(match: re.Match[str]) -> bool:
+def _is_stale(match: re.Match[str], alone: bool) -> bool:
+    if match["host"] not in (None, _host()):
+        return alone
     pid = int(match["pid"])
     if pid == os.getpid():
         return match[0] not in _in_use

@@ -137,7 +137,8 @@ def main() -> None:
 
     died = status_of(forked(first_life))
     assert died == 9, died
-    kept = sorted(path.name for path in Path(stage, "checkpoints").glob("step-*"))
+    checkpoints = Path(stage, "checkpoints")
+    kept = sorted(str(path.relative_to(checkpoints)) for path in checkpoints.glob("step-*/**/*"))
     (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept))
     # The launcher's store still knows the ranks that died.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}

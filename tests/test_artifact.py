@@ -486,9 +486,14 @@ def test_recover_touches_only_what_is_stale(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     write(tmp_path / "c")
     (tmp_path / "c").rename(tmp_path / ".old-d")
+    # Whether a process of another machine lives cannot be seen.
+    elsewhere = f".tmp-e-00000000.{os.getpid()}-0123abcd"
+    (tmp_path / elsewhere).mkdir()
     recover(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "d"])
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "d", elsewhere])
     assert verify_directory(tmp_path / "d") == {"version": 1}
+    recover(tmp_path, alone=True)
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "d"])
 
 
 def test_recover_beside_a_writer_of_the_same_process(tmp_path: Path) -> None:

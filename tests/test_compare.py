@@ -30,14 +30,15 @@ def write_runs(tmp_path: Path, **changes: Any) -> list[Path]:
 
 
 def test_runs_that_were_measured_alike(tmp_path: Path) -> None:
-    paths = write_runs(tmp_path, stages=[{"name": "one", "kind": "distill", "losses": "x"}])
+    stages = [
+        {"name": "one", "kind": "distill", "losses": "x"},
+        {"name": "two", "kind": "distill", "drafter": {"stage": "one"}},
+    ]
+    paths = write_runs(tmp_path, stages=stages)
     runs = read_runs(paths)
     assert runs.settings == {
         "stages.text.name": ["text", None],
         "stages.text.kind": ["generate", None],
-        "stages.two.name": ["two", None],
-        "stages.two.kind": ["distill", None],
-        "stages.two.drafter.stage": ["one", None],
         "stages.one.losses": [None, "x"],
     }
     assert [(run, label) for run, label, _ in runs.rows] == [

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -42,10 +44,10 @@ from train.export import ExportOptions
 from train.export.engines import EngineTask, environment_of
 from train.export.export_directory import check_export, export_drafter
 from train.learn import cycle
-from train.learn.counters import DraftCounts, parse_counters, read_counters
+from train.learn.counters import DraftCounts, ask, parse_counters, read_counters
 from train.learn.cycle import Learner, require_ready
 from train.learn.learn_config import EngineConfig, read_learn_config
-from train.learn.learn_state import LearnState, Window, only_learner
+from train.learn.learn_state import LearnState, Outcome, Window
 from train.learn.swap import EngineProcesses, Engines, RecorderSwitch
 from train.learn.training_run import TrainingRun, split_by_time, usable
 from train.record.answers import Exchange
@@ -402,6 +404,42 @@ sglang:spec_accept_length{tp_rank="0"} 2.1
     assert DraftCounts(5, 1) - DraftCounts(30, 10) == DraftCounts(5, 1)
 
 
+def test_a_key_is_not_sent_on_to_another_address() -> None:
+    paths = []
+
+    class Away(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            paths.append(self.path)
+            self.send_response(302)
+            self.send_header("Location", f"http://127.0.0.1:{self.server.server_port}/elsewhere")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Away) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}/metrics"
+        with pytest.raises(UserError, match="does not answer: HTTP Error 302"):
+            ask(url, key=ENGINE_KEY)
+        server.shutdown()
+    assert paths == ["/metrics"]
+
+
+def test_only_the_newest_versions_that_served_stay(site: Site) -> None:
+    learner = site.learner()
+    for version in range(1, 8):
+        (learner.directory / f"versions/{version}/drafter").mkdir(parents=True)
+        (learner.directory / f"versions/{version}/work").mkdir()
+        learner.state.history.append(
+            Outcome(version=version, kept=version != 6, reason="", records=1, held_out=1)
+        )
+    learner.state.serving = 2
+    learner._tidy()
+    left = sorted(path.parent.name for path in learner.directory.glob("versions/*/*"))
+    assert left == ["2", "4", "5", "7"]
+
+
 def test_windows_see_a_drop_and_a_restart() -> None:
     window = Window()
     for drafted, accepted in ((50, 20), (149, 60), (150, 70), (250, 90), (350, 100)):
@@ -455,12 +493,6 @@ def test_mistakes_are_reported_before_anything_runs(base: Path) -> None:
     config.write_text(LEARN.replace("drafter: drafter", "drafter: elsewhere"))
     with pytest.raises(UserError, match="elsewhere"):
         require_ready(read_learn_config(config))
-    with (
-        only_learner(base / "x"),
-        pytest.raises(UserError, match="another learner"),
-        only_learner(base / "x"),
-    ):
-        pass
 
 
 HEADS_RUN = (

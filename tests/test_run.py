@@ -1,6 +1,7 @@
 """Whole runs on a tiny target: what they leave behind, and what an interruption costs."""
 
 import json
+import os
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -34,6 +35,7 @@ from train.console import Reporter
 from train.data.chat import Sample
 from train.data.corpus import read_answers
 from train.data.training_text import FixedText
+from train.directory_lock import DirectoryLock
 from train.report.report_summary import footnotes
 from train.run import Run
 from train.stages.generate import GenerateStage
@@ -121,7 +123,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def start(base: Path, *overrides: str) -> dict[str, Any]:
+def start(base: Path, *overrides: str, allow_changes: bool = False) -> dict[str, Any]:
     """One process's worth of a run: a fresh accelerator, as after a restart."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -130,7 +132,7 @@ def start(base: Path, *overrides: str) -> dict[str, Any]:
         cpu=True, log_with=config.trackers or None, project_dir=config.run_dir / "logs"
     )
     try:
-        return Run(config, accelerator, Reporter(silent=True)).execute()
+        return Run(config, accelerator, Reporter(silent=True), allow_changes).execute()
     finally:
         accelerator.end_training()
 
@@ -312,7 +314,14 @@ def test_drafters_that_cannot_be_asked_in_turn_cost_their_row_only(base, monkeyp
 
 
 def test_a_second_start_says_that_it_is_done(base, monkeypatch):
+    """Unless another process works in the directory: it is refused before anything is read."""
     first = start(base)
+    with DirectoryLock(base / "runs/tiny", "") as lock, monkeypatch.context() as patch:
+        lock.take()
+        patch.setattr(Run, "read_data", None)
+        holder = rf"process {os.getpid()} on \S+ \(since .*\) works in \S+tiny; wait until it ends"
+        with pytest.raises(UserError, match=holder):
+            start(base)
     kill_at(monkeypatch, 1)  # any training would die
     monkeypatch.setattr("train.run_evaluation.evaluate", None)  # and any evaluation
     assert start(base)["rows"] == first["rows"]
@@ -444,6 +453,39 @@ def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
         start(base, "stages.distill.loop.epochs=4")
 
 
+def test_figures_of_changed_settings_are_measured_again_and_others_kept(base, monkeypatch):
+    """A finished run goes on with changes: the report has each drafter of its config once."""
+    sound, measured = train.run_evaluation.evaluate, []
+
+    def counted(target: Any, drafter: Any, prompts: Any, protocol: Any, *args: Any) -> Any:
+        measured.append(protocol.max_new_tokens)
+        return sound(target, drafter, prompts, protocol, *args)
+
+    monkeypatch.setattr(train.run_evaluation, "evaluate", counted)
+    config = base / "config.yaml"
+    text = config.read_text()
+    # One trained drafter is enough here.
+    text = text[: text.index("  - name: distill")] + "    train_embeddings: true\n"
+    config.write_text(text)
+    kept = start(base, "evaluation.in_turn=[]")["rows"]
+    assert measured == [8, 8, 8]
+    # A row more, and a stage before the others, which keep their directories and results.
+    config.write_text(
+        text.replace("stages:\n", "stages:\n  - {name: few, kind: generate, prompts: 1}\n")
+    )
+    more = start(base, allow_changes=True)
+    assert measured == [8, 8, 8, 8]
+    assert more["rows"][:3] == kept
+    assert [row["stage"] for row in more["rows"][3:]] == ["ngram+words"]
+    assert [stage["name"] for stage in more["stages"]] == ["few", "answers", "words"]
+    assert len([*(base / "runs/tiny/stages").iterdir()]) == 3
+    # Other settings, and a row less.
+    changed = ("evaluation.max_new_tokens=6", "evaluation.baselines=[]")
+    rows = start(base, *changed, allow_changes=True)["rows"]
+    assert measured == [8, 8, 8, 8, 6, 6, 6]
+    assert [row["stage"] for row in rows] == ["words (start)", "words", "ngram+words"]
+
+
 def test_a_setting_that_did_not_exist_when_the_run_began_is_no_change(base, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, 1)
@@ -507,7 +549,7 @@ def cannot(*args: Any) -> Any:
     raise UserError("no trees here")
 
 
-@pytest.mark.parametrize("what", ["a later stage", "a prompt", "a tree"])
+@pytest.mark.parametrize("what", ["a later stage", "a prompt", "a tree", "the disk"])
 def test_what_would_end_a_later_stage_ends_the_run_at_once(
     base: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
@@ -523,6 +565,9 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
         rows = [{"id": "long", "prompt": "sea " * 300}]
         write_rows(base / "test.jsonl", rows)
         message = r"prompt 0 has \d+ tokens and the target's context holds 256"
+    elif what == "the disk":
+        monkeypatch.setattr("decode.artifact.free_space", lambda directory: 1000)
+        message = "all stages, with answers at full length, in .* need .* free some space"
     else:
         monkeypatch.setattr("train.run.require_trees", cannot)
         overrides.append("evaluation.shape=dynamic")

@@ -3,7 +3,7 @@
 runs/NAME/config.json          the resolved config
           provenance.json      versions, git commit, machine, command line of every start
           stages/NN-STAGE/     the stage's results; done.json once it is complete
-          evaluations/ROW/     the figures of one drafter
+          evaluations/ROW/     the figures of one drafter, and the settings that measured it
           data.json, data_notes.json     the splits' hashes, and what was left out of them
           logs/                curves.jsonl, and the lines and the progress that the console
                                shows; tensorboard
@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
-from decode.artifact import recover, write_file
+from decode.artifact import recover, remove_directory, require_space, write_file
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
@@ -39,14 +40,16 @@ from train.data.chat import prompt_tokens
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
+from train.directory_lock import LOCK_FILE, DirectoryLock
 from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
+from train.run_files import stage_directory
 from train.schema import StageConfig
 from train.shared_disk import require_shared
 from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
 from train.tracking.trackers import start_trackers
-from train.training.trainer import peak_memory
+from train.training.trainer import CHECKPOINTS, peak_memory
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
@@ -55,7 +58,8 @@ Splits = dict[str, Sequence[Example]]
 DONE = "done.json"  # of a finished stage
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
-KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE}
+KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE, LOCK_FILE}
+OCCUPIED = "wait until it ends, stop it, or give this run another name (name=...)"
 
 
 @dataclass
@@ -87,8 +91,8 @@ class Run:
 
     def stage_directory(self, name: str) -> Path:
         """The directory of the stage with this name. It exists once the stage has begun."""
-        index = next(i for i, stage in enumerate(self.config.stages) if stage.name == name)
-        return self.directory / "stages" / f"{index:02d}-{name}"
+        index = [stage.name for stage in self.config.stages].index(name)
+        return stage_directory(self.directory, name, index)
 
     @property
     def drafters(self) -> dict[str, Path]:
@@ -152,17 +156,21 @@ class Run:
 
     def execute(self) -> dict[str, Any]:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
-        other than the main process. Raises UserError."""
+        other than the main process. Raises UserError, also if another process works in the run's
+        directory."""
+        with DirectoryLock(self.directory, OCCUPIED) as lock:
+            return self._execute(lock)
+
+    def _execute(self, lock: DirectoryLock) -> dict[str, Any]:
         set_seed(self.config.seed)
-        # Before anything is written: a run that cannot begin leaves no directory behind.
-        examples, fingerprints = self._read_same_data()
         ranks = Ranks.of(self.accelerator)
-        if self.accelerator.is_main_process:
-            self._require_same_run(fingerprints)
+        # Before anything is written: a run that cannot begin leaves no directory behind.
+        begun = self.directory / "config.json"
+        ranks.main_only(lambda: lock.take() if begun.exists() else None)
+        examples, fingerprints = self._read_same_data()
+        ranks.main_only(lambda: self._require_same_run(fingerprints))
         self._require_ready(examples)
-        if self.accelerator.is_main_process:
-            self.prepare(fingerprints)
-        self.accelerator.wait_for_everyone()
+        ranks.main_only(lambda: self.prepare(fingerprints, lock))
         require_shared(self.directory, ranks)
         start_trackers(
             self.accelerator,
@@ -182,13 +190,13 @@ class Run:
         )
         evaluation.baselines()
         last: tuple[str, Outcome] | None = None
-        for index, settings in enumerate(self.config.stages):
-            directory = self.stage_directory(settings.name)
+        for settings in self.config.stages:
+            directory = ranks.main_only(partial(self.stage_directory, settings.name))
             outcome = self._stage(settings, directory, finished, examples)
             finished[settings.name] = directory
             evaluated = self.config.evaluation.stages
             if outcome.drafter is not None and (evaluated is None or settings.name in evaluated):
-                evaluation.drafter(index, settings.name, outcome)
+                evaluation.drafter(settings.name, outcome)
                 last = settings.name, outcome
         if last is not None:
             evaluation.combined(*last)
@@ -220,7 +228,18 @@ class Run:
         protocol = settings.protocol()
         if protocol.branches:
             require_trees(target.model)
-        self.plan(examples)
+        plans = self.plan(examples)
+        Ranks.of(self.accelerator).main_only(lambda: self._require_space(plans))
+
+    def _require_space(self, plans: Sequence[tuple[str, str, StagePlan]]) -> None:
+        """Raise UserError if the disk lacks space for what the stages have not written yet."""
+        needed = 0
+        for name, _, plan in plans:
+            directory = self.stage_directory(name)
+            if not (directory / DONE).exists():
+                written = sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
+                needed += max(0, plan.disk_bytes - written)
+        require_space(self.directory, needed, "all stages, with answers at full length,")
 
     def _require_same_run(self, fingerprints: dict[str, str]) -> None:
         """If the run directory exists, check that it belongs to this config and data."""
@@ -244,13 +263,14 @@ class Run:
                 "give this run another name or output_dir"
             )
 
-    def prepare(self, fingerprints: dict[str, str]) -> None:
+    def prepare(self, fingerprints: dict[str, str], lock: DirectoryLock) -> None:
         """Create the run directory, or clean up an existing one. fingerprints: of the splits."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
+        lock.take()
         self.reporter.follow(self.directory / "logs")
         for parent in ("stages", "evaluations"):
-            recover(self.directory / parent)
+            recover(self.directory / parent, alone=True)
         write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
         write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
@@ -371,12 +391,13 @@ class Run:
             self.reporter.say(f"stage {settings.name}: done")
             drafter = directory / "drafter" if stored["drafter"] else None
             target = directory / "target" if stored.get("target") else None
+            self._drop_checkpoints(directory)
             return Outcome(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
         if self.accelerator.is_main_process:
             make_directory(directory)
-            recover(directory)
+            recover(directory, alone=True)
         self.accelerator.wait_for_everyone()
         # Seed again for each stage, not only at the start of the process: an earlier stage that is
         # already done draws no random numbers.
@@ -392,8 +413,14 @@ class Run:
                 "summary": outcome.summary,
             }
             write_file(done, json.dumps(record, indent=2))
+            self._drop_checkpoints(directory)
         self.accelerator.wait_for_everyone()
         return outcome
+
+    def _drop_checkpoints(self, stage: Path) -> None:
+        """Delete the checkpoints of a finished stage: nothing reads them again."""
+        if self.accelerator.is_main_process and (stage / CHECKPOINTS).is_dir():
+            remove_directory(stage / CHECKPOINTS)
 
 
 def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:

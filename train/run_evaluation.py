@@ -12,7 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from decode.artifact import CorruptArtifact, verify_directory, write_directory
+from decode.artifact import CorruptArtifact, ReadFailure, verify_directory, write_directory
 from decode.drafters.directory import (
     DRAFTER_FILE,
     describe_drafter,
@@ -26,13 +26,16 @@ from decode.measure.ranks import Ranks
 from decode.measure.timed_prompts import fastest_gamma
 from decode.registry import Choice
 from decode.target.loading import Target
-from train.config import RunConfig
+from train.config import RunConfig, differences, dump_config
 from train.console import Reporter
 from train.data.read import Example, spread
+from train.run_files import BEFORE, EVALUATION, EVALUATIONS, START, stored_rows
 from train.stage import Outcome, StagePlan
 from train.training.trained_target import load_like
 
 SAMPLES = 3
+# Settings that say which rows there are, not how one is measured.
+ROWS = ("stages", "baselines", "in_turn", "in_one_tree")
 # Number of prompts for choosing a baseline's γ, unless a timed batch has more.
 GAMMA_PROMPTS = 4
 # Figures that trackers get, beside the speed-up.
@@ -43,13 +46,12 @@ LOGGED = ("acceptance_rate", "tokens_per_step", "c", "v")
 class Row:
     """A drafter to evaluate, and its row in the report.
 
-    order: sets the order of the rows. label: unique, for the row's directory. stage: as the report
-    shows it. kind: the drafter's kind; a drafter with kind == spec is a baseline. spec: the
-    drafter's name or directory, as a user gives it. target: the directory of the drafter's new
-    target; None: the run's target.
+    label: for the row's directory and its logged figures. stage: as the report shows it. kind: the
+    drafter's kind; a drafter with kind == spec is a baseline. stage and kind together are unique.
+    spec: the drafter's name or directory, as a user gives it. target: the directory of the
+    drafter's new target; None: the run's target.
     """
 
-    order: int
     label: str
     stage: str
     kind: str
@@ -75,22 +77,21 @@ class RunEvaluation:
 
     def baselines(self) -> None:
         """Add a row for each untrained drafter, at its best γ, chosen on the dev split."""
-        for order, name in enumerate(self.config.evaluation.baselines):
-            row = Row(order, name, "before", name, name)
+        for name in self.config.evaluation.baselines:
+            row = Row(name, BEFORE, name, name)
             self._add(row, partial(self._best_gamma, name))
 
-    def drafter(self, index: int, stage: str, outcome: Outcome) -> None:
-        """Add a row for the drafter of the run's stage `index`. If the stage saved the drafter
-        before its training (`start/`), add a row for that first. A drafter for a new target is
-        compared with plain decoding of that new target."""
+    def drafter(self, stage: str, outcome: Outcome) -> None:
+        """Add a row for a stage's drafter. If the stage saved the drafter before its training
+        (`start/`), add a row for that first. A drafter for a new target is compared with plain
+        decoding of that new target."""
         directory = outcome.drafter
         assert directory is not None
-        order = len(self.config.evaluation.baselines) + 2 * index
         start = directory.parent / "start"
         kind = describe_drafter(directory)["kind"]
         if Ranks.of(self.accelerator).main_only(start.exists):
-            self._add(Row(order, f"{stage}-start", f"{stage} (start)", kind, str(start)))
-        self._add(Row(order + 1, stage, stage, kind, str(directory), outcome.target))
+            self._add(Row(f"{stage}-start", f"{stage}{START}", kind, str(start)))
+        self._add(Row(stage, stage, kind, str(directory), outcome.target))
 
     def combined(self, stage: str, outcome: Outcome) -> None:
         """Add a row for each untrained drafter of `in_turn` and of `in_one_tree`, combined with the
@@ -103,14 +104,13 @@ class RunEvaluation:
         assert directory is not None
         settings = self.config.evaluation
         kind = describe_drafter(directory)["kind"]
-        first = len(settings.baselines) + 2 * len(self.config.stages)
         pairs = [(name, "+") for name in settings.in_turn]
         pairs += [(name, "++") for name in settings.in_one_tree]
-        for order, (name, plus) in enumerate(pairs, first):
+        for name, plus in pairs:
             label, spec = f"{name}{plus}{stage}", f"{name}{plus}{directory}"
             try:
-                self._add(Row(order, label, label, f"{name}{plus}{kind}", spec, outcome.target))
-            except CorruptArtifact:
+                self._add(Row(label, label, f"{name}{plus}{kind}", spec, outcome.target))
+            except (CorruptArtifact, ReadFailure):
                 raise
             except UserError as error:
                 self.reporter.say(f"{label} is not evaluated: {error}")
@@ -138,22 +138,47 @@ class RunEvaluation:
         return fastest_gamma(target, drafter, prompts, settings.baseline_gammas, protocol)
 
     def _add(self, row: Row, gamma: Callable[[], int] | None = None) -> None:
-        """Evaluate a row, unless it exists. gamma: returns the row's γ; None: the run's γ. Every
-        rank must call this."""
-        directory = self.config.run_dir / "evaluations" / f"{row.order:02d}-{row.label}"
+        """Evaluate a row, unless that was done with the same settings. gamma: returns the row's γ;
+        None: the run's γ. Every rank must call this."""
         ranks = Ranks.of(self.accelerator)
 
-        def needed() -> int | None:
-            if directory.exists():
-                verify_directory(directory)
-                return None
-            return gamma() if gamma else self.config.evaluation.gamma
+        def needed() -> tuple[Path, int] | None:
+            found = stored_rows(self.config.run_dir).get((row.stage, row.kind))
+            if found is not None:
+                verify_directory(found)
+                if not self._changed(row, found):
+                    return None
+            # A stage may have the name of an untrained drafter.
+            name = f"{BEFORE}-{row.label}" if row.stage == BEFORE else row.label
+            directory = found or self.config.run_dir / EVALUATIONS / name
+            return directory, gamma() if gamma else self.config.evaluation.gamma
 
         begin = time.perf_counter()
         chosen = ranks.main_only(needed)
         if chosen is not None:
-            self._evaluate(row, directory, chosen, ranks, begin)
+            self._evaluate(row, *chosen, ranks, begin)
         self.accelerator.wait_for_everyone()
+
+    def _changed(self, row: Row, found: Path) -> bool:
+        """Whether a stored row was measured with other settings. Also says so."""
+        # Earlier versions stored no settings. A setting that they did not have keeps its meaning.
+        stored = json.loads((found / EVALUATION).read_text()).get("settings") or {}
+        changed = differences(stored, _known(stored, self._settings(row)))
+        if changed:
+            self.reporter.say(f"{row.stage} is evaluated again: {'; '.join(changed)}")
+        return bool(changed)
+
+    def _settings(self, row: Row) -> dict[str, Any]:
+        """What a row's figures depend on, beside its drafter and the data."""
+        config = dump_config(self.config)
+        evaluation = {k: v for k, v in config["evaluation"].items() if k not in ROWS}
+        if row.kind != row.spec:
+            del evaluation["baseline_gammas"]
+        return {
+            "evaluation": evaluation,
+            "target": config["target"],
+            "data": {"system": config["data"]["system"]},
+        }
 
     def _evaluate(self, row: Row, directory: Path, gamma: int, ranks: Ranks, begin: float) -> None:
         """begin: when the work for this row began, by `time.perf_counter`."""
@@ -178,7 +203,7 @@ class RunEvaluation:
         record: dict[str, Any] = {
             "stage": row.stage,
             "drafter": row.kind,
-            "order": row.order,
+            "settings": self._settings(row),
             "seconds": time.perf_counter() - begin,
             "tokens": evaluation.decoded_tokens,
             "evaluation": evaluation.to_dict() | {"drift": drift_of(row.spec)},
@@ -186,7 +211,7 @@ class RunEvaluation:
         }
 
         def fill(path: Path) -> None:
-            (path / "evaluation.json").write_text(json.dumps(record, indent=2))
+            (path / EVALUATION).write_text(json.dumps(record, indent=2))
 
         write_directory(directory, fill)
         self._log(row.label, record["evaluation"])
@@ -209,6 +234,13 @@ class RunEvaluation:
             answer = tokenizer.decode(evaluation.outputs[index], skip_special_tokens=True)
             texts.append({"prompt": prompt, "drafted": answer})
         return texts
+
+
+def _known(stored: Any, now: Any) -> Any:
+    """`now` without the settings that a stored record does not have."""
+    if not isinstance(stored, dict) or not isinstance(now, dict):
+        return now
+    return {key: _known(value, now.get(key)) for key, value in stored.items()}
 
 
 def planned_evaluation(

@@ -157,7 +157,7 @@ class TextStage(Stage[T]):
         if ranks.is_main:
             for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
                 remove_directory(other)
-            recover(directory)
+            recover(directory, alone=True)
         accelerator.wait_for_everyone()
 
         def write() -> int:

@@ -46,9 +46,9 @@ def learn(
     key = key_from("recorder.key_env", settings.recorder.key_env) or ""
     engine_key = key_from("engine.key_env", settings.engine.key_env) or ""
     from train.console import Reporter
+    from train.directory_lock import DirectoryLock
     from train.entry import start_accelerator
     from train.learn.cycle import Learner, require_ready
-    from train.learn.learn_state import only_learner
     from train.learn.swap import EngineProcesses, RecorderSwitch
     from train.training.checkpoint import Stopped
 
@@ -70,7 +70,10 @@ def learn(
             reporter.say(line)
         write_figures()
         return
-    with only_learner(Path(settings.directory)):
+    directory = Path(settings.directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    with DirectoryLock(directory, "stop that learner first") as lock:
+        lock.take()
         try:
             if not once:
                 learner.follow()

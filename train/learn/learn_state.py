@@ -1,8 +1,5 @@
 """Where a learner stands: one JSON file, written completely or not at all after every step."""
 
-import fcntl
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -111,15 +108,3 @@ class LearnState(BaseModel):
     def save(self, directory: Path) -> None:
         """Write the state. UserError on OSError."""
         write_file(directory / STATE_FILE, self.model_dump_json(indent=1))
-
-
-@contextmanager
-def only_learner(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock. Raises UserError if another learner holds it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / ".lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(f"another learner works in {directory}; stop it first") from None
-        yield

@@ -3,7 +3,7 @@
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,13 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from decode.artifact import write_file
-from decode.errors import UserError
 from train.plots import DARK, LIGHT, REFERENCE, SERIES, css_variables
 from train.plots.bar_plots import bar_plot, interval_plot, stacked_bar_plot
 from train.plots.line_plots import FEW, position_plot
 from train.report.drafter_table import COLUMNS, DETAILS, is_baseline, row_labels, without_gamma
 from train.report.format_figures import MISSING, format_duration, format_number, format_share
 from train.report.report_summary import footnotes, headline
-from train.stage import ReportSection
+from train.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
 from train.stages import STAGES
 
 FORMAT = 1
@@ -54,20 +53,22 @@ def make_report(directory: Path) -> dict[str, Any]:
 
 def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return the contents of report.json, and the sample texts by row label."""
-    config = _read(directory / "config.json")
-    kinds = {stage["name"]: stage["kind"] for stage in config.get("stages", [])}
-    stages, rows, samples, times = [], [], [], []
-    for stage, path in _numbered_entries(directory / "stages", "done.json"):
-        summary = _read(path)["summary"]
-        stages.append({"name": stage, "kind": kinds.get(stage, MISSING), "summary": summary})
-        times.append(path.stat().st_mtime)
-    for _, path in _numbered_entries(directory / "evaluations", "evaluation.json"):
-        row = _read(path)
+    config = read_record(directory / "config.json")
+    rows: list[dict[str, Any]] = []
+    stages, samples, times = [], [], []
+    for number, stage in enumerate(config.get("stages", [])):
+        path = stage_directory(directory, stage["name"], number) / "done.json"
+        if path.is_file():
+            summary = read_record(path)["summary"]
+            stages.append({"name": stage["name"], "kind": stage["kind"], "summary": summary})
+            times.append(path.stat().st_mtime)
+    for entry in rows_of(config, stored_rows(directory)):
+        row = read_record(entry / EVALUATION) | {"order": len(rows)}
         samples.append(row.pop("samples", None) or [])
         # Runs of earlier versions have no seconds and tokens.
         keys = ("stage", "drafter", "order", "seconds", "tokens", "evaluation")
         rows.append({key: row[key] for key in keys if key in row})
-        times.append(path.stat().st_mtime)
+        times.append((entry / EVALUATION).stat().st_mtime)
     # The time of the last figure, not of the report, so making the report again changes nothing.
     finished = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(max(times))) if times else None
     report = {
@@ -77,33 +78,11 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         "rows": rows,
         "stages": stages,
         # Runs of earlier versions have no such file.
-        "data_notes": _read(notes) if (notes := directory / NOTES_FILE).exists() else [],
-        "provenance": _read(directory / "provenance.json"),
+        "data_notes": read_record(notes) if (notes := directory / NOTES_FILE).exists() else [],
+        "provenance": read_record(directory / "provenance.json"),
         "config": config,
     }
     return report, dict(zip(row_labels(report), samples, strict=True))
-
-
-def _numbered_entries(parent: Path, file: str) -> Iterator[tuple[str, Path]]:
-    """Yield (NAME, file) for every complete NN-NAME in a directory, ordered by number."""
-    entries = []
-    for entry in parent.iterdir() if parent.is_dir() else ():
-        match = re.fullmatch(r"(\d+)-(.+)", entry.name)
-        if match and (entry / file).is_file():
-            entries.append((int(match[1]), match[2], entry / file))
-    for _, name, path in sorted(entries):
-        yield name, path
-
-
-def _read(path: Path) -> Any:
-    try:
-        # NaN and infinity are not valid JSON. Such a figure counts as missing.
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=lambda _: None)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"the report cannot be made: {path} cannot be read ({error}). Restore it from a copy, "
-            "or start the run again under another name."
-        ) from error
 
 
 def template(name: str) -> Template:
@@ -170,11 +149,7 @@ def stage_section(number: int, stage: dict[str, Any]) -> dict[str, Any]:
     number of the stage in the run.
     """
     name, kind, summary = stage["name"], stage["kind"], stage["summary"]
-    if kind in STAGES:
-        section = STAGES[kind].show(summary, number)
-    else:  # The config no longer has this stage, so its kind is unknown.
-        figures_only = {k: v for k, v in summary.items() if not isinstance(v, dict | list)}
-        section = ReportSection(figures_only)
+    section = STAGES[kind].show(summary, number)
     figures = {}
     for key, value in section.figures.items():
         unit = next((end for end in UNITS if key.endswith(end)), "")

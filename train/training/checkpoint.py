@@ -117,7 +117,7 @@ class Checkpoints:
 
     def _choose(self) -> tuple[Path, str] | None:
         """The newest complete checkpoint and the hash of its manifest; None: there is none yet."""
-        recover(self.parent)
+        recover(self.parent, alone=True)
         newest, damaged = newest_complete(self.parent, PREFIX)
         for error in damaged:
             self.reporter.say(f"  skipping a damaged checkpoint: {error}")

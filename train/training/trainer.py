@@ -29,6 +29,7 @@ from train.training.meters.throughput import Throughput, flops_of, in_words
 from train.training.optimizer import EMA, OptimizerConfig, make_optimizer, take_step
 from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
 
+CHECKPOINTS = "checkpoints"  # in the directory of a training stage
 AVERAGE = "average"  # in a checkpoint
 
 
@@ -145,7 +146,7 @@ class Trainer:
             self.average = EMA(parallel.local_weights(accelerator, self.module), optimizer.ema)
         self.checkpoints = Checkpoints(
             accelerator,
-            directory / "checkpoints",
+            directory / CHECKPOINTS,
             reporter,
             keep=loop.keep_checkpoints,
             allow_changes=allow_changes,

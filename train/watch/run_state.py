@@ -9,6 +9,7 @@ from typing import Any
 
 from decode.errors import UserError
 from train.console import LOG_FILE, PROGRESS_FILE
+from train.run_files import stage_directory
 from train.tracking.curve_file import CURVES_FILE, CurveReader, Points
 
 LOG_LINES, LOG_BYTES = 200, 1 << 16
@@ -66,7 +67,7 @@ class RunState:
     def _stages(self, config: dict[str, Any]) -> list[dict[str, Any]]:
         stages = []
         for index, stage in enumerate(config.get("stages") or []):
-            directory = self.directory / "stages" / f"{index:02d}-{stage['name']}"
+            directory = stage_directory(self.directory, stage["name"], index)
             done = _json(directory / "done.json")
             state = "done" if done else "begun" if directory.is_dir() else "waiting"
             summary = (done or {}).get("summary") or {}
