@@ -476,7 +476,11 @@ def test_the_headline_of_the_terminal_has_every_interval(
     ("rows", "warning"),
     [
         ([ROWS[0]], "untrained baseline"),
-        ([ROWS[0], ("one (start)", "small_lm", ROWS[3][2])], "before its training"),
+        ([ROWS[0], ("one (start)", "small_lm", ROWS[3][2])], "this is one before its training"),
+        (
+            [("one (start)", "small_lm", figures(1.6, 0.8)), ROWS[3]],
+            "was better before its training",
+        ),
         ([("two", "s", figures(1.5, 0.8, identical_within_rounding=0.75))], "Only 75%"),
         (
             [

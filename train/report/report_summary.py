@@ -17,6 +17,7 @@ from train.report.format_figures import (
     rule_name,
     target_drift,
 )
+from train.run_files import START
 
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
@@ -34,13 +35,16 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
         return None
     baselines = [pair for pair in labelled_rows if is_baseline(report, pair[1])]
     combined = [pair for pair in labelled_rows if is_combined(pair[1])]
-    trained = [pair for pair in labelled_rows if pair not in baselines and pair not in combined]
-    label, row = max(trained or baselines, key=lambda pair: _speed_and_tokens(pair[1]))
+    starts = [pair for pair in labelled_rows if pair[1]["stage"].endswith(START)]
+    others = (baselines, combined, starts)
+    trained = [pair for pair in labelled_rows if not any(pair in kind for kind in others)]
+    label, row = max(trained or starts or baselines, key=lambda pair: _speed_and_tokens(pair[1]))
     evaluation = row["evaluation"]
-    start = f"{_first_stage(report, row['stage'])} (start)"
-    before = next((r["evaluation"] for _, r in labelled_rows if r["stage"] == start), None)
-    compared = [_compared_entry("trained" if trained else "untrained", label, row)]
-    if trained and baselines:
+    start = f"{_first_stage(report, row['stage'])}{START}"
+    first = next((r for _, r in starts if r["stage"] == start), None)
+    what = "trained" if trained else "before its training" if starts else "untrained"
+    compared = [_compared_entry(what, label, row)]
+    if (trained or starts) and baselines:
         best_baseline = max(baselines, key=lambda pair: _speed_and_tokens(pair[1]))
         compared.append(_compared_entry("untrained", *best_baseline))
     # The last row of each way: in turn, and in one tree.
@@ -50,7 +54,7 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     }
     compared += [_compared_entry(way, *pair) for way, pair in ways.items()]
     warnings = []
-    if not trained:
+    if not trained and not starts:
         warnings.append("No trained drafter was evaluated yet; this is an untrained baseline.")
     if evaluation.get("lossless") is False:
         warnings.append(
@@ -79,13 +83,15 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
         for entry in compared
         if (reason := disturbance(entry["evaluation"]))
     ]
-    if row["stage"].endswith(" (start)"):
-        warnings.append("The best row is a drafter before its training: training did not help.")
+    if not trained and starts:
+        warnings.append("No trained drafter was evaluated yet; this is one before its training.")
+    if trained and first and _speed_and_tokens(first) > _speed_and_tokens(row):
+        warnings.append("The drafter was better before its training: training did not help.")
     return {
         "label": label,
         "row": row,
         "verdict": _verdict(evaluation),
-        "before": before,
+        "before": first and first["evaluation"],
         "compared": compared,
         "ranking": ranking(compared),
         "warnings": warnings,
