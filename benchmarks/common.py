@@ -19,7 +19,8 @@ from decode.errors import UserError
 from train.cli.command import cores, quieten, shows_errors, table
 from train.config import validate_config
 from train.console import Reporter
-from train.run import Run, describe_process, make_directory
+from train.provenance import describe_process
+from train.run import Run, make_directory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -145,7 +146,7 @@ def with_interval(row: dict[str, Any], figure: str, digits: int) -> str:
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Like `train.run.describe_process`, with the versions of these packages too."""
+    """Like `train.provenance.describe_process`, with the versions of these packages too."""
     process = describe_process()
     for package in packages:
         try:

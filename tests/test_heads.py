@@ -724,7 +724,20 @@ def test_a_killed_stage_ends_with_the_same_weights(
     assert trained == {"head1", "head2", "head3"}
 
 
-def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context: Any) -> None:
+def test_the_last_figures_are_those_of_the_drafter_that_is_saved(
+    context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bigram table is counted on a part of a long text, before the training."""
+    lengths: list[int] = []
+
+    def counted(texts: Any) -> Bigrams:
+        texts = list(texts)
+        lengths.extend(len(tokens) for tokens, _ in texts)
+        assert not list(context.directory.glob("*/checkpoints/*"))
+        return Bigrams(texts)
+
+    monkeypatch.setattr("train.stages.heads.Bigrams", counted)
+    monkeypatch.setattr("train.stages.heads.BIGRAM_TOKENS", 100)
     settings = STAGE | {"dev": DEV, "loop": LOOP | {"epochs": 8}}
     stage = make_stage("heads", "heads", heads=MEDUSA, losses={"forward_kl": 1.0}, **settings)
     outcome = run_stage(context, stage)
@@ -749,6 +762,7 @@ def test_the_last_figures_are_those_of_the_drafter_that_is_saved(context: Any) -
     for k, found in hits.items():
         assert last[f"head{k}/top1"] == pytest.approx(np.mean(found))
     assert outcome.summary["bigram_top1"] > 0
+    assert 50 < sum(lengths) < 150
 
 
 def test_a_tree_is_calibrated_and_stored(context: Any) -> None:

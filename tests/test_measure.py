@@ -29,8 +29,8 @@ from decode.stats import Counts, Tally, Timing, summary
 from decode.trees import SHAPES, Chain
 from decode.verification import Verification
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, verification
+from train.provenance import describe_process
 from train.report.report_summary import footnotes
-from train.run import describe_process
 
 model = functools.cache(tiny_model)
 

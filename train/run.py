@@ -11,19 +11,13 @@ runs/NAME/config.json          the resolved config
 """
 
 import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 
@@ -32,8 +26,10 @@ from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
 from decode.target.cache.cached_model import require_trees
+from decode.target.chat_template import set_template_args
 from decode.target.loading import Target, load_target
 from decode.target.pretrained import decoder_start
+from decode.target.without_weights import load_config
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
 from train.data.chat import prompt_tokens
@@ -41,6 +37,7 @@ from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.directory_lock import LOCK_FILE, DirectoryLock
+from train.provenance import describe_process
 from train.report.report_files import NOTES_FILE, make_report
 from train.run_evaluation import RunEvaluation
 from train.run_files import stage_directory
@@ -50,8 +47,6 @@ from train.stage import Outcome, StageInputs, StagePlan
 from train.stages import STAGES
 from train.tracking.trackers import start_trackers
 from train.training.trainer import CHECKPOINTS, peak_memory
-
-PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
 
 Splits = dict[str, Sequence[Example]]
 
@@ -146,6 +141,21 @@ class Run:
                 chat_template_args=settings.chat_template_args,
             )
         return self.loaded
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The target's tokenizer, without its weights if they are not loaded yet: a finished run
+        never needs them."""
+        if self.loaded is not None:
+            return self.loaded.tokenizer
+        settings = self.config.target
+        _, tokenizer = load_config(
+            settings.model,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        set_template_args(tokenizer, settings.chat_template_args)
+        return tokenizer
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
         """Token ids of each example's prompt, written with the target's chat template."""
@@ -336,7 +346,7 @@ class Run:
     def _without_refused(self, split: str, rows: Sequence[Example]) -> Sequence[Example]:
         """The rows without those whose tool messages the chat template does not write."""
         most = self.config.data.max_bad_rate
-        kept = without_refused(rows, lambda: self.target.tokenizer, split, most)
+        kept = without_refused(rows, lambda: self._tokenizer, split, most)
         if len(kept) < len(rows):
             self.data_notes.append(
                 f"left out of {split}, as the chat template does not write their tool messages: "
@@ -439,49 +449,3 @@ def make_directory(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"cannot create {path}: {error.strerror}") from error
-
-
-def describe_process() -> dict[str, Any]:
-    """Everything else that figures depend on: versions, commit, machine, command."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "argv": sys.argv,
-        "python": platform.python_version(),
-        "versions": versions,
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
-        "machine": {
-            "platform": platform.platform(),
-            "processor": _processor(),
-            "cores": psutil.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-            "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        },
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    here = Path(__file__).parent
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()

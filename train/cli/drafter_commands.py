@@ -60,9 +60,9 @@ def evaluate(
     from decode.settings import EvaluationProtocol
     from train.console import Reporter
     from train.data.read import read_examples
+    from train.provenance import describe_process
     from train.report.drafter_table import drafter_table
     from train.report.report_summary import footnotes
-    from train.run import describe_process
     from train.run_evaluation import drift_of
 
     quieten()

@@ -44,7 +44,7 @@ from decode.target.loading import (
 from train.cli.command import cores
 from train.export.engines import environment_of
 from train.export.engines.child_process import package_version
-from train.run import describe_process
+from train.provenance import describe_process
 
 # Packages that are used if they are installed.
 OPTIONAL = (
