@@ -191,35 +191,6 @@ def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda model: "a test forbids it")
 
 
-# Layers that read the residual stream, by the ends of their names.
-_LLAMA = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-_READERS = (*_LLAMA, "qkv_proj", "gate_up_proj", "c_attn", "c_fc", "fc1")
-
-
-def loud_model(
-    family: str, *, size: float = 128.0, layers: int = 12, hidden: int = 128, **shape: Any
-) -> Any:
-    """A model whose hidden states carry `size` in every dimension beside what they say, as those of
-    real models do in some: in bfloat16 each layer's output loses several bits.
-
-    The layers that read it do not see that part, and make the rest large again.
-    """
-    made = {"layers": layers, "hidden": hidden, "heads": 2, "kv_heads": 1, "tie": False}
-    model = tiny_model(family, **(made | shape))
-    generator = torch.Generator().manual_seed(1)
-    carried = torch.randint(0, 2, (hidden,), generator=generator).float() * 2 - 1
-    with torch.no_grad():
-        model.get_input_embeddings().weight.add_(size * carried)
-        for name, module in model.named_modules():
-            own = name.rpartition(".")[2]
-            if own not in _READERS and module is not model.get_output_embeddings():
-                continue
-            weight = module.weight if type(module).__name__ == "Linear" else module.weight.t()
-            gain = 0.2 if own in ("q_proj", "k_proj") else 1.5 if own in _READERS else 2.0
-            weight.sub_((weight @ carried)[:, None] * carried / hidden).mul_(gain * size)
-    return model
-
-
 def padded(model: Any, rows: int, std: float = 2.0) -> Any:
     """A copy with so many rows in its embeddings and output layer. Those that are added have this
     standard deviation; where it is large, a model that may say them often does."""

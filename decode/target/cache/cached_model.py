@@ -6,7 +6,6 @@ Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -19,23 +18,23 @@ from decode.errors import MemoryShortage, UserError
 from decode.target.cache.long_read import LongRead
 from decode.target.cache.sliding_window import SlidingWindow
 from decode.target.cache.slots import Slots
-from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask
+from decode.target.forward.lean_forward import LONGEST_CHAIN, AttentionMask, LeanForward
 from decode.target.forward.prepare_model import prepare, refresh_packed
 from decode.target.forward.sublayers import Sublayers, changed_forward
 from decode.target.forward.transformers_forward import TransformersForward
-from decode.target.hidden_states import captured_modules, layer_list_name
-from decode.target.kinds.decoder_positions import Positions
-from decode.target.kinds.encoder_decoder import DecoderForward, Sources, reason_against_decoding
+from decode.target.hidden_states import captured_modules
+from decode.target.kinds.decoder_positions import Positions, at_positions
+from decode.target.kinds.encoder_decoder import DecoderForward, Sources
 from decode.target.kinds.layer_kinds import (
     layer_windows,
     recurrent_layers,
     require_no_states,
     require_slots,
 )
-from decode.target.kinds.recurrent_states import RecurrentStates, reason_against_replay
-from decode.target.kinds.tree_support import reason_against_trees
+from decode.target.kinds.recurrent_states import RecurrentStates
 from decode.target.memory import require_memory
-from decode.target.pretrained import decoder_config, input_device, longest_text
+from decode.target.pretrained import input_device, longest_text
+from decode.target.trials import chains, exits, reason_against, sublayers, trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
@@ -49,19 +48,13 @@ SHORT_PASS_TOKENS = 512
 # pass feeds fewer tokens, but never fewer than SHORT_PASS_TOKENS for this reason.
 MASK_SIZE = 1 << 26
 
-# Models that passed the trial for trees, with the attention implementation and dtype they passed it
-# in. No other object remembers this.
-_PASSED: WeakKeyDictionary[nn.Module, set[tuple[str, str, torch.dtype]]] = WeakKeyDictionary()
-
 
 def require_trees(model: PreTrainedModel) -> None:
-    """Check that a model can verify token trees, with a trial
-    (`decode.target.kinds.tree_support`) of a few tiny forwards. A model that passed is not
-    tried again.
+    """Check that a model can verify token trees, by a trial (`decode.target.trials`) of its kind.
 
     Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
     keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
-    and as `require_slots` does.
+    and as `CachedLM`.
     """
     if recurrent_layers(model):
         raise UserError(
@@ -69,71 +62,34 @@ def require_trees(model: PreTrainedModel) -> None:
             "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
             "that can"
         )
-
-    def trial() -> str | None:
-        layers = range(decoder_config(model).num_hidden_layers)
-        captured_layers = layers if layer_list_name(model) else ()
-        return reason_against_trees(CachedLM(model, captured_layers=captured_layers, trial=True))
-
-    _require_trial(
-        model,
-        "trees",
-        trial,
-        f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
-        "token trees need: it {}. Draft chains (shape chain) or use another model",
-    )
-
-
-def require_decoding(lm: "CachedLM") -> None:
-    """Check, with a trial of a few tiny forwards, that a decoder under an encoder computes over
-    slots what the model computes. A model that passed is not tried again. Raises UserError."""
-    model = lm.model
-    _require_trial(
-        model,
-        "decoder",
-        lambda: reason_against_decoding(CachedLM(model, trial=True), lm.vocab_size),
-        f"the decoder of {type(model).__name__} cannot be decoded with drafts: over slots it {{}}; "
-        "use model.generate(), or a T5, BART or Marian model",
-    )
-
-
-def require_replay(lm: "CachedLM") -> None:
-    """Check, with a trial of a few tiny forwards, that running states can be rolled back. A model
-    that passed is not tried again. Raises UserError, also as `require_slots` does."""
-    model = lm.model
-    _require_trial(
-        model,
-        "states",
-        lambda: reason_against_replay(CachedLM(model, trial=True), lm.vocab_size),
-        f"{type(model).__name__} keeps a running state that cannot be rolled back after a rejected "
-        "draft: it {}; use a model with attention layers, or one such as Qwen3-Next",
-    )
-
-
-@torch.no_grad()
-def _require_trial(
-    model: PreTrainedModel, what: str, trial: Callable[[], str | None], message: str
-) -> None:
-    """Raises UserError with `message`, whose {} is the reason that a trial gives. A model that
-    passed is not tried again."""
-    kind = what, str(model.config._attn_implementation), model.dtype
-    if kind in _PASSED.get(model, ()):
-        return
-    reason = trial()
+    reason = reason_against(CachedLM(model), trees)
     if reason is not None:
-        raise UserError(message.format(reason))
-    _PASSED.setdefault(model, set()).add(kind)
+        raise UserError(
+            f"{type(model).__name__} does not honour the 4-D attention masks and position_ids that "
+            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+
+
+def _require_chains(lm: "CachedLM") -> None:
+    """Check that a model decodes chains in rows of different lengths, by a trial of its kind."""
+    require_slots(lm.model)
+    reason = reason_against(lm, chains)
+    if reason is not None:
+        raise UserError(
+            f"{type(lm.model).__name__} cannot be decoded here, with drafts or without: over a "
+            f"cache of slots it {reason}. Use its generate(), or another model"
+        )
 
 
 class CachedLM:
     """A causal LM and the slots of the sequences it is decoding.
 
     Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
-    Tested with trees: llama, qwen2, qwen3, gemma, gemma2, gemma3, gpt2, mistral, phi3 and opt, with
-    sdpa and eager attention if they have both. Layers with a sliding window see the slots inside
-    of it. `require_slots` rejects models without attention (mamba), chunked attention (llama4) and
-    flash attention. `require_trees` rejects models that compute masks or positions themselves
-    (ALiBi: bloom, mpt), at the latest when the first tree is fed.
+    Layers with a sliding window see the slots inside of it. `require_slots` rejects models without
+    attention (mamba), chunked attention (llama4) and flash attention. A trial
+    (`decode.target.trials`) rejects models that would compute something else over slots than over
+    their text; `require_trees` those that compute masks or positions themselves, at the latest when
+    the first tree is fed. Raises UserError for all of these.
 
     Layers with linear attention or a short convolution keep a state of each row (`states`; None
     for a model without such layers). `forward` may still go back to any `start`: it replays the
@@ -148,8 +104,7 @@ class CachedLM:
     pass_tokens: see `read`.
     exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
     `keeps_bits`.
-    trial: it serves a trial (`require_trees`, `require_decoding`, `require_replay`), so it needs
-    none itself.
+    trial: it serves a trial (`decode.target.trials`), so it needs none itself.
     credit: the most draft tokens of a row that it takes now.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
@@ -194,15 +149,27 @@ class CachedLM:
         self._nodes: Tensor | None = None
         if isinstance(self.forward_pass, DecoderForward):
             self.sources = Sources(model, self.forward_pass, len(self._windows))
-            if not trial:
-                require_decoding(self)
         numbers = recurrent_layers(model)
         if numbers:
             require_slots(model)
             assert isinstance(self.forward_pass, TransformersForward)
             self.states = RecurrentStates(self.forward_pass.model, numbers)
-            if not trial:
-                require_replay(self)
+        if not trial:
+            _require_chains(self)
+
+    def like(self, model: PreTrainedModel) -> "CachedLM":
+        """For a trial: another model, or this one, with a forward of the same kind."""
+        forward = self.forward_pass
+        if model is not self.model and not isinstance(forward, LeanForward):
+            prepare(model, lean=False)
+        other = CachedLM(model, trial=True)
+        if model is self.model:
+            other.forward_pass = forward
+        elif (
+            not isinstance(forward, LeanForward) and forward.model is self.model
+        ):  # it runs as it is
+            other.forward_pass = TransformersForward(model)
+        return other
 
     @property
     def max_prompt(self) -> int:
@@ -254,10 +221,23 @@ class CachedLM:
 
     def view(self, skipped: Sublayers, embedding: nn.Module | None = None) -> "LayerView":
         """The model without some sublayers, over the same slots. embedding: in the place of its
-        layer of embeddings; None: its layer. Raises UserError for a model with running states, and
-        as `decode.target.forward.sublayers.changed_forward` does."""
+        layer of embeddings; None: its layer. Raises UserError for a model with running states,
+        for one that a trial shows to fail without some layers, and as
+        `decode.target.forward.sublayers.changed_forward` does."""
         require_no_states(self.model)
-        return LayerView(self, skipped, embedding)
+        view = LayerView(self, skipped, embedding)
+        if len(skipped) and not self._trial:
+            self._require_skipping(skipped)
+        return view
+
+    def _require_skipping(self, skipped: Sublayers) -> None:
+        trial = exits if skipped.are_last(self.layers) else sublayers
+        reason = reason_against(self, trial)
+        if reason is not None:
+            raise UserError(
+                f"drafts cannot skip layers of {type(self.model).__name__}: without some it "
+                f"{reason}. Use a drafter that does not run the target's layers"
+            )
 
     def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
         """Start `rows` empty sequences of at most `capacity` slots. keep_states: keep the captured
@@ -370,8 +350,8 @@ class CachedLM:
         root = None
         if ancestors_BNM is not None:
             root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
-        # A bias by position (T5) counts keys by their slots, so it needs all of them.
-        window = self.window if self.sources is None else None
+        # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
+        window = None if self.forward_pass.reads_positions else self.window
         self.slots.place(start, ids_BN.shape[1], window, root)
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
@@ -419,9 +399,11 @@ class CachedLM:
             depth_BN = torch.arange(n, device=self.device)[None, :]
         positions = self.positions(base_B1, depth_BN)
         with ExitStack() as contexts:
-            if self.sources is not None:
+            if self.forward_pass.reads_positions:
                 at = self._positions(positions, base_B1, ancestors_BNM)
-                contexts.enter_context(self.sources.reading(at))
+                contexts.enter_context(at_positions(at))
+            if self.sources is not None:
+                contexts.enter_context(self.sources.reading())
             result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
                 ids_BN,
                 positions,
@@ -551,7 +533,7 @@ class LayerView(CachedLM):
     def __init__(
         self, lm: CachedLM, skipped: Sublayers, embedding: nn.Module | None = None
     ) -> None:
-        super().__init__(lm.model, pass_tokens=lm.pass_tokens, exact_bits=lm.exact_bits)
+        super().__init__(lm.model, pass_tokens=lm.pass_tokens, exact_bits=lm.exact_bits, trial=True)
         self.lm, self.skipped = lm, skipped
         self.forward_pass = changed_forward(lm.forward_pass, skipped, embedding)
 

@@ -381,6 +381,7 @@ class LeanForward(nn.Module):
     ) -> None:
         super().__init__()
         self.static_slots = not packed
+        self.reads_positions = False
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)

@@ -25,7 +25,7 @@ from decode.target.forward.lean_forward import LeanForward, LeanLayer
 from decode.target.forward.lean_parts import Packed, PackedLinear
 from decode.target.forward.recognition import NotLean, is_wrapped, lean_forward, lean_norm
 from decode.target.forward.transformers_forward import ATTENTION, TransformersForward
-from decode.target.kinds.decoder_positions import read_positions
+from decode.target.kinds.decoder_positions import counts_positions, read_positions
 from decode.target.kinds.encoder_decoder import DecoderForward
 from decode.target.memory import free_bytes
 from decode.target.pretrained import (
@@ -175,7 +175,11 @@ def _chosen_forward(
     )
     if has_encoder(model):
         return _decoder_forward(model, packed), reason
-    return TransformersForward(fast_copy(model)) if packed else None, reason
+    if not packed and not counts_positions(model):
+        return None, reason
+    other = fast_copy(model) if packed else _sharing_copy(model)
+    read_positions(other)
+    return TransformersForward(other), reason
 
 
 def _decoder_forward(model: PreTrainedModel, packed: bool) -> DecoderForward:

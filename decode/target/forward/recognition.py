@@ -46,9 +46,9 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
     packed: with packed products, as on a CPU. Else its products and norms are for any device, and
     it needs no second copy of the weights.
 
-    Each layer is compared with transformers' on random states, in float32 up to rounding: a layer
-    may have the parts of llama's and combine them in another way. What is before and after the
-    layers is compared too.
+    One layer of each kind is compared with transformers' on random states, in float32 up to
+    rounding: a layer may have the parts of llama's and combine them in another way. What is before
+    and after the layers is compared too, and the logits.
     """
     if is_wrapped(model):
         raise NotLean("another library has wrapped or quantised the model")
@@ -72,7 +72,8 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
     if embedding is None or norm is None or type(output) is not nn.Linear:
         raise NotLean("its embedding, last norm or output layer is of another kind")
     config = model.config.get_text_config()
-    parts = [_checked_parts(layer, rotary, config, packed) for layer in layers]
+    tried: set[Any] = set()
+    parts = [_checked_parts(layer, rotary, config, packed, tried) for layer in layers]
     lean = LeanForward(
         embedding,
         parts,
@@ -92,14 +93,39 @@ def is_wrapped(model: nn.Module) -> bool:
     return is_hooked(model) or bool(getattr(model, "is_quantized", False))
 
 
-def _checked_parts(layer: nn.Module, rotary: nn.Module, config: Any, packed: bool) -> LayerParts:
-    """The parts of a layer that computes what `LeanLayer` computes. Raises NotLean."""
+def _checked_parts(
+    layer: nn.Module, rotary: nn.Module, config: Any, packed: bool, tried: set[Any]
+) -> LayerParts:
+    """The parts of a layer that computes what `LeanLayer` computes. tried: the kinds of layers that
+    did so. Raises NotLean."""
     parts = layer_parts(layer, config, packed)
     if parts is None:
         raise NotLean(f"{type(layer).__name__} has parts of another kind than llama's layers")
-    if not _computes_the_same(layer, rotary, config, packed):
+    kind = parts.kind, _kind(layer)
+    if kind not in tried and not _computes_the_same(layer, rotary, config, packed):
         raise NotLean(f"{type(layer).__name__} computes something else with the parts of llama's")
+    tried.add(kind)
     return parts
+
+
+def _kind(layer: nn.Module) -> tuple[Any, ...]:
+    """What decides how a layer computes, without the values of its weights: the classes of its
+    parts, their settings and the shapes of their weights."""
+    return tuple(
+        (
+            name,
+            type(part),
+            tuple((x, y) for x, y in vars(part).items() if _is_setting(x, y)),
+            tuple((x, y.shape, y.dtype) for x, y in part.named_parameters(recurse=False)),
+        )
+        for name, part in layer.named_modules()
+    )
+
+
+def _is_setting(name: str, value: Any) -> bool:
+    """Whether an attribute of a module is a setting, and not where the module is."""
+    simple = isinstance(value, bool | int | float | str) or value is None
+    return simple and name not in ("layer_idx", "layer_id", "training")
 
 
 def layer_parts(layer: Any, config: Any, packed: bool) -> LayerParts | None:

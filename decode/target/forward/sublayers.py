@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from decode.errors import UserError
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.forward.transformers_forward import TransformersForward
 from decode.target.hidden_states import layer_list_name
-from decode.target.layer_settings import kept_settings
 from decode.target.pretrained import is_hooked
 
 FORMAT = 1
@@ -97,6 +96,11 @@ class Sublayers:
         parts = {"attention": self.attention, "mlp": self.mlp}
         return ",".join(f"{name}={_ranges(layers)}" for name, layers in parts.items() if layers)
 
+    def are_last(self, layers: int) -> bool:
+        """Whether they are all sublayers of the last of so many layers."""
+        skipped = frozenset(range(min(self.attention, default=layers), layers))
+        return self.attention == self.mlp == skipped
+
     def __xor__(self, other: "Sublayers") -> "Sublayers":
         """The sublayers that are in one of the two sets only."""
         return Sublayers(self.attention ^ other.attention, self.mlp ^ other.mlp)
@@ -170,15 +174,16 @@ def changed_forward(
     if isinstance(forward, LeanForward):
         skipped.require_fit(len(forward.layers))
         return forward.changed(skipped.attention, skipped.mlp, embedding)
-    model, kept = _model_without(forward.model, skipped)
+    model = _model_without(forward.model, skipped)
     if embedding is not None:
         model.set_input_embeddings(embedding)
-    return TransformersForward(model, kept)
+    return TransformersForward(model)
 
 
-def _model_without(model: PreTrainedModel, skipped: Sublayers) -> tuple[PreTrainedModel, list[int]]:
-    """A copy of the model without these sublayers, and the numbers of its layers in the model. All
-    modules are shared, except the layers themselves and what holds them."""
+def _model_without(model: PreTrainedModel, skipped: Sublayers) -> PreTrainedModel:
+    """A copy of the model without these sublayers. All modules are shared, except the layers
+    themselves and what holds them. Layers keep their numbers, by which a model may choose masks,
+    slots and inputs."""
     name, kind = layer_list_name(model), type(model).__name__
     if name is None or is_hooked(model):
         raise UserError(
@@ -198,21 +203,13 @@ def _model_without(model: PreTrainedModel, skipped: Sublayers) -> tuple[PreTrain
     dropped = skipped.attention & skipped.mlp
     for number, layer in enumerate(new_layers):
         if number in dropped:
+            new_layers[number] = _NoLayer(layer)
             continue
         if number in skipped.attention:
             setattr(layer, _block(layer, "Attention", kind), _NoAttention())
         if number in skipped.mlp:
             setattr(layer, _block(layer, "MLP", kind), _NoMLP())
-    kept = [number for number in range(len(layers)) if number not in dropped]
-    holder = other.get_submodule(".".join(parts[:-1]))
-    setattr(holder, parts[-1], nn.ModuleList(new_layers[number] for number in kept))
-    config = other.config.get_text_config()
-    settings = kept_settings(vars(config), kept, len(layers))
-    config.num_hidden_layers = len(kept)
-    for key, value in settings.items():
-        if value != vars(config)[key]:
-            setattr(config, key, value)
-    return other, kept
+    return other
 
 
 def _block(layer: nn.Module, ending: str, model: str) -> str:
@@ -224,6 +221,31 @@ def _block(layer: nn.Module, ending: str, model: str) -> str:
             "skipped; skip attention and MLP of the same layers"
         )
     return names[0]
+
+
+class _NoLayer(nn.Module):
+    """In the place of a layer: it hands its input on, in the form of the layer's output.
+
+    The first layer of a class computes once, because only its output shows the form.
+    """
+
+    _in_tuples: ClassVar[dict[type, bool]] = {}
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:  # a model may ask its layers for their kind
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        kind = type(self.layer)
+        if kind not in self._in_tuples:
+            self._in_tuples[kind] = isinstance(self.layer(hidden_states, *args, **kwargs), tuple)
+        return (hidden_states, None, None) if self._in_tuples[kind] else hidden_states
 
 
 class _NoAttention(nn.Module):

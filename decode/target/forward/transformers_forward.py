@@ -22,6 +22,7 @@ from decode.target.cache.slots import SlotLayer
 from decode.target.forward.lean_forward import LONGEST_CHAIN, SLOT_STEP, AttentionMask, columns_of
 from decode.target.forward.lean_parts import PackedLinear, products_keep_bits
 from decode.target.hidden_states import Recorder
+from decode.target.kinds.decoder_positions import reads_positions
 from decode.target.kinds.layer_kinds import RECURRENT
 from decode.target.pretrained import decoder_config
 
@@ -82,15 +83,14 @@ AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 class TransformersForward(nn.Module):
     """The same interface as `LeanForward`. The model may have our attention and packed layers.
 
-    layers: the numbers of its layers among those that have masks. None: all, in order. keeps_bits:
-    see `CachedLM.keeps_bits`.
+    keeps_bits: see `CachedLM.keeps_bits`.
     """
 
     static_slots = False
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model, self.layers = model, layers
+        self.model = model
         self.has_our_attention = model.config._attn_implementation == ATTENTION
         self.slot_step = SLOT_STEP if self.has_our_attention else 1
         self.keeps_bits = (
@@ -98,6 +98,8 @@ class TransformersForward(nn.Module):
             and _all_packed(model)
             and products_keep_bits(model, LONGEST_CHAIN)
         )
+        # Whether its positions come from the loop in a way of their own.
+        self.reads_positions = reads_positions(model)
         self._recorder = functools.cache(functools.partial(Recorder, model))
 
     def forward(
@@ -111,8 +113,6 @@ class TransformersForward(nn.Module):
     ) -> tuple[Tensor, Mapping[int, Tensor]]:
         """See `LeanForward.forward`."""
         attention = attention_under(masks)
-        if self.layers is not None:
-            masks = [masks[number] for number in self.layers]
         recording: AbstractContextManager[Mapping[int, Tensor]] = nullcontext({})
         if captured_layers:
             recording = self._recorder(tuple(captured_layers)).recording()

@@ -1,13 +1,15 @@
-"""Positions of decoder tokens, for decoders under an encoder that would count them by themselves.
+"""Positions of tokens, for models that would count them by themselves.
 
-The decoders of T5, BART, Marian and models like them take positions from the length of the cache.
-That is wrong where rows have texts of different lengths, and for siblings in a tree. So a copy of
-the model reads the positions of the loop: its table of positions (BART, Marian), or the bias of
-its attention (T5), which depends on the distance between query and key.
+The decoders of T5, BART, Marian and models like them take positions from the length of the cache,
+and the local layers of GPT-Neo take distances from the number of keys. That is wrong where rows
+have texts of different lengths, and for siblings in a tree. So a copy of the model reads the
+positions of the loop: its table of positions (BART, Marian), or the bias (T5) or mask (GPT-Neo) of
+its attention, which depends on the distance between query and key.
 
 Shapes: B rows, n tokens fed per row, m ≥ n nodes of a tree, S slots, N heads, H hidden size.
 """
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,6 +23,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.errors import UserError
+from decode.target.pretrained import decoder_config, has_encoder
 
 
 @dataclass(frozen=True)
@@ -60,18 +63,30 @@ def at_positions(positions: Positions) -> Iterator[None]:
         _positions.reset(token)
 
 
+def counts_positions(model: nn.Module) -> bool:
+    """Whether a model without an encoder takes positions from the cache, as far as is known."""
+    given = "position_ids" in inspect.signature(type(model).forward).parameters
+    return any(_is_local(x) or (_is_table(x) and not given) for x in model.modules())
+
+
 def read_positions(model: PreTrainedModel) -> None:
     """Make the decoder of this model read the positions of the loop, in place.
 
-    Raises UserError for a decoder with positions of another kind. Whether the result is right, a
-    trial must tell.
+    Raises UserError for a decoder under an encoder with positions of another kind. Whether the
+    result is right, a trial must tell.
     """
-    decoder = model.get_decoder()
-    table = getattr(decoder, "embed_positions", None)
-    biased = [x for x in decoder.modules() if hasattr(x, "relative_attention_bias")]
-    if isinstance(table, nn.Embedding):
-        decoder.embed_positions = _Table(table)
-    elif table is None and biased and all(map(_has_buckets, biased)):
+    decoder = model.get_decoder() if has_encoder(model) else model
+    modules = list(decoder.modules())
+    tables = [(x, n, c) for x in modules for n, c in x.named_children() if _is_table(c)]
+    biased = [x for x in modules if hasattr(x, "relative_attention_bias")]
+    for holder, name, table in tables:
+        setattr(holder, name, _Table(table))
+    for attention in filter(_is_local, modules):
+        del attention.bias
+        attention.bias = _LocalMask(decoder_config(model).window_size)
+    if tables or not has_encoder(model):
+        return
+    if biased and all(map(_has_buckets, biased)):
         for attention in biased:
             attention.compute_bias = partial(_bias, attention)
     else:
@@ -80,6 +95,42 @@ def read_positions(model: PreTrainedModel) -> None:
             "cannot be replaced, so rows of different lengths and token trees would be wrong; "
             "known are embedded positions (BART, Marian, Pegasus) and a relative bias (T5)"
         )
+
+
+def reads_positions(model: PreTrainedModel) -> bool:
+    """Whether `read_positions` changed this model."""
+    parts: Any = model.modules()
+    return any(
+        isinstance(x, _Table)
+        or "compute_bias" in vars(x)
+        or isinstance(vars(x).get("bias"), _LocalMask)
+        for x in parts
+    )
+
+
+def _is_table(module: Any) -> bool:
+    """Whether it is a table of positions that counts on from the length of the cache."""
+    if not isinstance(module, nn.Embedding):
+        return False
+    return "past_key_values_length" in inspect.signature(type(module).forward).parameters
+
+
+def _is_local(module: Any) -> bool:
+    """Whether it is attention with a window whose mask it takes from the number of keys."""
+    return getattr(module, "attention_type", "") == "local" and "bias" in module._buffers
+
+
+class _LocalMask:
+    """In the place of GPT-Neo's buffer with the mask of a local layer."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+
+    def __getitem__(self, index: Any) -> Tensor:
+        """bool [B, 1, n, S]: the keys near each query. Other masks hide those that come later."""
+        positions = _positions.get()
+        distance = positions.fed[:, :, None] - positions.of_keys(index[-1].stop)[:, None, :]
+        return (distance < self.window)[:, None]
 
 
 class _Table(nn.Module):

@@ -9,11 +9,10 @@ Shapes: B rows, n tokens fed per row, T tokens of the longest source, V vocabula
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
@@ -24,12 +23,11 @@ from decode.errors import UserError
 from decode.target.cache.slots import SlotLayer, Slots
 from decode.target.forward.lean_forward import AttentionMask
 from decode.target.forward.transformers_forward import TransformersForward
-from decode.target.kinds.decoder_positions import Positions, at_positions
 from decode.target.memory import require_memory
 from decode.target.pretrained import decoder_start, input_device, longest_text
 
 if TYPE_CHECKING:
-    from decode.target.cache.cached_model import CachedLM
+    pass
 
 # The cross attention of a decoder layer, by the name of the module: its projections of keys and
 # values, and the attribute with the size of a head.
@@ -37,8 +35,6 @@ _CROSS_ATTENTION = {
     "EncDecAttention": ("k", "v", "key_value_proj_dim"),
     "encoder_attn": ("k_proj", "v_proj", "head_dim"),
 }
-# The largest difference of logits in the trial, as a share of the largest logit.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 class DecoderForward(TransformersForward):
@@ -206,9 +202,8 @@ class Sources:
             self._lengths[at : at + len(group)] = lengths
 
     @contextmanager
-    def reading(self, positions: Positions) -> Iterator[None]:
-        """Inside this context, the fed rows are decoded from their sources, with tokens at these
-        positions."""
+    def reading(self) -> Iterator[None]:
+        """Inside this context, the fed rows are decoded from their sources."""
         longest = int(self._lengths.max())
         layers: list[CacheLayerMixin] = [
             _SourceLayer(layer.keys[:, :, :longest], layer.values[:, :, :longest])
@@ -216,44 +211,5 @@ class Sources:
         ]
         visible = np.arange(longest) < self._lengths[:, None]
         mask = AttentionMask(to_device(visible, self.device)[:, None, None], self.model.dtype)
-        with ExitStack() as contexts:
-            contexts.enter_context(at_positions(positions))
-            contexts.enter_context(self._forward.reading(layers, mask))
+        with self._forward.reading(layers, mask):
             yield
-
-
-def difference(logits: Tensor, expected: Tensor) -> str | None:
-    """Why the logits of a trial are not the expected ones, or None. Both have the model's dtype."""
-    largest = (logits.float() - expected.float()).abs().max()
-    if largest <= TOLERANCE[expected.dtype] * expected.float().abs().max():
-        return None
-    return f"differs from its forward by {float(largest):.3g} in a logit"  # also if it is NaN
-
-
-@torch.no_grad()
-def reason_against_decoding(lm: "CachedLM", vocab_size: int) -> str | None:
-    """Why a decoder over slots is not the model, or None: a trial. Two texts of different lengths
-    after two sources must get the logits of transformers' forward of one row.
-
-    lm: used for the trial only.
-    """
-    assert lm.sources is not None
-    start = lm.sources.start_id
-    several = (np.arange(1, 16) * vocab_size // 16).tolist()
-    sources = [several[:7], several[7:10]]
-    texts = [[start, *several[3:7]], [start, *several[8:10]]]
-    fed = np.array([len(text) - 2 for text in texts])
-    lm.reset(2, max(map(len, texts)))
-    lm.encode(sources, 0)
-    ids = torch.tensor([texts[0][:3], [start] * 3])
-    lm.forward(ids.to(lm.device), np.zeros(2, dtype=np.int64))
-    logits = lm.forward(torch.tensor([text[-2:] for text in texts], device=lm.device), fed)
-    for row, (source, text) in enumerate(zip(sources, texts, strict=True)):
-        expected = lm.model(
-            input_ids=torch.tensor([source], device=lm.device),
-            decoder_input_ids=torch.tensor([text], device=lm.device),
-            use_cache=False,
-        ).logits[0, -2:]
-        if reason := difference(logits[row], expected):
-            return reason
-    return None

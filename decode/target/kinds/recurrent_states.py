@@ -27,11 +27,10 @@ from decode.device import to_device
 from decode.errors import UserError
 from decode.target.cache.fed_rows import FedRows
 from decode.target.hidden_states import layer_list_name
-from decode.target.kinds.encoder_decoder import difference
 from decode.target.pretrained import decoder_config, input_device
 
 if TYPE_CHECKING:
-    from decode.target.cache.cached_model import CachedLM
+    pass
 
 # A row with more tokens than that after its snapshot gets a new snapshot.
 LONGEST_LOG = 64
@@ -230,33 +229,6 @@ class RecurrentStates(FedRows):
             for x, new in zip(self._now[number], made, strict=True):
                 x[self._fed] = new
         self._look_up(self._fed.start, self._fed.stop)
-
-
-def reason_against_replay(lm: "CachedLM", vocab_size: int) -> str | None:
-    """Why this model cannot be decoded with snapshots of its states, or None: a trial. Two texts of
-    different lengths, of which rejected tokens were taken back, must get the logits of
-    transformers' forward of one row. lm: used for the trial only."""
-    several = (np.arange(1, 16) * vocab_size // 16).tolist()
-    texts, wrong = [several[:9], several[9:15]], several[7]
-    read, stay = np.array([5, 3]), np.array([7, 4])
-    lm.reset(2, 9)
-    try:
-        ids = [texts[0][:5], [*texts[1][:3], wrong, wrong]]
-        lm.read(torch.tensor(ids, device=lm.device), np.zeros(2, dtype=np.int64), read)
-        ids = [[*texts[0][5:7], wrong], [texts[1][3], wrong, wrong]]
-        lm.forward(torch.tensor(ids, device=lm.device), read)
-        ids = [text[at : at + 2] for text, at in zip(texts, stay.tolist(), strict=True)]
-        logits = lm.forward(torch.tensor(ids, device=lm.device), stay)
-        expected = [
-            lm.model(torch.tensor([text], device=lm.device), use_cache=False).logits[0, -2:]
-            for text in texts
-        ]
-    except (RuntimeError, ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
-        return f"fails with slots ({error})"
-    for row, one in enumerate(expected):
-        if reason := difference(logits[row], one):
-            return reason
-    return None
 
 
 def _mixer(model: PreTrainedModel, number: int) -> nn.Module:

@@ -1,0 +1,169 @@
+"""A small model of the same kind as a large one, with random weights: what a trial runs.
+
+Its config is the large model's with fewer layers, heads and tokens, and with short windows. What
+decides about masks, positions and caches stays: the class, the kinds of layers, the rotary
+settings, the size of a head.
+"""
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+VOCABULARY = 128
+WINDOW = 4
+EXPERTS = 16
+INNER = 128  # the width of feed-forward layers
+LAYERS = 4  # of a model whose config names no kinds of layers
+# The most weights of a small copy.
+MOST_WEIGHTS = 1 << 26
+
+# The names of sizes in configs of transformers.
+_LAYERS = re.compile(r"^((num_)?(hidden|encoder|decoder)_layers|(n|num)_layers?|num_blocks)$")
+_HEADS = re.compile(r"heads$|^(n_head|num_query_groups)$|^num_attention_heads_per_layer$")
+_WIDTHS = re.compile(
+    r"^(hidden|embedding|attention_hidden|(in|out)put_embedding)_size$"
+    r"|^(d_model|n_embd|emb_dim|embedding_dim|word_embed_proj_dim|lru_width)$"
+)
+_INNER = re.compile(
+    r"intermediate_size|^(expert_)?ffn_hidden_size$|ffn_dim$|^(d_?ff|dim_ff|n_inner|d_inner)$"
+)
+_EXPERTS = re.compile(r"(num|n)_(routed_|local_)?experts$")
+_WINDOWS = re.compile(r"window(_size)?$|^(local_attention|index_topk)$")
+_TOKENS = re.compile(r"_token_(id|index)$|^(pad|eos|bos|unk|mask)_index$")
+_FIRST_LAYERS = re.compile(r"^(first_k_dense_replace|num_dense_layers)$")
+
+
+def small_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A small model of this kind: float32, on the CPU, in eval mode, with random weights that make
+    every token and position count. The model itself, if its config gives no smaller one."""
+    for config in _small_configs(model.config):
+        small = _random_model(type(model), config)
+        if small is not None:
+            return small
+    return model
+
+
+def _small_configs(config: Any) -> Iterator[Any]:
+    """The config with fewer layers and tokens, at first also with fewer heads."""
+    for heads in (4, 1, None):
+        small = copy.deepcopy(config)
+        vars(small).pop("quantization_config", None)
+        small.dtype = torch.float32
+        for part in _parts(small):
+            _shorten(part)
+            if heads is not None:
+                _narrow(part, heads)
+        yield small
+
+
+def _parts(config: Any) -> list[Any]:
+    """A config and those inside of it."""
+    inner = [value for value in vars(config).values() if hasattr(value, "attribute_map")]
+    return [config, *(part for one in inner for part in _parts(one))]
+
+
+def _change(config: Any, name: re.Pattern[str], change: Any) -> None:
+    """Change the whole numbers of a config with such names, also those of single layers."""
+    overrides = _overrides(config).values()
+    for values in (vars(config), *overrides):
+        for key, value in values.items():
+            if type(value) is int and name.search(key):
+                values[key] = change(value)
+            elif type(value) is list and name.search(key):
+                values[key] = [change(one) if type(one) is int else one for one in value]
+
+
+def _overrides(config: Any) -> dict[int, dict[str, Any]]:
+    """The values of single layers."""
+    spec = getattr(config, "_heterogeneity_spec", None)
+    return spec.per_layer_overrides if spec else {}
+
+
+def _shorten(config: Any) -> None:
+    """Fewer layers and tokens, and short windows."""
+    _change(config, re.compile(r"vocab_size|^n_words$"), lambda size: min(size, VOCABULARY))
+    _change(config, _TOKENS, lambda token: token if token < VOCABULARY else 0)
+    _change(config, _WINDOWS, lambda size: min(size, WINDOW))
+    _change(config, _FIRST_LAYERS, lambda count: min(count, 1))
+    layers = vars(config).get(_own_name(config, "num_hidden_layers"))
+    if type(layers) is not int:
+        return
+    kept = _kept_layers(config, layers)
+    for key, value in vars(config).items():
+        if type(value) is list and len(value) == layers:
+            vars(config)[key] = [value[number] for number in kept]
+    if getattr(config, "num_kv_shared_layers", 0):
+        config.num_kv_shared_layers = len(kept) // 2
+    if overrides := _overrides(config):
+        spec = config._heterogeneity_spec
+        spec.per_layer_overrides = {
+            place: overrides[number] for place, number in enumerate(kept) if number in overrides
+        }
+    _change(config, _LAYERS, lambda count: min(count, len(kept)))
+
+
+def _own_name(config: Any, name: str) -> str:
+    return str(config.attribute_map.get(name, name))
+
+
+def _kept_layers(config: Any, layers: int) -> list[int]:
+    """Two layers of each kind, the first ones of all kinds before the second ones. Layers that read
+    the keys of others are the last ones."""
+    lists = [x for x in vars(config).values() if type(x) is list and len(x) == layers]
+    overrides = _overrides(config)
+    if not (lists or overrides) or layers <= LAYERS:
+        return list(range(min(layers, LAYERS)))
+    kinds: dict[str, list[int]] = {}
+    for number in range(layers):
+        kind = repr([[x[number] for x in lists], overrides.get(number)])
+        kinds.setdefault(kind, []).append(number)
+    return [numbers[0] for numbers in kinds.values()] + [x[1 % len(x)] for x in kinds.values()]
+
+
+def _narrow(config: Any, heads: int) -> None:
+    """At least so many heads, of the size that they have, and widths in proportion."""
+    _change(config, _INNER, lambda size: min(size, INNER))
+    _change(config, _EXPERTS, lambda count: min(count, EXPERTS))
+    before = vars(config).get(_own_name(config, "num_attention_heads"))
+    if type(before) is not int or before <= heads:
+        return
+    factor = before // next(x for x in range(heads, before + 1) if before % x == 0)
+    _change(config, _HEADS, lambda count: max(count // factor, min(count, 1)))
+    _change(config, _WIDTHS, lambda size: size if size % factor else size // factor)
+
+
+def _random_model(kind: Any, config: Any) -> PreTrainedModel | None:
+    """A model of this config with random weights. None if there is none, or it is too large."""
+    attention = config._attn_implementation
+    try:
+        with torch.device("meta"):
+            weights = sum(x.numel() for x in kind._from_config(copy.deepcopy(config)).parameters())
+        if weights > MOST_WEIGHTS:
+            return None
+        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            torch.manual_seed(0)
+            model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
+            model.eval().requires_grad_(False)
+            _draw(model)
+            model(input_ids=torch.arange(8, 12)[None])
+    except Exception:  # whatever the class raises for sizes that do not fit together
+        return None
+    return model
+
+
+def _draw(model: nn.Module) -> None:
+    """Weights so large that every layer and position counts: those that models begin with hide what
+    attention does."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            std = (
+                1.0
+                if "emb" in name or "wte" in name or "wpe" in name
+                else 1.6 / weight.shape[-1] ** 0.5
+            )
+            weight.normal_(std=std)
