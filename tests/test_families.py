@@ -221,7 +221,7 @@ def test_a_trial_finds(kind: Any, reason: str) -> None:
 def test_a_trial_of_trees_finds(kind: Any) -> None:
     model = _control(kind)
     tree = DRAFTERS["lookahead"](window=3, ngram=2)
-    with pytest.raises(UserError, match=f"{kind.__name__} does not honour .* of a token tree"):
+    with pytest.raises(UserError, match=f"{kind.__name__} does not honour 4-D .* of a token tree"):
         Decoder(model, tree).decode(PROMPTS, TOKENS)
     require_trees(_control(LlamaForCausalLM))
 

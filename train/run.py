@@ -25,7 +25,7 @@ from decode.artifact import recover, remove_directory, require_space, write_file
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.rows import require_prompts
-from decode.target.cache.cached_model import require_trees
+from decode.target.cache.cached_model import require_decoding, require_trees
 from decode.target.chat_template import set_template_args
 from decode.target.loading import Target, load_target
 from decode.target.pretrained import decoder_start
@@ -220,6 +220,7 @@ class Run:
         """(stage, kind, plan) for every stage. Writes nothing. examples: what `read_data` returned;
         None: it is called."""
         examples = self.read_data() if examples is None else examples
+        require_decoding(self.target.model)
         plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
             inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)

@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decode.target.pretrained import has_encoder
+
 VOCABULARY = 128
 WINDOW = 4
 EXPERTS = 16
@@ -150,7 +152,8 @@ def _random_model(kind: Any, config: Any) -> PreTrainedModel | None:
             model = kind._from_config(config, dtype=torch.float32, attn_implementation=attention)
             model.eval().requires_grad_(False)
             _draw(model)
-            model(input_ids=torch.arange(8, 12)[None])
+            ids = torch.arange(8, 12)[None]
+            model(input_ids=ids, **({"decoder_input_ids": ids} if has_encoder(model) else {}))
     except Exception:  # whatever the class raises for sizes that do not fit together
         return None
     return model

@@ -60,7 +60,7 @@ def reason_against(lm: "CachedLM", trial: Trial) -> str | None:
     forward = type(lm.forward_pass), lm.forward_pass.has_our_attention
     kind = (trial, type(model), attention, *forward, _text_of(model.config))
     reason = _REASONS[kind] if kind in _REASONS else _tried(lm, trial, kind)
-    if reason is None:
+    if reason is None and lm.device.type != "meta":
         _PASSED.setdefault(model, set()).add((trial, attention))
     return reason
 
@@ -73,6 +73,8 @@ def _text_of(config: Any) -> str:
 
 def _tried(lm: "CachedLM", trial: Trial, kind: tuple[Any, ...]) -> str | None:
     small = small_copy(lm.model)
+    if small is lm.model and lm.device.type == "meta":
+        return None  # it has no weights yet, and is tried when it has
     try:
         reason = trial(lm.like(small))
     except UserError as error:

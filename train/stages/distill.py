@@ -19,7 +19,7 @@ from decode.drafters.pard import (
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.measure.ranks import Ranks
-from decode.target.cache.cached_model import require_trees
+from decode.target.cache.cached_model import require_decoding, require_trees
 from decode.target.hidden_states import FINAL
 from decode.target.loading import Target
 from decode.target.pretrained import is_sharded
@@ -124,6 +124,7 @@ class DistillStage(TrainingStage[DistillConfig]):
                 drafters=1,
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
+        require_decoding(model)
         shared = self._shared  # refuses too few shared tokens
         if mask_token_of(self, model) is not None:
             require_full_attention(model)

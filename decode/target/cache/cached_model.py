@@ -33,7 +33,7 @@ from decode.target.kinds.layer_kinds import (
 )
 from decode.target.kinds.recurrent_states import RecurrentStates
 from decode.target.memory import require_memory
-from decode.target.pretrained import input_device, longest_text
+from decode.target.pretrained import input_device, is_sharded, longest_text
 from decode.target.trials import chains, exits, reason_against, sublayers, trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
@@ -65,9 +65,17 @@ def require_trees(model: PreTrainedModel) -> None:
     reason = reason_against(CachedLM(model), trees)
     if reason is not None:
         raise UserError(
-            f"{type(model).__name__} does not honour the 4-D attention masks and position_ids that "
+            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
             f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
         )
+
+
+def require_decoding(model: PreTrainedModel) -> None:
+    """Check that a model can be decoded, as `CachedLM` does. The model may have no weights. Call it
+    before expensive work whose result it decodes. A sharded model is not checked, because this
+    process cannot decode it. Raises UserError."""
+    if not is_sharded(model):
+        CachedLM(model)
 
 
 def _require_chains(lm: "CachedLM") -> None:
