@@ -14,13 +14,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from decode.target.layer_settings import kept_settings
 from decode.target.pretrained import has_encoder
 
 VOCABULARY = 128
 WINDOW = 4
 EXPERTS = 16
 INNER = 128  # the width of feed-forward layers
-LAYERS = 4  # of a model whose config names no kinds of layers
+LAYERS = 4  # the fewest layers
 # The most weights of a small copy.
 MOST_WEIGHTS = 1 << 26
 
@@ -37,17 +38,13 @@ _INNER = re.compile(
 _EXPERTS = re.compile(r"(num|n)_(routed_|local_)?experts$")
 _WINDOWS = re.compile(r"window(_size)?$|^(local_attention|index_topk)$")
 _TOKENS = re.compile(r"_token_(id|index)$|^(pad|eos|bos|unk|mask)_index$")
-_FIRST_LAYERS = re.compile(r"^(first_k_dense_replace|num_dense_layers)$")
 
 
-def small_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """A small model of this kind: float32, on the CPU, in eval mode, with random weights that make
-    every token and position count. The model itself, if its config gives no smaller one."""
-    for config in _small_configs(model.config):
-        small = _random_model(type(model), config)
-        if small is not None:
-            return small
-    return model
+def small_model(kind: Any, config: Any) -> PreTrainedModel | None:
+    """A small model of a class of models, for a config: float32, on the CPU, in eval mode, with
+    random weights that make every token and position count. None if the config gives none."""
+    models = (_random_model(kind, small) for small in _small_configs(config))
+    return next((model for model in models if model is not None), None)
 
 
 def _small_configs(config: Any) -> Iterator[Any]:
@@ -71,7 +68,7 @@ def _parts(config: Any) -> list[Any]:
 
 def _change(config: Any, name: re.Pattern[str], change: Any) -> None:
     """Change the whole numbers of a config with such names, also those of single layers."""
-    overrides = _overrides(config).values()
+    overrides = [layer for x in _spec(config) for layer in x["per_layer_overrides"].values()]
     for values in (vars(config), *overrides):
         for key, value in values.items():
             if type(value) is int and name.search(key):
@@ -80,10 +77,10 @@ def _change(config: Any, name: re.Pattern[str], change: Any) -> None:
                 values[key] = [change(one) if type(one) is int else one for one in value]
 
 
-def _overrides(config: Any) -> dict[int, dict[str, Any]]:
-    """The values of single layers."""
+def _spec(config: Any) -> list[dict[str, Any]]:
+    """The attributes of what holds the values of single layers, if there are some."""
     spec = getattr(config, "_heterogeneity_spec", None)
-    return spec.per_layer_overrides if spec else {}
+    return [vars(spec)] if spec else []
 
 
 def _shorten(config: Any) -> None:
@@ -91,21 +88,12 @@ def _shorten(config: Any) -> None:
     _change(config, re.compile(r"vocab_size|^n_words$"), lambda size: min(size, VOCABULARY))
     _change(config, _TOKENS, lambda token: token if token < VOCABULARY else 0)
     _change(config, _WINDOWS, lambda size: min(size, WINDOW))
-    _change(config, _FIRST_LAYERS, lambda count: min(count, 1))
     layers = vars(config).get(_own_name(config, "num_hidden_layers"))
     if type(layers) is not int:
         return
     kept = _kept_layers(config, layers)
-    for key, value in vars(config).items():
-        if type(value) is list and len(value) == layers:
-            vars(config)[key] = [value[number] for number in kept]
-    if getattr(config, "num_kv_shared_layers", 0):
-        config.num_kv_shared_layers = len(kept) // 2
-    if overrides := _overrides(config):
-        spec = config._heterogeneity_spec
-        spec.per_layer_overrides = {
-            place: overrides[number] for place, number in enumerate(kept) if number in overrides
-        }
+    for values in (vars(config), *_spec(config)):
+        values.update(kept_settings(values, kept, layers))
     _change(config, _LAYERS, lambda count: min(count, len(kept)))
 
 
@@ -114,17 +102,13 @@ def _own_name(config: Any, name: str) -> str:
 
 
 def _kept_layers(config: Any, layers: int) -> list[int]:
-    """Two layers of each kind, the first ones of all kinds before the second ones. Layers that read
-    the keys of others are the last ones."""
-    lists = [x for x in vars(config).values() if type(x) is list and len(x) == layers]
-    overrides = _overrides(config)
-    if not (lists or overrides) or layers <= LAYERS:
-        return list(range(min(layers, LAYERS)))
+    """Two layers of each kind, but at least `LAYERS` in all."""
     kinds: dict[str, list[int]] = {}
     for number in range(layers):
-        kind = repr([[x[number] for x in lists], overrides.get(number)])
-        kinds.setdefault(kind, []).append(number)
-    return [numbers[0] for numbers in kinds.values()] + [x[1 % len(x)] for x in kinds.values()]
+        settings = [kept_settings(x, [number], layers) for x in (vars(config), *_spec(config))]
+        kinds.setdefault(repr(settings), []).append(number)
+    kept = {number for numbers in kinds.values() for number in numbers[:2]}
+    return sorted(kept | set(range(min(LAYERS, layers))))
 
 
 def _narrow(config: Any, heads: int) -> None:

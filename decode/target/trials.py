@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from decode.errors import UserError
 from decode.target.forward.sublayers import Sublayers
-from decode.target.small_copy import small_copy
+from decode.target.small_copy import small_model
 
 if TYPE_CHECKING:
     from decode.target.cache.cached_model import CachedLM
@@ -72,7 +72,7 @@ def _text_of(config: Any) -> str:
 
 
 def _tried(lm: "CachedLM", trial: Trial, kind: tuple[Any, ...]) -> str | None:
-    small = small_copy(lm.model)
+    small = small_model(type(lm.model), lm.model.config) or lm.model
     if small is lm.model and lm.device.type == "meta":
         return None  # it has no weights yet, and is tried when it has
     try:
