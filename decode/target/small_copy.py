@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from decode.target.layer_settings import kept_settings
 from decode.target.pretrained import has_encoder
 
-VOCABULARY = 128
+VOCABULARY = 320
 WINDOW = 4
 EXPERTS = 16
 INNER = 128  # the width of feed-forward layers
@@ -120,7 +120,12 @@ def _narrow(config: Any, heads: int) -> None:
         return
     factor = before // next(x for x in range(heads, before + 1) if before % x == 0)
     _change(config, _HEADS, lambda count: max(count // factor, min(count, 1)))
-    _change(config, _WIDTHS, lambda size: size if size % factor else size // factor)
+    _change(config, _WIDTHS, lambda size: _share(size, factor))
+
+
+def _share(width: int, factor: int) -> int:
+    """A width that is no multiple of the heads does not depend on them."""
+    return width // factor if width % factor == 0 else max(width // factor, 8) // 8 * 8
 
 
 def _random_model(kind: Any, config: Any) -> PreTrainedModel | None:
