@@ -53,10 +53,10 @@ SYNONYMS = {
 }
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """' Did you mean "x"?' with a known word that means the same as `word` or is spelt most like
-    it, or '' if there is none."""
+    it, or '' if there is none. cutoff: the least likeness of the two, from 0 to 1."""
     words = list(known)
     matches = [synonym for synonym in SYNONYMS.get(word.lower(), ()) if synonym in words]
-    matches = matches or difflib.get_close_matches(word, words, n=1, cutoff=0.5)
+    matches = matches or difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
     return f' Did you mean "{matches[0]}"?' if matches else ""

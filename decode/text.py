@@ -239,11 +239,12 @@ class SpeculativeGenerator:
         return prompt_ids(prompt, self.tokenizer)
 
 
-def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[int]:
     """The token ids of a prompt. Messages get the chat template, and the beginning of an answer.
-    Raises UserError if the tokenizer has no template, or if the template refuses the messages."""
+    options: more of the tokenizer for text, of `apply_chat_template` for messages. Raises UserError
+    if the tokenizer has no template, or if the template refuses the messages."""
     if isinstance(prompt, str):
-        ids: list[int] = tokenizer(prompt).input_ids
+        ids: list[int] = tokenizer(prompt, **options).input_ids
         return ids
     if not len(prompt) or not isinstance(prompt[0], Mapping):
         return [int(cast(int, token)) for token in prompt]
@@ -253,9 +254,10 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         )
     try:
         written: list[int] = tokenizer.apply_chat_template(
-            list(prompt), add_generation_prompt=True, tokenize=True, return_dict=False
+            list(prompt),
+            **{"add_generation_prompt": True, "tokenize": True, "return_dict": False, **options},
         )
-    except TemplateError as error:
+    except (TemplateError, ValueError, TypeError) as error:
         raise UserError(f"the chat template refuses these messages: {error}") from error
     return written
 

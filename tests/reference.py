@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
-from pydantic.json_schema import GenerateJsonSchema
 from typer.models import ArgumentInfo
 
 from tests.pairings import pairings_reference
@@ -22,19 +21,13 @@ from train.cli.main import app
 from train.config import RunConfig
 from train.config_file import describe
 from train.exit_status import ExitStatus
+from train.schema import Untitled
 
 ROOT = Path(__file__).parent.parent
 
 
-class _Untitled(GenerateJsonSchema):
-    """Without titles made of field names: a title is the description of a value in messages."""
-
-    def field_title_should_be_set(self, schema: Any) -> bool:
-        return False
-
-
 def make_schema() -> dict[str, Any]:
-    made = RunConfig.model_json_schema(schema_generator=_Untitled)
+    made = RunConfig.model_json_schema(schema_generator=Untitled)
     for part in [made, *made["$defs"].values()]:
         del part["title"]
     return made

@@ -44,15 +44,13 @@ def client(service: Running) -> Iterator[Any]:
 
 
 def log_p_of(prompt: Any, limit: int) -> tuple[list[int], torch.Tensor]:
-    """The tokens of an answer that are no special ones, and float32 [T, V]: the target's
-    log-probabilities at each, from one plain forward."""
+    """The tokens of an answer, and float32 [T, V]: the target's log-probabilities at each, from one
+    plain forward."""
     tokens = alone(target(), prompt, limit)
     ids = prompt_ids(prompt, target().tokenizer)
     with torch.inference_mode():
         logits = target().model(torch.tensor([[*ids, *tokens]])).logits[0, len(ids) - 1 : -1]
-    special = target().tokenizer.all_special_ids
-    places = [place for place, token in enumerate(tokens) if token not in special]
-    return [tokens[place] for place in places], logits[places].float().log_softmax(-1)
+    return tokens, logits.float().log_softmax(-1)
 
 
 def spelt(token: int) -> str:
@@ -71,7 +69,9 @@ def test_chat_gives_the_log_probabilities_of_the_target(client: Any, service: Ru
     answer = client.chat.completions.create(**options).choices[0]
     entries = answer.logprobs.content
     assert [entry.token for entry in entries] == [spelt(token) for token in tokens]
-    text = b"".join(bytes(entry.bytes) for entry in entries)
+    special = target().tokenizer.all_special_tokens
+    assert any(entry.token in special for entry in entries)
+    text = b"".join(bytes(entry.bytes) for entry in entries if entry.token not in special)
     assert text.decode(errors="replace") == answer.message.content
     for place, entry in enumerate(entries):
         assert entry.logprob == pytest.approx(expected[place, tokens[place]].item(), abs=1e-4)
@@ -161,8 +161,9 @@ def test_the_texts_of_tokens_add_up_to_the_answer() -> None:
         end = len(text) if ended else max(len(text) - 9, 0)
         taken += tokens.take(end, ended=ended)
     assert "".join(token.text for token in taken) == text
-    assert b"".join(token.raw for token in taken).decode(errors="replace") == text
-    assert len(taken) == len(ids) - 1  # the special token has no text
+    raw = b"".join(token.raw for token in taken if not token.special)
+    assert raw.decode(errors="replace") == text
+    assert len(taken) == len(ids)
     places = [token.start for token in taken]
     assert places == sorted(places)
 

@@ -6,11 +6,20 @@ from operator import or_
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic.json_schema import GenerateJsonSchema
 
 from decode.errors import UserError, nearest
 from decode.registry import Registry
 from decode.sampling import Sampling
 from distill.losses import LOSSES
+
+
+class Untitled(GenerateJsonSchema):
+    """JSON schemas without titles made of field names: a title is the description of a value in
+    messages."""
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
 
 
 class Strict(BaseModel):

@@ -91,7 +91,10 @@ def serve(
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
     model_name: Annotated[
-        str | None, typer.Option(help="what requests call the model; default: --target")
+        str | None,
+        typer.Option(
+            help="what requests call the model; default: --target, or what is behind its colon"
+        ),
     ] = None,
     api_key_env: Annotated[
         str | None,
@@ -210,7 +213,7 @@ def serve(
     with bind(host, port) as bound:
         service = compute_apart(prepare).result()
         address = f"http://{address_of(host, bound)}/v1"
-        what = f"{service.model_name} with the drafter {drafter}"
+        what = f"{service.names[0]} with the drafter {drafter}"
         server = Server(service, drain_seconds, lambda: typer.echo(f"{what} is at {address}"))
         try:
             server.run(sockets=[bound])

@@ -50,7 +50,8 @@ class AnswerToken:
     raw: its bytes. start, text: where the characters begin that it completes, and these. The texts
     of all tokens add up to the answer. logprob, top: its log-probability, and the likeliest tokens
     with theirs; None and empty if the request does not ask. accepted: it is a draft token; else it
-    is the target's. rejected: the draft tokens in whose place it stands, as bytes.
+    is the target's. rejected: the draft tokens in whose place it stands, as bytes. special: it is
+    not in the text.
     """
 
     raw: bytes
@@ -60,6 +61,7 @@ class AnswerToken:
     top: Sequence[tuple[bytes, float]]
     accepted: bool
     rejected: Sequence[bytes]
+    special: bool = False
 
     @property
     def end(self) -> int:
@@ -68,7 +70,7 @@ class AnswerToken:
 
 class AnswerTokens:
     """The tokens of one text as it grows. A token is held back until its characters are final.
-    Special tokens are left out, as they are in the text."""
+    Special tokens have no text; they are here for their log-probabilities."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
         self._stream = TextStream(tokenizer, skip_special_tokens=True)
@@ -81,7 +83,8 @@ class AnswerTokens:
         """The next tokens of the text."""
         for place, token in enumerate(new.tokens):
             text = self._stream.add([token])
-            if token in self._special:
+            special = token in self._special
+            if special and not new.logprobs:
                 continue
             entry = new.logprobs[place] if new.logprobs else None
             of_target = place >= new.accepted
@@ -94,6 +97,7 @@ class AnswerTokens:
                     [(self._bytes[one], value) for one, value in entry.top] if entry else [],
                     not of_target,
                     [self._bytes[one] for one in new.rejected] if of_target else [],
+                    special,
                 )
             )
             self._length += len(text)
@@ -105,7 +109,11 @@ class AnswerTokens:
         """The next tokens of the first `end` characters. ended: the text has no more characters:
         what begins behind them is dropped, and the last token is cut."""
         if ended:
-            taken = [replace(x, text=x.text[: end - x.start]) for x in self._held if x.start < end]
+            taken = [
+                replace(x, text=x.text[: end - x.start])
+                for x in self._held
+                if x.start < end + x.special
+            ]
             self._held = []
             return taken
         # A token without text is a part of the character that a later one completes.

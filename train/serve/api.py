@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,42 +16,46 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from decode.text import Prompt, prompt_ids
 from train.net.guard import LOCAL, Guard
 from train.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from train.serve.contract import Contract, parse
 from train.serve.engine import Engine
+from train.serve.errors import ApiError, refused
+from train.serve.middleware import RequestIds
 from train.serve.page import page_routes
+from train.serve.reading import Limits, Reader
 from train.serve.requests import Refusal
+from train.serve.responses import ResponsesAnswer
 from train.serve.running import Running, as_api_error
-from train.serve.schema import (
-    ApiError,
-    Asked,
-    ChatRequest,
-    CompletionRequest,
-    SettingsChange,
-    parse,
-    refused,
-)
+from train.serve.schema import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
 from train.serve.settings import Settings
 
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
+_ANY = ("GET", "POST", "DELETE")
 # The client went away: nobody reads this status. nginx has the same for its log.
 HUNG_UP = 499
 
 
 @dataclass
 class Service:
-    """What the routes need. tokenizer: not used by other threads. max_tokens: of one text; None:
-    what the context holds. guard: who may call. seeds: for requests that name none."""
+    """What the routes need. tokenizer: not used by other threads. names: of the model, the first in
+    answers. max_tokens: of one text; None: what the context holds. guard: who may call. seeds: for
+    requests that name none."""
 
     engine: Engine
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
-    model_name: str
+    names: Sequence[str]
     guard: Guard = LOCAL
     max_tokens: int | None = None
     seeds: random.Random = field(default_factory=random.Random)
     started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        context, capacity = self.engine.decoder.lm.max_positions, self.engine.bounds.capacity
+        learns = self.settings.learner is not None
+        limits = Limits(self.names, context, self.max_tokens, capacity, learns)
+        self.reader = Reader(self.tokenizer, limits)
 
     def close(self, seconds: float) -> None:
         """End the decode now, and save what was learnt. It takes about so many seconds at most."""
@@ -66,6 +71,8 @@ class Service:
             routes=[
                 Route("/v1/chat/completions", self._chat, methods=post),
                 Route("/v1/completions", self._complete, methods=post),
+                Route("/v1/responses", self._respond, methods=post),
+                Route("/v1/responses/{rest:path}", self._not_kept, methods=_ANY),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{name:path}", self._model, methods=get),
                 Route("/health", self._health, methods=get),
@@ -84,26 +91,28 @@ class Service:
 
     def guarded(self) -> ASGIApp:
         """The application behind its guard."""
-        return self.guard.around(self.app())
+        return RequestIds(self.guard.around(self.app()))
 
     # --- routes -----------------------------------------------------------------------------------
 
     async def _chat(self, request: Request) -> Response:
-        asked = await self._parse(ChatRequest, request)
-        messages = [message.for_template() for message in asked.messages]
-        if messages[-1]["role"] == "assistant":
-            raise ApiError(400, "the last message is from assistant; expected user or system")
-        return await self._answer(request, asked, [messages], ChatAnswer, "messages")
+        return await self._answer(request, CHAT, ChatAnswer)
 
     async def _complete(self, request: Request) -> Response:
-        asked = await self._parse(CompletionRequest, request)
-        return await self._answer(request, asked, asked.prompts(), CompletionAnswer, "prompt")
+        return await self._answer(request, COMPLETION, CompletionAnswer)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._answer(request, RESPONSES, ResponsesAnswer)
+
+    async def _not_kept(self, request: Request) -> Response:
+        message = "answers are not kept, so none can be read or deleted; keep what you need"
+        raise ApiError(404, message, code="not_kept")
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described_model()]})
 
     async def _model(self, request: Request) -> Response:
-        self._require_model(request.path_params["name"])
+        self.reader.limits.require_model(request.path_params["name"])
         return JSONResponse(self._described_model())
 
     async def _health(self, request: Request) -> Response:
@@ -119,7 +128,7 @@ class Service:
         return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
 
     async def _change(self, request: Request) -> Response:
-        asked = parse(SettingsChange, await _body(request))
+        asked = parse(SETTINGS, await _body(request))
         try:
             await asyncio.wrap_future(self.settings.change(asked))
         except UserError as error:
@@ -132,91 +141,44 @@ class Service:
 
     def _described_model(self) -> dict[str, Any]:
         return {
-            "id": self.model_name,
+            "id": self.names[0],
             "object": "model",
             "created": self.started,
             "owned_by": "draftsmith",
         }
 
-    def _require_model(self, name: str) -> None:
-        if name != self.model_name:
-            message = f"the model {name!r} does not exist; this service has {self.model_name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
-
-    async def _parse(self, kind: type[Asked], request: Request) -> Asked:
-        """Read a request. A full service refuses it before its text is turned into tokens."""
+    async def _answer(
+        self, request: Request, contract: Contract, kind: Callable[..., Answer]
+    ) -> Response:
+        """Read a request and answer it. A full service refuses it before it is read."""
         body = await _body(request)
         try:
-            self.engine.require_room(1)
-        except Refusal as refusal:
-            raise as_api_error(refusal) from None
-        return parse(kind, body)
-
-    async def _answer(
-        self,
-        request: Request,
-        asked: ChatRequest | CompletionRequest,
-        prompts: list[Any],
-        kind: type[Answer],
-        param: str,
-    ) -> Response:
-        self._require_model(asked.model)
-        if asked.store and self.settings.learner is None:
-            message = "store is true, but this service does not learn (--learn); leave it out"
-            raise ApiError(400, message, param="store", code="unsupported_parameter")
-        texts = len(prompts) * asked.n
-        capacity = self.engine.bounds.capacity
-        if not 1 <= texts <= capacity:
-            message = f"the request asks for {texts} texts; expected 1 to {capacity}"
-            raise ApiError(400, message, param=param if asked.n == 1 else "n")
-        try:
-            ids = [self._ids(prompt, param) for prompt in prompts]
-            limit = self._limit(asked, max(map(len, ids)), param)
+            self.engine.require_room(1 + self.reader.waiting)
+            read = await self.reader.read(contract, body)
+            asked = read.asked
             running = Running(
-                self.engine, self.tokenizer, asked, ids, limit, self.seeds.getrandbits
+                self.engine,
+                self.tokenizer,
+                asked,
+                read.prompts,
+                read.new_tokens,
+                self.seeds.getrandbits,
             )
         except UserError as error:
             raise refused(error) from None
         except Refusal as refusal:
             raise as_api_error(refusal) from None
-        written = kind(
-            self.model_name,
+        answer = kind(
+            self.names[0],
             self.settings.fingerprint,
             asked,
-            list(map(len, ids)),
+            list(map(len, read.prompts)),
             running.choices,
             self.settings.lossy_for(asked.sampling(self.engine.decoder.sampling)),
         )
         if asked.stream:
-            return await running.stream(request, written, asked.include_usage)
-        return await running.whole(request, written)
-
-    def _ids(self, prompt: Prompt, param: str) -> list[int]:
-        try:
-            return prompt_ids(prompt, self.tokenizer)
-        except UserError as error:
-            raise refused(error, param) from None
-
-    def _limit(self, asked: ChatRequest | CompletionRequest, longest: int, param: str) -> int:
-        """How many tokens a text may have. longest: of the prompts."""
-        context = self.engine.decoder.lm.max_positions
-        room = context - longest
-        if room < 1:
-            message = f"the prompt has {longest} tokens, and the context holds {context}"
-            raise ApiError(400, message, param=param, code="context_length_exceeded")
-        name, limit = asked.limit
-        if limit is None:
-            return room if self.max_tokens is None else min(room, self.max_tokens)
-        if limit > room:
-            message = (
-                f"the prompt has {longest} tokens and {name} is {limit}, and the context holds "
-                f"{context}; ask for at most {room}"
-            )
-            raise ApiError(400, message, param=name, code="context_length_exceeded")
-        if self.max_tokens is not None and limit > self.max_tokens:
-            message = f"{name} is {limit}; this service gives at most {self.max_tokens}"
-            raise ApiError(400, message, param=name, code="invalid_value")
-        return limit
+            return await running.stream(request, answer)
+        return await running.whole(request, answer)
 
 
 async def _body(request: Request) -> bytes:
@@ -242,7 +204,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(ApiError(error.status_code, message))
+    return _response(ApiError(error.status_code, message, headers=error.headers))
 
 
 async def _hung_up(request: Request, error: Exception) -> Response:

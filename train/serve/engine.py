@@ -286,7 +286,7 @@ class Engine:
 
     def _read_on(self, row: int, tokens: int) -> None:
         """Read so many tokens of the prompt of a row. If it is complete, its texts begin."""
-        request = self._running[row][0]
+        request, choice = self._running[row]
         before, known = set(self._decoding.waiting), self.decoder.prefixes
         looked_up = (0, 0) if known is None else (known.reused, known.read)
         try:
@@ -302,6 +302,7 @@ class Engine:
             reused, read = known.reused - looked_up[0], known.read - looked_up[1]
             self.metrics.reused_tokens.inc(reused)
             self.metrics.prefix_tokens.inc(reused + read)
+            choice.cached = (choice.cached or 0) + reused
         for joined in sorted(before.difference(self._decoding.waiting)):
             _, choice = self._running[joined]
             choice.versions = (self.drafter_version, self.drafter_version)

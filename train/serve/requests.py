@@ -32,7 +32,8 @@ class Choice:
     """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
     both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
     accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
-    first and its last pass. lossy: the last lossy rule that judged its drafts."""
+    first and its last pass. lossy: the last lossy rule that judged its drafts. cached: tokens of
+    its prompt that were in the prefix cache; None: there is none, or another text read it."""
 
     index: int
     prompt: Sequence[int]
@@ -46,6 +47,7 @@ class Choice:
     row: int | None = None
     versions: tuple[int, int] = (0, 0)
     lossy: str | None = None
+    cached: int | None = None
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())

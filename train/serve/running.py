@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from train.serve import requests as engine_requests
 from train.serve.answer_tokens import AnswerTokens, TokenBytes
-from train.serve.answers import END, Answer, AnswerText, Piece, event
+from train.serve.answers import Answer, AnswerText, Piece
 from train.serve.engine import Engine
+from train.serve.errors import ApiError
 from train.serve.requests import Choice, Event, Refusal
-from train.serve.schema import ApiError, ChatRequest, CompletionRequest
+from train.serve.schema import Asked
 
 STATUS = {
     "full": 503,
@@ -37,7 +38,7 @@ class Running:
         self,
         engine: Engine,
         tokenizer: PreTrainedTokenizerBase,
-        asked: ChatRequest | CompletionRequest,
+        asked: Asked,
         prompts: list[list[int]],
         limit: int,
         random_bits: Callable[[int], int],
@@ -51,7 +52,7 @@ class Running:
             seed = random_bits(62) if asked.seed is None else asked.seed
             self.choices += [
                 Choice(len(self.choices) + sample, prompt, seed, sample)
-                for sample in range(asked.n)
+                for sample in range(asked.texts)
             ]
 
         def deliver(new: Event) -> None:
@@ -86,7 +87,7 @@ class Running:
         """The parts of the texts as they become final. Raises ApiError if the engine refuses the
         request."""
         left = len(self.choices)
-        lengths = [0] * left
+        lengths, generated = [0] * left, [0] * left
         while left:
             new = await self._events.get()
             if isinstance(new, Refusal):
@@ -94,6 +95,8 @@ class Running:
             index, reason = new.choice.index, new.reason
             text = self._texts[index]
             piece = Piece(index, text.add(new.tokens, ended=reason is not None), reason)
+            generated[index] += len(new.tokens)
+            piece.generated = generated[index]
             lengths[index] += len(piece.text)
             if self._tokens:
                 self._tokens[index].add(new)
@@ -120,7 +123,7 @@ class Running:
             self.cancel()
         return JSONResponse(answer.whole(texts), headers=lossy_header(answer.lossy))
 
-    async def stream(self, request: Request, answer: Answer, include_usage: bool) -> Response:
+    async def stream(self, request: Request, answer: Answer) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
         has the status of its error."""
         pieces = self.pieces()
@@ -129,32 +132,24 @@ class Running:
         except BaseException:
             self.cancel()
             raise
-        events = self._events_of(answer, first, pieces, include_usage)
-        return _Stream(self, events, lossy_header(answer.lossy))
+        return _Stream(self, _events_of(answer, first, pieces), lossy_header(answer.lossy))
 
-    async def _events_of(
-        self,
-        answer: Answer,
-        first: Piece,
-        pieces: AsyncIterator[Piece],
-        include_usage: bool,
-    ) -> AsyncIterator[bytes]:
-        none: dict[str, Any] = {"usage": None} if include_usage else {}
-        for choice in self.choices:
-            if (beginning := answer.begin(choice.index)) is not None:
-                yield answer.event([beginning], **none)
-        left = len(self.choices)
-        try:
-            async for piece in _after(first, pieces):
-                left -= piece.reason is not None
-                last = {} if left else {"draftsmith": answer.counts()}
-                yield answer.event([answer.choice(piece, whole=False)], **none, **last)
-        except ApiError as error:
-            yield event(error.body)
-            return
-        if include_usage:
-            yield answer.event([], usage=answer.usage(), draftsmith=answer.counts())
-        yield END
+
+async def _events_of(
+    answer: Answer, first: Piece, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[bytes]:
+    for event in answer.opening():
+        yield event
+    try:
+        async for piece in _after(first, pieces):
+            for event in answer.part(piece):
+                yield event
+    except ApiError as error:
+        for event in answer.failure(error):
+            yield event
+        return
+    for event in answer.closing():
+        yield event
 
 
 class _Stream(StreamingResponse):

@@ -1,119 +1,149 @@
-"""Requests in the shape of OpenAI's API: what is read, what is refused, and how errors look."""
+"""Requests in the shape of OpenAI's API: the fields that are served."""
 
-import json
+import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError, nearest
+from decode.errors import UserError
 from decode.policies import POLICIES
 from decode.rules import RULES
 from decode.sampling import Sampling
+from decode.text import Prompt
+from train.serve.contract import Contract, Part, validated
+from train.serve.errors import ApiError
+from train.serve.fields import IGNORED, REFUSED
+from train.serve.messages import (
+    LONGEST_STOP,
+    MOST_STOPS,
+    read_items,
+    read_messages,
+    read_prompts,
+    read_stops,
+)
 
-LONGEST_STOP = 256  # characters
 LONGEST_LABEL = 64  # characters
+MOST_ENTRIES = 64  # of a mapping or list of options
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-class ApiError(Exception):
-    """An answer with an error status. retry_after: seconds; None: the same request would fail
-    again."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.retry_after = status, retry_after
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        # OpenAI's client tries an error ≥ 500 again unless it is told not to.
-        if self.retry_after is None:
-            return {"x-should-retry": "false"}
-        return {"retry-after": str(self.retry_after)}
+class StreamOptions(Part):
+    include_usage: bool = Field(False, description="an extra last chunk has the usage")
+    continuous_usage_stats: bool = Field(False, description="each chunk has the usage so far")
 
 
-# Fields that are taken only with these values, as JSON: those that ask for nothing.
-NEUTRAL = {
-    "best_of": ("1",),
-    "echo": ("false",),
-    "frequency_penalty": ("0", "0.0"),
-    "functions": ("[]",),
-    "logit_bias": ("{}",),
-    "logprobs": ("false",),
-    "modalities": ('["text"]',),
-    "presence_penalty": ("0", "0.0"),
-    "response_format": ('{"type": "text"}',),
-    "service_tier": ('"auto"', '"default"'),
-    "suffix": ('""',),
-    "tool_choice": ('"none"', '"auto"'),
-    "tools": ("[]",),
-    "top_logprobs": ("0",),
-}
-# Fields that label a request for its sender. They change no answer.
-LABELS = ("metadata", "prompt_cache_key", "safety_identifier", "user")
+class OurOptions(Part):
+    """What this service alone can do."""
+
+    trace: bool = Field(False, description="say which tokens of a text are draft tokens")
+    label: str | None = Field(
+        None,
+        max_length=LONGEST_LABEL,
+        description="the kind of the text, for drafters that are chosen by it",
+    )
 
 
-class _Part(BaseModel):
-    """A part of a request. Other fields and types are refused."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Reasoning(Part):
+    effort: str | None = Field(None, description="a variable of the chat template")
 
 
-class StreamOptions(_Part):
-    include_usage: bool = False
+STREAM_OPTIONS = Contract(
+    StreamOptions, {"include_obfuscation": "the sizes of chunks are not hidden"}
+)
+OUR_OPTIONS = Contract(OurOptions)
+REASONING = Contract(
+    Reasoning, dict.fromkeys(("summary", "generate_summary"), "reasoning is not summarised")
+)
 
 
-class OurOptions(_Part):
-    """What this service alone can do. trace: say which tokens of a text are draft tokens. label:
-    the kind of the text, for drafters that are chosen by it."""
-
-    trace: bool = False
-    label: str | None = Field(None, max_length=LONGEST_LABEL)
+def _object(contract: Contract, path: str) -> Any:
+    """A validator of a field that is an object with a contract of its own."""
+    return PlainValidator(lambda value: validated(contract, value, path))
 
 
-_StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+def _few(value: Any) -> Any:
+    if isinstance(value, dict | list) and len(value) > MOST_ENTRIES:
+        raise ValueError(f"there are {len(value)} entries; expected at most {MOST_ENTRIES}")
+    return value
 
 
-class _Asked(_Part):
-    """What both kinds of requests have. None: as the service is set."""
+FEW = BeforeValidator(_few)
+_TEXT_OR_IDS = WithJsonSchema({"title": "text or token ids, one prompt or several"})
+_TEXTS = WithJsonSchema({"title": f"up to {MOST_STOPS} texts of at most {LONGEST_STOP} characters"})
+_OBJECT = WithJsonSchema({"title": "an object"})
 
-    model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0)
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    n: int = Field(1, ge=1)
-    stop: _StopString | Annotated[list[_StopString], Field(max_length=4)] | None = None
-    ignore_eos: bool = False
-    store: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    draftsmith: OurOptions = OurOptions()
 
-    @property
-    def stops(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+class Asked(Part):
+    """What all kinds of requests have. None: as the service is set."""
 
-    @property
-    def limit(self) -> tuple[str, int | None]:
-        """The name of the field that limits the length of a text, and its value."""
-        return "max_tokens", self.max_tokens
+    # The field with what is answered, and the names of those that limit the length of a text, the
+    # first one that is given.
+    asks: ClassVar[str]
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    default_limit: ClassVar[int | None] = None
+    # `store` asks for something that only a service that learns does.
+    keeps_store: ClassVar[bool] = True
+
+    model: str = Field(description="the name of the model, see /v1/models")
+    temperature: float | None = Field(None, description="0: greedy")
+    top_p: float | None = Field(None, description="the likeliest tokens with this probability")
+    top_k: int | None = Field(None, description="so many likeliest tokens; 0 and -1: all")
+    min_p: float | None = Field(
+        None, description="tokens at least so likely, relative to the likeliest"
+    )
+    repetition_penalty: float | None = Field(None, description="1: none")
+    seed: int | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="with one `system_fingerprint` and in float32, the text is the same",
+    )
+    ignore_eos: bool = Field(False, description="the text goes on to its limit")
+    store: bool = Field(False, description="the service may learn from this request")
+    stream: bool = Field(False, description="answer in server-sent events")
+    stream_options: Annotated[
+        StreamOptions | None, _object(STREAM_OPTIONS, "stream_options"), _OBJECT
+    ] = Field(None, description="only with `stream`")
+    draftsmith: Annotated[OurOptions, _object(OUR_OPTIONS, "draftsmith"), _OBJECT] = Field(
+        OurOptions(), description="what this service alone can do"
+    )
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all_tokens(cls, value: Any) -> Any:
+        return 0 if value == -1 else value
+
+    @field_validator("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    @classmethod
+    def _can_be_drawn(cls, value: float, info: ValidationInfo) -> float:
+        try:
+            Sampling(**{str(info.field_name): value})  # type: ignore[arg-type]
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "Asked":
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options is given without stream: true; leave it out"
+            raise ApiError(400, message, param="stream_options", code="invalid_value")
+        return self
+
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """What is to be answered or continued, at least one."""
 
     @property
     @abstractmethod
@@ -122,8 +152,25 @@ class _Asked(_Part):
         log-probabilities."""
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def texts(self) -> int:
+        """How many texts each prompt gets."""
+        return 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Options of the chat template."""
+        return {}
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The name of the field that limits the length of a text, and its value."""
+        said = ((name, getattr(self, name)) for name in self.limits)
+        given = ((name, limit) for name, limit in said if limit is not None)
+        return next(given, (self.limits[0], self.default_limit))
 
     def sampling(self, default: Sampling) -> Sampling:
         """How text is drawn. default: for what the request does not say."""
@@ -131,69 +178,173 @@ class _Asked(_Part):
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 
-class TextPart(_Part):
-    type: Literal["text"]
-    text: str
+class _Several(Asked):
+    """Requests that may ask for several texts of one prompt."""
+
+    max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
+    n: int = Field(1, ge=1, description="so many texts for each prompt")
+    stop: Annotated[tuple[str, ...], PlainValidator(read_stops), _TEXTS] = Field(
+        (), description="the text ends before the first of them"
+    )
+
+    @property
+    def texts(self) -> int:
+        return self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.stop
 
 
-class Message(_Part):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def for_template(self) -> dict[str, str]:
-        """Chat templates know no developer: it is the newer name of the system."""
-        role = "system" if self.role == "developer" else self.role
-        if isinstance(self.content, str):
-            return {"role": role, "content": self.content}
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-class ChatRequest(_Asked):
+class ChatRequest(_Several):
     """The body of /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    asks = "messages"
+    limits = ("max_completion_tokens", "max_tokens")
 
-    @field_validator("top_logprobs")
-    @classmethod
-    def _with_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise ValueError("it needs logprobs: true beside it")
-        return value
+    messages: Annotated[
+        list[dict[str, str]],
+        PlainValidator(read_messages),
+        WithJsonSchema({"title": "a list of messages"}),
+    ] = Field(description="what is answered")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="has precedence over `max_tokens`"
+    )
+    logprobs: bool = Field(False, description="give the log-probability of each token")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens beside each; needs `logprobs`"
+    )
+    continue_final_message: bool = Field(
+        False, description="the last message is the beginning of the answer"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: no beginning of an answer follows the last message"
+    )
+    reasoning_effort: str | None = Field(None, description="a variable of the chat template")
+    chat_template_kwargs: Annotated[dict[str, str | bool | int | float], FEW] = Field(
+        {}, description="variables of the chat template"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs needs logprobs: true beside it"
+            raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true; choose one"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
+            message = "continue_final_message is true, but the last message is not the assistant's"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        if taken := OPTIONS_OF_TEMPLATES.intersection(self.chat_template_kwargs):
+            message = f"chat_template_kwargs has {min(taken)}, which is no variable; leave it out"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+        return self
+
+    def prompts(self) -> Sequence[Prompt]:
+        return [self.messages]
 
     @property
     def likeliest(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
 
     @property
-    def limit(self) -> tuple[str, int | None]:
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().limit
+    def template(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        options |= self.chat_template_kwargs
+        if self.continue_final_message or self.add_generation_prompt is False:
+            options["add_generation_prompt"] = False
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        return options
 
 
-class CompletionRequest(_Asked):
+# What `apply_chat_template` takes besides variables.
+OPTIONS_OF_TEMPLATES = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "conversations",
+    "messages",
+}
+
+
+class CompletionRequest(_Several):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(None, ge=0, le=5)
+    asks = "prompt"
+    default_limit = COMPLETION_TOKENS
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts), _TEXT_OR_IDS] = Field(
+        description="what is continued"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="so many likeliest tokens beside each, with log-probabilities"
+    )
+    add_special_tokens: bool = Field(
+        True, description="as the tokenizer does, for example a token for the beginning"
+    )
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self.prompt
+
+    @property
+    def template(self) -> dict[str, Any]:
+        return {} if self.add_special_tokens else {"add_special_tokens": False}
 
     @property
     def likeliest(self) -> int | None:
         return self.logprobs
 
-    def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, as text or token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if self.prompt and isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)  # type: ignore[arg-type]
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class SettingsChange(_Part):
+class ResponsesRequest(Asked):
+    """The body of /v1/responses."""
+
+    asks = "input"
+    limits = ("max_output_tokens",)
+    keeps_store = False  # OpenAI's default is true
+
+    input: Annotated[
+        list[dict[str, str]],
+        PlainValidator(read_items),
+        WithJsonSchema({"title": "text or a list of messages"}),
+    ] = Field(description="what is answered")
+    instructions: str | None = Field(None, description="a system message before the others")
+    max_output_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
+    include: Annotated[list[Included], FEW] = Field(
+        [], description="log-probabilities; there is no reasoning to encrypt"
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens beside each"
+    )
+    metadata: Annotated[dict[str, str], FEW] = Field({}, description="repeated in the answer")
+    reasoning: Annotated[Reasoning, _object(REASONING, "reasoning"), _OBJECT] = Field(
+        Reasoning(), description="the effort is a variable of the chat template"
+    )
+
+    def prompts(self) -> Sequence[Prompt]:
+        said = [] if self.instructions is None else [self.instructions]
+        return [[*({"role": "system", "content": x} for x in said), *self.input]]
+
+    @property
+    def likeliest(self) -> int | None:
+        asks = self.top_logprobs or "message.output_text.logprobs" in self.include
+        return self.top_logprobs or 0 if asks else None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        effort = self.reasoning.effort
+        return {} if effort is None else {"reasoning_effort": effort}
+
+
+class SettingsChange(Part):
     """The body of POST /admin/settings. None: it stays."""
 
     gamma: int | None = Field(None, ge=1)
@@ -215,73 +366,15 @@ class SettingsChange(_Part):
         return fields
 
 
-Asked = TypeVar("Asked", bound=_Part)
-
-
-def parse(kind: type[Asked], body: bytes) -> Asked:
-    """Read a request. Raises ApiError for anything but a JSON object with fields that this service
-    knows."""
-    try:
-        values = json.loads(body, parse_constant=_refuse_constant)
-        json.dumps(values, ensure_ascii=False).encode()  # half a character, written as an escape
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ApiError(400, f"the body is {_kind(values)}; expected a JSON object")
-    values = {key: x for key, x in values.items() if not _says_nothing(key, x)}
-    if isinstance(values.get("messages"), list):
-        values["messages"] = [_without_nothing(message) for message in values["messages"]]
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise _as_api_error(error, kind, values) from None
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a number in JSON")
-
-
-def _says_nothing(key: str, value: Any) -> bool:
-    return value is None or key in LABELS or json.dumps(value) in NEUTRAL.get(key, ())
-
-
-def _without_nothing(message: Any) -> Any:
-    """A message without the empty fields that OpenAI's client sends back in earlier answers."""
-    if not isinstance(message, dict):
-        return message
-    return {key: value for key, value in message.items() if value is not None and value != []}
-
-
-def _as_api_error(error: ValidationError, kind: type[_Part], values: Any) -> ApiError:
-    """The first fault, by the name of its field."""
-    first = error.errors(include_url=False, include_input=False)[0]
-    path: list[str] = []
-    for key in first["loc"]:
-        # The names of a union's alternatives are in the path too.
-        if isinstance(values, Mapping) and key not in values and first["type"] != "missing":
-            break
-        if not isinstance(values, Mapping | list):
-            break
-        if isinstance(values, list) and not isinstance(key, int):
-            break
-        path.append(str(key))
-        values = values.get(key) if isinstance(values, Mapping) else values[key]  # type: ignore[index]
-    param = ".".join(path)
-    if first["type"] == "extra_forbidden":
-        hint = nearest(path[-1], kind.model_fields) if len(path) == 1 else ""
-        message = f"{param} is not supported with this value by this service; leave it out.{hint}"
-        return ApiError(400, message, param=param, code="unsupported_parameter")
-    code = "missing_required_parameter" if first["type"] == "missing" else "invalid_value"
-    return ApiError(
-        400, f"{param}: {first['msg'].removeprefix('Value error, ')}", param=param, code=code
-    )
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
-def refused(error: UserError, param: str | None = None) -> ApiError:
-    """A request that the decode refuses."""
-    return ApiError(400, str(error), param=param)
+CHAT = Contract(ChatRequest, IGNORED, REFUSED)
+COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
+RESPONSES = Contract(
+    ResponsesRequest,
+    {name: why for name, why in IGNORED.items() if name != "metadata"},
+    REFUSED
+    | {
+        "one text is given, to its end": {"n": (1,), "stop": ([], "")},
+        "templates of prompts are not kept": {"prompt": ()},
+    },
+)
+SETTINGS = Contract(SettingsChange)

@@ -52,10 +52,10 @@ def make_service(
     prefix_cache_bytes: int | None = None,
 ) -> Service:
     """A service whose engine runs. settings: sampling is the default of requests. model_name: what
-    requests call it; default: the target's name. seed: for requests that name none.
-    dynamic_lenience, drafters: as for `Settings`. student: the copy of the drafter that learns;
-    None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`. Raises UserError as
-    `Decoder`, `Learner` and `Settings` do."""
+    requests call it; default: what is behind the colon of the target's name, or all of it. seed:
+    for requests that name none. dynamic_lenience, drafters: as for `Settings`. student: the copy of
+    the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`.
+    Raises UserError as `Decoder`, `Learner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -72,9 +72,12 @@ def make_service(
         options = learning or LearnOptions()
         learner = Learner(decoder.drafter, student, target, drafter_name, options)
         decoder.observers.append(learner.observe)
-    name = model_name or target.name
+    # Some clients take what is before a colon for a provider, or what is behind it for an adapter.
+    names = [model_name or target.name.rpartition(":")[2] or target.name]
+    if model_name is None:
+        names.append(target.name)
     engine = Engine(
-        decoder, target.tokenizer, bounds, Metrics(name), settings.draft_temperature, learner
+        decoder, target.tokenizer, bounds, Metrics(names[0]), settings.draft_temperature, learner
     )
     if learner is not None:
         learner.start(engine)
@@ -92,7 +95,7 @@ def make_service(
         ),
         # Another thread uses the engine's.
         copy.deepcopy(target.tokenizer),
-        name,
+        names,
         replace(guard, open_paths=OPEN_PATHS),
         max_tokens,
         random.Random(seed),
