@@ -139,6 +139,8 @@ class Draft:
     q_rows: int64 [B, N] or None: the row of q that node i was drawn from. None: row parent(i)+1,
         as if q had a row for the context that ends at each node (row 0: the committed context).
     _host_parents: the parents on the host, if the shape knows them. Else they are read.
+    _chosen_rows: bool [B] on the host, rows whose tokens were all chosen although there is a q.
+        None: no row.
     drawn: how siblings were drawn, if there is a q. Each distinct sibling was drawn from q without
         the tokens of its earlier siblings, renormalised. q itself still holds all tokens.
 
@@ -152,6 +154,7 @@ class Draft:
     parents: Tensor | None = None
     q_rows: Tensor | None = None
     drawn: Drawn = "independent"
+    _chosen_rows: np.ndarray | None = None
     _ancestors: Tensor | None = field(default=None, repr=False)
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
@@ -190,6 +193,7 @@ class Draft:
             move(self.parents),
             move(self.q_rows),
             self.drawn,
+            self._chosen_rows,
             move(self._ancestors),
             self._host_parents,
         )
@@ -203,6 +207,12 @@ class Draft:
         if self.q is None:
             return "chosen"
         return self.drawn
+
+    def chosen_rows(self) -> np.ndarray:
+        """bool [B]: the rows whose tokens were all chosen."""
+        if self.q is None or self._chosen_rows is None:
+            return np.full(len(self.sizes), self.q is None)
+        return self._chosen_rows
 
     def limit_depth(self, depths: np.ndarray) -> None:
         """Remove the nodes of row b that are deeper than depths[b], int [B]."""
@@ -395,6 +405,7 @@ class Packed:
         q: Tensor | None = None,
         q_rows: Tensor | None = None,
         drawn: Drawn = "independent",
+        chosen: np.ndarray | None = None,
     ) -> Draft:
         """The draft of the kept nodes. tokens, q_rows: [B, N], of all nodes."""
         return Draft(
@@ -404,6 +415,7 @@ class Packed:
             self.parents,
             None if q_rows is None else q_rows.gather(1, self.order),
             drawn,
+            chosen,
             _host_parents=self.host_parents,
         )
 

@@ -31,9 +31,8 @@ class MixedSampling(Sampling):
     """Row b is drawn with settings[kinds[b]], int [B]. Drafters, shapes and rules use it like the
     `Sampling` of a batch. Its fields say nothing.
 
-    A greedy row among others has the one-hot distribution of its argmax, as p and as q. Then every
-    rule that is lossless accepts a draft token if it is the target's argmax, and else replaces it
-    by that argmax: u·q(x) < p(x) with p(x) 1 or 0, and (p − q)₊ has mass only there.
+    A greedy row among others has the one-hot distribution of its argmax. Its draft is the one that
+    it has alone (`decode.trees`), and exact match judges it (`decode.rules.exact.judged`).
 
     Rows with equal settings are computed together, by their plain `Sampling`. So each row has the
     bits that it has without the others, and the cost per pass grows with the number of different
@@ -55,6 +54,9 @@ class MixedSampling(Sampling):
     @property
     def greedy(self) -> bool:
         return all(one.greedy for one in self._settings)
+
+    def greedy_rows(self, rows: int) -> np.ndarray:
+        return np.array([one.greedy for one in self._settings])[self._kinds]
 
     @property
     def warmed(self) -> Sampling:

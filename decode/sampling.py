@@ -66,6 +66,10 @@ class Sampling:
     def greedy(self) -> bool:
         return self.temperature == 0
 
+    def greedy_rows(self, rows: int) -> np.ndarray:
+        """bool [rows]: which rows are greedy."""
+        return np.full(rows, self.greedy)
+
     @property
     def warmed(self) -> "Sampling":
         """The same, but temperature 1 without filters where it is greedy, which has no
@@ -109,8 +113,10 @@ class Sampling:
         flat, uniforms = logits.reshape(-1, logits.shape[-1]), uniform.reshape(-1)
         picked = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
         for rows, ids, probs in self._groups(flat):
-            drawn = draw(probs, uniforms[rows])
-            picked[rows] = drawn if ids is None else ids.gather(-1, drawn[:, None])[:, 0]
+            if ids is None:
+                picked[rows] = draw(probs, uniforms[rows])
+            else:
+                picked[rows] = draw_of(ids, probs, uniforms[rows], flat.shape[1])
         return picked.view(logits.shape[:-1])
 
     def race(self, logits: Tensor, keys: Tensor, vocabulary: Tensor | None = None) -> Tensor:
@@ -130,7 +136,7 @@ class Sampling:
         for rows, ids, probs in self._groups(flat):
             places = columns if ids is None else ids
             tokens = places if vocabulary is None else vocabulary[places]
-            first = (probs / exponentials(flat_keys[rows], tokens)).argmax(-1)
+            first = _race(probs, flat_keys[rows], tokens)
             winners[rows] = first if ids is None else ids.gather(-1, first[:, None])[:, 0]
         return winners.view(logits.shape[:-1])
 
@@ -254,42 +260,63 @@ def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return largest.values, ids.gather(-1, largest.indices)
 
 
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse-CDF draw: int64 [...] from weights [..., V] ≥ 0 and uniforms float64 [...] in [0, 1).
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [...]: one draw from each of the weights [..., V] ≥ 0. uniform: float64 [...] in
+    [0, 1), one random number per draw.
+
+    It is a race in two stages: among blocks of tokens by their sums, then among the tokens of the
+    block that wins. In a race with weights w, the winner is the largest w/E, where E is an
+    exponential random number of each entrant. So a draw takes V/256 + 256 exponentials, and a
+    rounding of the weights changes a token only where two entrants nearly tie. (In a running sum
+    over the tokens, it would move the borders of all tokens that follow.)
 
     The weights need not sum to 1. A token of weight 0 is never drawn. NaN weights give some token,
     not an error: callers that draw from a model's output check it (`Scores.peaks_at`).
     """
-    size = probs.shape[-1]
+    size = weights.shape[-1]
+    keys = _keys(uniform)
+    if size <= BLOCK:
+        return _race(weights, keys, torch.arange(size, device=weights.device))
     aligned = size - size % BLOCK
-    if not aligned:
-        return _draw(probs, uniform)[0]
-    # Draw a block first, then a token in it: a running sum over a large vocabulary is slow.
-    parts = [probs[..., :aligned].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
+    sums = [weights[..., :aligned].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
     if aligned < size:
-        parts.append(probs[..., aligned:].sum(-1, keepdim=True, dtype=torch.float64))
-    block, rest = _draw(torch.cat(parts, -1), uniform)
-    ids = block[..., None] * BLOCK + torch.arange(BLOCK, device=probs.device)
-    inside = probs.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
-    # The clamp is for NaN weights.
-    return (block * BLOCK + _draw(inside, rest)[0]).clamp(max=size - 1)
+        sums.append(weights[..., aligned:].sum(-1, keepdim=True, dtype=torch.float64))
+    block = _race_of_blocks(torch.cat(sums, -1), keys)[..., None]
+    ids = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
+    return ids.gather(-1, _race(inside, keys, ids)[..., None])[..., 0].clamp_(max=size - 1)
 
 
-def _draw(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """(index [...], position inside the weight at that index [...], uniform in [0, 1))."""
-    # float64: over a large vocabulary, the error of a float32 running sum is larger than the weight
-    # of a rare token.
-    cdf = weights.double().cumsum(-1)
-    total = cdf[..., -1:]
-    point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
-    # A NaN sorts after all numbers.
-    index = torch.searchsorted(cdf, point, right=True).clamp(max=weights.shape[-1] - 1)
-    weight = weights.gather(-1, index).double()
-    rest = (point - (cdf.gather(-1, index) - weight)) / weight
-    return index.squeeze(-1), rest.nan_to_num(0.0).clamp(0.0, 1.0).squeeze(-1)
+def draw_of(ids: Tensor, weights: Tensor, uniform: Tensor, size: int) -> Tensor:
+    """int64 [n]: `draw` from a vocabulary of so many tokens, where only ids, int64 [n, k], have
+    weights, [n, k]."""
+    keys = _keys(uniform)
+    if size > BLOCK:
+        blocks = ids // BLOCK
+        sums = weights.new_zeros(len(ids), -(-size // BLOCK), dtype=torch.float64)
+        sums.scatter_add_(1, blocks, weights.double())
+        block = _race_of_blocks(sums, keys)[:, None]
+        weights = weights.masked_fill(blocks != block, 0.0)
+    return ids.gather(1, _race(weights, keys, ids)[:, None])[:, 0]
 
 
-_MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11)}
+def _keys(uniform: Tensor) -> Tensor:
+    """int64 [...]: the keys of a draw's exponentials, from all bits of its random number."""
+    return _mix((uniform * 2.0**53).long())
+
+
+def _race_of_blocks(sums: Tensor, keys: Tensor) -> Tensor:
+    # The numbers of the blocks are negative, so that no block has the random number of a token.
+    return _race(sums, keys, -1 - torch.arange(sums.shape[-1], device=sums.device))
+
+
+def _race(weights: Tensor, keys: Tensor, entrants: Tensor) -> Tensor:
+    """int64 [...]: the index of the winner. entrants: int64 [k] or [..., k], what each is called;
+    the same name has the same random number with the same key."""
+    return (weights / exponentials(keys, entrants)).argmax(-1)
+
+
+_MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11, 12)}
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -305,37 +332,45 @@ def _uniform(bits: Tensor) -> Tensor:
 
 
 def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
-    """float64 [n, k] > 0: exponential random numbers, a function of the key and the token only.
+    """float64 [..., k] > 0: exponential random numbers, a function of the key and the token only.
 
-    keys: int64 [n]. tokens: int64 [n or 1, k].
+    keys: int64 [...]. tokens: int64 [k], or [..., k].
     """
-    # Half a step up, because the logarithm of 0 is infinite.
-    return -(_uniform(_mix(keys[:, None] ^ (tokens + 1))) + 2.0**-54).log()
+    bits = _mix(keys[..., None] ^ (tokens + 1))
+    # The middles of 2⁵² equal parts of (0, 1), which float64 holds exactly: never 0, never 1.
+    return -(((bits >> 12) & _MASKS[12]).double() * 2.0**-52 + 2.0**-53).log()
 
 
 class CounterRNG:
-    """Counter-based random numbers: uniform, a function of (seed, row, round, stream, position)
-    only.
+    """Counter-based random numbers: uniform, a function of (seed, row, stream, position) only, and
+    for drafts and their acceptance also of the round.
 
-    There is no generator state, and each row counts its rounds from 0. So a row gets the same
-    numbers alone, in any batch, and whenever it joins. Its text is the same if its logits are the
-    same. That holds in float32. In bfloat16, the other rows of the batch change the rounding of the
-    logits.
+    The tokens that the target draws have the numbers of their places in the text (`of_text`): the
+    same with and without drafts. There is no generator state, and each row counts its rounds. So a
+    row gets the same numbers alone, in any batch, and whenever it joins.
+
+    Other rows of the batch change the rounding of a row's logits. A text can change by that only
+    where two tokens nearly tie, or an acceptance is decided by the last bits. In float32 that
+    hardly ever happens; in bfloat16 it does.
+
+    A drafter that remembers earlier texts must not meet the numbers that these were drawn with:
+    then drafts and verdicts would not be independent. Its rows begin at rounds that were not used
+    before (`first_round`).
 
     couples: chains are drawn with the same noise as the text (`coupled`).
     """
 
     couples: bool = False
-    # Drafting, accepting and drawing the next token must be independent of each other.
-    DRAFT, ACCEPT, NEXT, TEXT = 0, 1, 2, 3
+    # Drafting, accepting and drawing a token of the text must be independent of each other.
+    DRAFT, ACCEPT, TEXT = 0, 1, 3
 
-    def __init__(self, seed: int | Tensor, rows: Tensor) -> None:
+    def __init__(self, seed: int | Tensor, rows: Tensor, first_round: int = 0) -> None:
         """rows: int64 [B], the identity of each row, such as the index of its prompt in the set.
-        seed: of all rows, or int64 [B]."""
+        seed: of all rows, or int64 [B]. first_round: the number of the round before the first."""
         seeds = seed if isinstance(seed, Tensor) else torch.full_like(rows, seed)
         self._keys = _mix(_mix(seeds) ^ (rows + 1))
         # On the device, so that a traced step is the same in every round.
-        self._rounds = torch.zeros_like(rows)
+        self._rounds = torch.full_like(rows, first_round)
         self._lengths = torch.zeros_like(rows)
 
     @property
@@ -379,7 +414,11 @@ class CounterRNG:
         the lengths of the committed texts, for `of_text` and `text_keys`."""
         self._rounds = self._rounds + (1 if rows is None else to_device(rows, self.device).long())
         if lengths is not None:
-            self._lengths = to_device(lengths, self._keys.device)
+            self.at_lengths(lengths)
+
+    def at_lengths(self, lengths: np.ndarray) -> None:
+        """The committed texts have these lengths, int [B] on the host."""
+        self._lengths = to_device(lengths, self.device)
 
     def keep_rows(self, rows: Tensor) -> None:
         self._keys = self._keys.index_select(0, rows)
@@ -401,6 +440,10 @@ class CounterRNG:
         distance of each token from its end. The number depends on the position in the text, not on
         the round."""
         return _uniform(_mix(self.text_keys(depths)))
+
+    def of_next(self, accepted: Tensor) -> Tensor:
+        """float64 [B]: `of_text` for the token after accepted[b] draft tokens, int64 [B]."""
+        return self.of_text(accepted[:, None])[:, 0]
 
     def text_keys(self, depths: Tensor) -> Tensor:
         """int64 [B, n]: keys for the random numbers of each token id after the committed text.

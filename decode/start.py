@@ -1,5 +1,6 @@
 """Rows begin, and get another drafter."""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +17,11 @@ from decode.target.cache.cached_model import CachedLM
 from decode.target.hidden_states import Features
 from decode.verification import Verification
 from decode.waiting_rows import Reading
+
+# Counts the times that rows began, over all decodes of this process.
+_begun = itertools.count(1)
+# More rounds than a text has.
+ROUNDS = 1 << 32
 
 
 def new_rows(
@@ -60,12 +66,16 @@ def new_rows(
     contexts = Contexts.of(texts, setup.slots(int(ends.max()), 0), sources)
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
+    # What a drafter or a policy remembers was drawn with the numbers of earlier rounds.
+    remembers = setup.drafter.learns or setup.policy.by_batch
+    first_round = next(_begun) * ROUNDS if remembers else 0
     identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
     if len(each) == 1:
-        rng = CounterRNG(each[0].seed, identities)
+        rng = CounterRNG(each[0].seed, identities, first_round)
         return Rows(numbers, contexts, ends, rng, each, np.zeros(count, dtype=np.int64))
     seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
-    return Rows(numbers, contexts, ends, CounterRNG(seeds, identities), each, np.arange(count))
+    rng = CounterRNG(seeds, identities, first_round)
+    return Rows(numbers, contexts, ends, rng, each, np.arange(count))
 
 
 def start_drafter(

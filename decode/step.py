@@ -16,6 +16,7 @@ from decode.errors import UserError
 from decode.logprobs import TokenLogprob, token_logprobs
 from decode.rows import Rows, compacted
 from decode.rules import Rule, used_rule
+from decode.rules.exact import judged
 from decode.setup import Setup
 from decode.start import start_drafter
 from decode.stats import Timing
@@ -156,7 +157,7 @@ class RunningRows:
             logits = setup.lm.verify(rows.contexts, draft)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
-        return Verification.of(draft, scores, self._rule().decide(draft, scores, rows.rng))
+        return Verification.of(draft, scores, judged(self._rule(), draft, scores, rows.rng))
 
     def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
         """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""

@@ -114,6 +114,19 @@ class Decision:
             next_token=next_token,
         )
 
+    def replaced(self, rows: Tensor, other: "Decision") -> "Decision":
+        """The same, where another decision holds for these rows, bool [B]."""
+        depth = max(self.path.shape[1], other.path.shape[1])
+        path, its_path = (
+            torch.nn.functional.pad(x, (0, depth - x.shape[1])) for x in (self.path, other.path)
+        )
+        return Decision(
+            torch.where(rows[:, None], its_path, path),
+            torch.where(rows, other.accepted, self.accepted),
+            torch.where(rows, other.reached, self.reached),
+            torch.where(rows, other.next_token, self.next_token),
+        )
+
     def packed(self, draft: Draft, scores: Scores) -> Tensor:
         """int64 [B, 4 + 2·D]: accepted, reached, the next token, whether logits along the path are
         not finite (1; 2: those after the text), the path and its tokens. All that the host reads in

@@ -13,7 +13,6 @@ from decode.device import to_device
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.rows import Rows, RowSettings
-from decode.sampling import CounterRNG
 from decode.setup import Setup
 from decode.target.cache.long_read import LongRead
 from decode.target.hidden_states import Features
@@ -123,7 +122,8 @@ class Reading:
         nothing = Draft.none(len(new), device)
         scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
         none = torch.zeros(len(new), dtype=torch.int64, device=device)
-        token = scores.pick(new.rng.uniforms(CounterRNG.NEXT, 0, 1))[:, 0]
+        new.rng.at_lengths(contexts.lengths)
+        token = scores.pick(new.rng.of_text(none[:, None]))[:, 0]
         decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=token)
         return Verification.of(nothing, scores, decision), features
 

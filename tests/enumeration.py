@@ -8,14 +8,20 @@ rounding of the float32 probabilities, whatever a rule does inside.
 Shapes: M drafts, N valid nodes, V = TOKENS, P = 2ᴺ patterns of nodes that pass or fail.
 """
 
+import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import ModuleType
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode import sampling
 from decode.draft import Draft, Siblings
 from decode.rules import Rule
 from decode.sampling import CounterRNG, Sampling
@@ -30,17 +36,43 @@ HALVINGS = 22  # thresholds to 2⁻²²
 LOW, HIGH = 0.0, 1 - 2.0**-53
 
 
+def by_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """Draws as `decode.sampling.draw` does, but as the inverse of the cumulative distribution: so
+    its law is seen from few uniforms."""
+    cdf = weights.double().cumsum(-1)
+    total = cdf[..., -1:]
+    point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))
+    return torch.searchsorted(cdf, point, right=True)[..., 0].clamp(max=weights.shape[-1] - 1)
+
+
+@functools.cache
+def _drawing() -> list[ModuleType]:
+    """The modules that draw."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("decode.")]
+    return [module for module in modules if vars(module).get("draw") is sampling.draw]
+
+
+@contextmanager
+def drawing_by_cdf() -> Iterator[None]:
+    """Inside this context, rules and shapes draw by `by_cdf`."""
+    with ExitStack() as patches:
+        for module in _drawing():
+            patches.enter_context(patch.object(module, "draw", by_cdf))
+        yield
+
+
 class SetNoise(CounterRNG):
     """Uniforms set by hand: accept [B, N], next [B, n]."""
 
     def __init__(self, accept: np.ndarray, following: np.ndarray) -> None:
-        self.streams = {CounterRNG.ACCEPT: accept, CounterRNG.NEXT: following}
+        self.accept, self.following = accept, following
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
-        return torch.as_tensor(self.streams[stream][:, first : first + count])
+        assert stream == CounterRNG.ACCEPT
+        return torch.as_tensor(self.accept[:, first : first + count])
 
     def of_text(self, depths: Tensor) -> Tensor:
-        numbers = torch.as_tensor(self.streams[CounterRNG.NEXT])
+        numbers = torch.as_tensor(self.following)
         # One number, for a rule that draws one token.
         return numbers if numbers.shape[1] == 1 else numbers.gather(1, depths)
 
@@ -292,7 +324,8 @@ class _Probe:
 
         def judge(accept: np.ndarray, following: np.ndarray) -> Verification:
             padded = np.concatenate([accept, np.zeros((len(rows), 1))], 1)
-            return verify(self.rule, draft, scores, SetNoise(padded, following[:, None]))
+            with drawing_by_cdf():
+                return verify(self.rule, draft, scores, SetNoise(padded, following[:, None]))
 
         return judge
 

@@ -28,11 +28,12 @@ from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule
+from decode.rules.exact import judged
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
 from decode.target.forward.prepare_model import prepare
 from decode.trees import Growth, Shape
-from decode.verification import Decision, Scores
+from decode.verification import Decision, Scores, Verification
 from tests.tiny import padded, tiny_model
 
 VOCAB = 16
@@ -242,14 +243,15 @@ def fit(texts: np.ndarray) -> Fit:
 class Watched(Rule):
     """A rule, counting the rounds in which it rejected a token and so came to a residual."""
 
-    lossless, trees = True, True
+    # So that the loop asks this object for every decision.
+    lossless, trees, exact_when_greedy = False, True, False
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.rounds, self.rejecting = rule, 0, 0
         self.couples = rule.couples
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        decision = self.rule.decide(draft, scores, rng)
+        decision = judged(self.rule, draft, scores, rng)
         above, path = draft.parent_rows(), decision.path
         elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, path)
         inside = torch.arange(path.shape[1]) < decision.accepted[:, None]
@@ -318,6 +320,44 @@ class FixedDraft(Drafter):
             np.full(rows, len(self.tokens)),
             parents=None if self.parents is None else torch.tensor([self.parents]).expand(rows, -1),
         )
+
+
+class Remembering(Drafter):
+    """Drafts what it saw each row emit in the decode before this one. drawn: from a q that prefers
+    these tokens. remembers: whether it says that it learns."""
+
+    def __init__(self, vocab: int, *, drawn: bool, remembers: bool = True) -> None:
+        self.vocab, self.drawn, self.remembers = vocab, drawn, remembers
+        self.last = self.now = np.zeros((BATCH, 32), dtype=np.int64)
+
+    @property
+    def learns(self) -> bool:
+        return self.remembers
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        return "independent" if self.drawn else "chosen"
+
+    def start(self, contexts: Contexts) -> None:
+        self.last, self.now = self.now, np.zeros_like(self.now)
+        self.rows = np.arange(len(contexts.lengths))
+
+    def observe(self, verification: Verification) -> None:
+        tokens = verification.contexts.tokens[:, : self.now.shape[1]]
+        self.now[self.rows, : tokens.shape[1]] = tokens
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self.rows = self.rows[rows.numpy()]
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
+    ) -> Draft:
+        columns = contexts.lengths[:, None] + np.arange(limits.max_depth)
+        tokens = torch.as_tensor(self.last[self.rows[:, None], columns])
+        if not self.drawn:
+            return Draft(tokens, limits.depths.copy())
+        q = (torch.nn.functional.one_hot(tokens, self.vocab) + 1 / self.vocab) / 2
+        drawn = draw(q, noise.uniforms(CounterRNG.DRAFT, 0, tokens.shape[1]))
+        return Draft(drawn, limits.depths.copy(), q)
 
 
 class Pairs(Shape):

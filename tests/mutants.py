@@ -63,7 +63,7 @@ class PlainSpeculative(SpeculativeSampling):
             fallen = (accepted < sizes) & ~rejected
             weights = torch.where(rejected[:, None], left, weights)
             weights = torch.where(fallen[:, None], p[all_rows, row], weights)
-        following = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
+        following = draw(weights, rng.of_next(accepted))
         return Decision.of_chain(draft, accepted, following)
 
 

@@ -5,12 +5,15 @@ and each kind of draft that it judges. `python -m tests.controls` prints how sur
 found.
 """
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from decode import step
 from decode.draft import Draft
 from decode.drafters import Drafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
@@ -25,11 +28,12 @@ from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.swift import SwiftDrafter
+from decode.loop import Decoder
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.sampling import CounterRNG, draw
 from decode.trees import SHAPES, Chain
-from decode.verification import Scores
+from decode.verification import Scores, Verification
 from tests.controls import CONTROLS, Control
 from tests.lossless import (
     DEEPER,
@@ -39,11 +43,14 @@ from tests.lossless import (
     SAMPLING,
     VOCAB,
     Case,
+    Fit,
     FixedDraft,
     Pairs,
+    Remembering,
     Watched,
     decode,
     decode_runs,
+    fit_texts,
     looked_up,
     lookup_and_cascade,
     merged,
@@ -288,3 +295,89 @@ def test_errors_are_found(control: Control) -> None:
     assert not control.find(control.sound, 0).rejected
     found = [control.find(control.faulty, seed) for seed in range(5)]
     assert all(each.rejected for each in found), found
+
+
+# --- the same seed again --------------------------------------------------------------------------
+
+
+def texts_of_the_second_decode(drafter: Drafter, rule: str, rows: int) -> Fit:
+    """All texts in one batch: a drafter must tell the rows apart to learn from them."""
+    case = LONGER
+    decoder = Decoder(
+        case.model(0.0),
+        drafter,
+        eos_token_ids=case.eos,
+        gamma=case.gamma,
+        rule=rule,
+        sampling=case.sampling,
+    )
+    prompts = [case.prompts[row % len(case.prompts)] for row in range(rows)]
+    decoder.decode(prompts, case.new, seed=5)
+    return fit_texts(decoder.decode(prompts, case.new, seed=5).outputs, case)
+
+
+@pytest.mark.parametrize("rule", ["speculative", "block", "multi_round", "traversal"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_texts_with_a_seed_that_taught_the_drafter(drawn: bool, rule: str) -> None:
+    found = texts_of_the_second_decode(Remembering(LONGER.vocab, drawn=drawn), rule, 6_000)
+    assert found.passes, found
+    assert found.df > 60
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_the_same_numbers_for_drafts_that_they_taught_are_found(
+    drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With chosen tokens judged like drawn ones, and with the numbers of the rounds before."""
+    monkeypatch.setattr(step, "judged", lambda rule, *rest: rule.decide(*rest))
+    drafter = Remembering(LONGER.vocab, drawn=drawn, remembers=False)
+    found = texts_of_the_second_decode(drafter, "speculative", 6_000)
+    assert not found.passes, found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["store", "max_gram", "suffix", "swift", "store, then a model", "learning"]
+)
+def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
+    """Each text alone, decoded twice by a new drafter."""
+    case = replace(DEEPER if name == "swift" else LONGER, prompts=LONGER.prompts[:1])
+    texts = []
+    for seed in range(2_000):
+        drafter = LEARNERS[name](case)
+        decoder = Decoder(
+            case.model(0.0),
+            drafter,
+            eos_token_ids=case.eos,
+            gamma=case.gamma,
+            sampling=case.sampling,
+        )
+        for _ in range(2):
+            text = decoder.decode(case.prompts, case.new, seed=seed).outputs[0]
+        texts.append(text)
+    found = fit_texts(texts, case)
+    print(name, found)
+    assert found.passes, found
+
+
+class Taught(SmallLMDrafter):
+    """After each decode its weights make what was emitted likelier."""
+
+    learning = True
+
+    def observe(self, verification: Verification) -> None:
+        super().observe(verification)
+        with torch.no_grad():
+            for row, count in enumerate(verification.emitted.tolist()):
+                for token in verification.block[row, :count]:
+                    self.lm.model.get_output_embeddings().weight[int(token)] *= 1.2
+
+
+LEARNERS: dict[str, Callable[[Case], Drafter]] = {
+    "store": lambda case: StoreDrafter(1, 3),
+    "max_gram": lambda case: MaxGramDrafter(),
+    "suffix": lambda case: SuffixDrafter(),
+    "swift": lambda case: SwiftDrafter(window=2, max_trials=4),
+    "store, then a model": lambda case: CompositeDrafter([StoreDrafter(2, 3), small_lm(case=case)]),
+    "learning": lambda case: Taught(copy.deepcopy(case.model(0.2))),
+}

@@ -24,6 +24,7 @@ from tests.enumeration import (
     Enumerated,
     SetNoise,
     add_outcome,
+    drawing_by_cdf,
     enumerate_rule,
     logits_of,
     total_variation,
@@ -174,12 +175,9 @@ def test_exact_match_by_enumeration_on_trees() -> None:
             np.full(len(grid), 5),
             parents=torch.tensor([parents]).expand(len(grid), -1),
         )
-        verdict = verify(
-            RULES["exact"](),
-            draft,
-            Scores(logits.expand(len(grid), -1, -1), PLAIN),
-            SetNoise(grid, grid),
-        )
+        scores = Scores(logits.expand(len(grid), -1, -1), PLAIN)
+        with drawing_by_cdf():
+            verdict = verify(RULES["exact"](), draft, scores, SetNoise(grid, grid))
         joint = np.zeros((TOKENS,) * 3)
         path_tokens = draft.tokens.gather(1, verdict.path)
         for row, accepted in enumerate(verdict.accepted.tolist()):
@@ -334,7 +332,8 @@ def judged(
     nodes = draft.tokens.shape[1]
     logits = logits_of(np.tile(np.array(p), (1, nodes + 1, 1)))
     rng = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
-    return verify(RULES[rule](), draft, Scores(logits, PLAIN), rng)
+    with drawing_by_cdf():
+        return verify(RULES[rule](), draft, Scores(logits, PLAIN), rng)
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)
@@ -383,7 +382,8 @@ def test_threshold_compares_p_itself() -> None:
     rule = RULES["threshold"](threshold=0.4)
     logits = logits_of(np.tile(np.array(p), (1, 4, 1)))
     rng = SetNoise(np.zeros((1, 3)), np.array([[0.1]]))
-    sampled = verify(rule, draft, Scores(logits, PLAIN), rng)
+    with drawing_by_cdf():
+        sampled = verify(rule, draft, Scores(logits, PLAIN), rng)
     assert (int(sampled.accepted[0]), int(sampled.reached[0]), int(sampled.next_token[0])) == (
         0,
         1,

@@ -39,6 +39,7 @@ class Drafter(ABC):
     decoder_only: it cannot draft for a target with an encoder, because it would not know the
     source. Other drafters may read the sources in the contexts.
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
+    learning: its weights are trained between the decodes.
     estimates: whenever a draft-length policy is asked, it also gets an estimate of how likely the
     target accepts the next token.
     """
@@ -49,6 +50,7 @@ class Drafter(ABC):
     vocab_size: int | None = None
     trained: bool = False
     decoder_only: bool = False
+    learning: bool = False
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
@@ -168,8 +170,9 @@ class Drafter(ABC):
 
     @property
     def learns(self) -> bool:
-        """Whether drafts depend on earlier requests, until `forget`."""
-        return type(self).forget is not Drafter.forget
+        """Whether drafts depend on earlier requests: until `forget`, or because its weights are
+        trained meanwhile."""
+        return self.learning or type(self).forget is not Drafter.forget
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""

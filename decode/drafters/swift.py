@@ -102,9 +102,9 @@ class SwiftDrafter(SelfDrafter):
     the best set with one sublayer exchanged; it searches again for each data set, and here the
     search goes on over requests.
 
-    Drafts depend on other rows and earlier requests. Under rules that accept at random, the text
-    for a seed therefore depends on them too; its distribution does not. Raises UserError for
-    options out of range, and for a target of fewer than 3 layers.
+    Drafts depend on other rows and earlier requests. So under rules that accept at random, the same
+    seed gives another text each time; its distribution is the target's (`CounterRNG`). Raises
+    UserError for options out of range, and for a target of fewer than 3 layers.
     """
 
     def __init__(

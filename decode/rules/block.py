@@ -26,10 +26,9 @@ class BlockVerification(Rule):
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
-        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         drafted = draft.valid().sum(1)
         if nodes == 0:
-            return Decision.of_chain(draft, drafted, draw(p[:, 0], uniform))
+            return Decision.of_chain(draft, drafted, draw(p[:, 0], rng.of_next(drafted)))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         q_x = draft.q_of_tokens()
         # Products of quotients, in float64. Tokens with p = 0 have ratio 0, also if q = 0.
@@ -63,7 +62,7 @@ class BlockVerification(Rule):
         scale = P[at, accepted].clamp(min=TINY)[:, None].float()
         left = residual(p_next, q_next / scale)[0]
         weights = torch.where((accepted < drafted)[:, None], left, p_next)
-        return Decision.of_chain(draft, accepted, draw(weights, uniform))
+        return Decision.of_chain(draft, accepted, draw(weights, rng.of_next(accepted)))
 
     @staticmethod
     def last(stays: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Descent(Rule):
             path=torch.stack(path, 1) if path else draft.tokens[:, :0],
             accepted=accepted,
             reached=accepted + went_on,
-            next_token=draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]),
+            next_token=draw(weights, rng.of_next(accepted)),
         )
 
 

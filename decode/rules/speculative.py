@@ -42,10 +42,9 @@ class SpeculativeSampling(Rule):
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         rows, nodes = draft.tokens.shape
         p = scores.probs()
-        last_uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         if nodes == 0:
             zero = torch.zeros(rows, dtype=torch.int64, device=p.device)
-            return Decision.of_chain(draft, zero, draw(p[:, 0], last_uniform))
+            return Decision.of_chain(draft, zero, draw(p[:, 0], rng.of_next(zero)))
         p_x = p[:, :-1].gather(2, draft.tokens[..., None])[..., 0].double()
         stays = self.accepts(rng.uniforms(CounterRNG.ACCEPT, 0, nodes), p_x, draft.q_of_tokens())
         accepted = (stays & draft.valid()).long().cumprod(1).sum(1)
@@ -55,7 +54,7 @@ class SpeculativeSampling(Rule):
         q_next = draft.q_of(accepted.clamp(max=nodes - 1), p.shape[2])[0]
         rejected = (accepted < draft.valid().sum(1))[:, None]
         weights = torch.where(rejected, self.after_rejection(p_next, q_next), p_next)
-        return Decision.of_chain(draft, accepted, draw(weights, last_uniform))
+        return Decision.of_chain(draft, accepted, draw(weights, rng.of_next(accepted)))
 
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
         """bool [B, N]: the draft tokens that are accepted if all before them are. Arguments:

@@ -29,7 +29,5 @@ class Threshold(Rule):
         judged = scores.sampling.warmed.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
         accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
-        # By the position in the text: a text that is read again goes on with the same numbers.
-        uniform = rng.of_text(accepted[:, None])[:, 0]
-        next_token = scores.sampling.pick(scores.logits_at(accepted), uniform)
+        next_token = scores.sampling.pick(scores.logits_at(accepted), rng.of_next(accepted))
         return Decision.of_chain(draft, accepted, next_token)

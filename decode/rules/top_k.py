@@ -36,7 +36,6 @@ class TopKAcceptance(Rule):
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         row_B1 = torch.arange(len(draft.tokens), device=draft.tokens.device)[:, None]
-        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
         logits = scores.logits[row_B1, draft.parent_rows()]  # [B, N, V]
         drafted = logits.gather(2, draft.tokens[..., None])
         passes = (logits > drafted).sum(2) < self.k
@@ -44,5 +43,5 @@ class TopKAcceptance(Rule):
             passes &= logits.amax(2) - drafted[..., 0] <= self.tolerance
         passes |= draft.ancestors().sum(2) <= self.min_accepted
         path, accepted, reached, last_row = longest_path(draft, passes)
-        picked = scores.sampling.pick(scores.logits_at(last_row), uniform)
+        picked = scores.sampling.pick(scores.logits_at(last_row), rng.of_next(accepted))
         return Decision(path=path, accepted=accepted, reached=reached, next_token=picked)

@@ -46,7 +46,7 @@ class Traversal(Rule):
         path = walk.at[:, 1:] - 1
         weights = walk.p[walk.row, depth]
         went_on = walk.table[walk.row, walk.at[walk.row, depth], 0] >= 0
-        next_token = draw(weights, rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0])
+        next_token = draw(weights, rng.of_next(depth))
         return Decision(
             path=path.clamp(min=0),
             accepted=depth,

@@ -37,8 +37,7 @@ class TypicalAcceptance(Rule):
         longest = depth == accepted[:, None]
         last = torch.where(longest, log_p, -torch.inf).argmax(1)
         went_on = ((above == last[:, None]) & valid).any(1)
-        uniform = rng.uniforms(CounterRNG.NEXT, 0, 1)[:, 0]
-        next_token = draw(scores.probs_at(last), uniform)
+        next_token = draw(scores.probs_at(last), rng.of_next(accepted))
         return Decision(
             path=draft.path_to(last - 1),
             accepted=accepted,

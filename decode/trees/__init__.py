@@ -238,6 +238,13 @@ class _Ends:
         return int(self.lengths.max()) if reads_are_free(self.lengths.device) else self._depth
 
 
+def greedy_among(sampling: Sampling, growth: Growth) -> Tensor | None:
+    """bool [B]: the greedy rows among rows that draw. They have the draft that they have alone.
+    None: there are none."""
+    greedy = sampling.greedy_rows(growth.rows)
+    return to_device(greedy, growth.device) if greedy.any() else None
+
+
 def chain_of(
     growth: Growth, depth: int, sampling: Sampling, rng: CounterRNG, ends: _Ends | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:

@@ -11,7 +11,7 @@ from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
 from decode.errors import require_whole
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Growth, Shape, likeliest, log_q
+from decode.trees import SHAPES, Growth, Shape, greedy_among, likeliest, log_q
 
 
 @SHAPES.register("chains")
@@ -28,7 +28,8 @@ class Chains(Shape):
     draws, depth by depth. Dropping drawn tokens by their value or their q would change the text.
 
     At temperature 0 nothing is drawn. The k likeliest tokens of the root, which differ from each
-    other, each start a greedy chain, and the `budget` nodes with the highest path probability stay.
+    other, each start a greedy chain, and the `budget` nodes with the highest path probability stay
+    (beside rows that draw: the first `budget` nodes).
 
     Raises UserError for chains < 1 or budget < 1.
     """
@@ -55,6 +56,7 @@ class Chains(Shape):
         chains, rows, device = self.chains, growth.rows, growth.device
         all_nodes = chains * limits.max_depth
         nodes = all_nodes if self.budget is None else min(self.budget, all_nodes)
+        greedy = greedy_among(sampling, growth)
         logits = growth.first()[:, None]
         drawn: list[Tensor] = []
         q: list[Tensor] = []
@@ -63,7 +65,12 @@ class Chains(Shape):
             probs = sampling.probs(logits)
             q.append(growth.over_vocabulary(probs))
             uniforms = rng.uniforms(CounterRNG.DRAFT, begin, width)
-            drawn.append(draw(probs.expand(-1, width, -1), uniforms))
+            tokens = draw(probs.expand(-1, width, -1), uniforms)
+            if greedy is not None and not begin:
+                # Their chains begin with different tokens, and go on with the argmax.
+                first = likeliest(logits[:, 0], width)
+                tokens = torch.where(greedy[:, None], first, tokens)
+            drawn.append(tokens)
             following = min(chains, nodes - begin - width)
             if following > 0:
                 logits = _next(growth, drawn[-1][:, :following], begin - chains)

@@ -21,7 +21,7 @@ from decode.device import to_device
 from decode.draft import Draft, Limits, Siblings, pack
 from decode.errors import UserError
 from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Growth, Shape, likeliest
+from decode.trees import SHAPES, Growth, Shape, greedy_among, likeliest
 from decode.trees.structure import Structure
 
 TREE = "tree.json"  # the tree of a drafter directory
@@ -164,6 +164,7 @@ class FixedTree(Shape):
 class _Children:
     """Chooses or draws a level's tokens.
 
+    greedy: bool [B], rows that get the likeliest tokens beside rows that draw. None: no row.
     q: float32 [B, e, V] for each expanded level; empty if tokens are chosen. lacking: bool [B, n]
     for each level, the nodes for which q had no token left; only without replacement.
     """
@@ -172,14 +173,24 @@ class _Children:
         self, siblings: Siblings, growth: Growth, sampling: Sampling, rng: CounterRNG
     ) -> None:
         self.siblings, self.growth, self.sampling, self.rng = siblings, growth, sampling, rng
+        self.greedy = greedy_among(sampling, growth)
         self.q: list[Tensor] = []
         self.lacking: list[Tensor] = []
 
     def of(self, logits: Tensor, level: _Level) -> Tensor:
         """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
         if self.siblings == "chosen":
-            tokens = likeliest(logits, level.rank_count).flatten(1)
-            return tokens[:, level.parents * level.rank_count + level.ranks]
+            return self._likeliest(logits, level)
+        tokens = self._drawn(logits, level)
+        if self.greedy is None:
+            return tokens
+        return torch.where(self.greedy[:, None], self._likeliest(logits, level), tokens)
+
+    def _likeliest(self, logits: Tensor, level: _Level) -> Tensor:
+        tokens = likeliest(logits, level.rank_count).flatten(1)
+        return tokens[:, level.parents * level.rank_count + level.ranks]
+
+    def _drawn(self, logits: Tensor, level: _Level) -> Tensor:
         probs = self.sampling.probs(logits)
         self.q.append(self.growth.over_vocabulary(probs))
         uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
@@ -199,7 +210,8 @@ class _Children:
             weights = torch.where(some, left[:, parents], probs[:, parents])
             tokens[:, at] = draw(weights, uniforms[:, at])
             left[rows, parents, tokens[:, at]] = 0.0
-        self.lacking.append(level.orders >= support[:, level.parents])
+        lacking = level.orders >= support[:, level.parents]
+        self.lacking.append(lacking if self.greedy is None else lacking & ~self.greedy[:, None])
         return tokens
 
 

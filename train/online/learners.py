@@ -107,6 +107,7 @@ class Learning:
             max_length=self.max_length,
             chunk=self.chunk,
         )
+        drafter.learning = True
         return student, drafter
 
     def of_model(
@@ -127,4 +128,6 @@ class Learning:
             tokens=target.token_count,
             chunk=self.chunk,
         )
-        return student, SmallLMDrafter.of_target(served, target, ids)
+        drafter = SmallLMDrafter.of_target(served, target, ids)
+        drafter.learning = True
+        return student, drafter

@@ -35,7 +35,7 @@ class MaxGramDrafter(StoreDrafter):
     It looks through each row's text in every round, with one comparison per token, and keeps no
     index of it. The bigrams are a `store` of endings of one token, which also learns the target's
     likeliest tokens. In the paper they come from a corpus. As with `store`, drafts depend on other
-    rows and earlier requests, and lossless text keeps its distribution. `top_k`, `capacity` and
+    rows and earlier requests, and lossless text does not. `top_k`, `capacity` and
     `width` are those of `store`. Raises UserError as `store` does.
     """
 

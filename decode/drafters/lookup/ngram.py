@@ -166,10 +166,9 @@ class StoreDrafter(Drafter):
     elsewhere. The store is kept across requests. Its memory is bounded by `capacity` n-grams of at
     most `width` tokens, about 0.3 kB each (`NgramStore` describes which ones are dropped).
 
-    Drafts depend on other rows and earlier requests. Under rules that accept at random, the text
-    for a seed therefore depends on them too; its distribution does not. Under `exact`, and in
-    greedy decoding, the text does not depend on drafts. Raises UserError as `require_sizes`, and
-    unless the other sizes are at least 1.
+    Drafts depend on other rows and earlier requests. The text for a seed does not: drafts are
+    chosen, and exact match judges them (`decode.rules.exact.judged`). Raises UserError as
+    `require_sizes`, and unless the other sizes are at least 1.
     """
 
     def __init__(

@@ -174,9 +174,8 @@ class SuffixDrafter(Drafter):
     it has the setting. Different from the paper: shares count only the occurrences that a token
     follows, so the end of the running text does not count.
 
-    Drafts depend on earlier requests, as those of `store` do: under rules that accept at random,
-    the text for a seed depends on them too; its distribution does not. Raises UserError for
-    settings out of range.
+    Drafts depend on earlier requests, and lossless text does not, as with `store`. Raises
+    UserError for settings out of range.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from torch import Tensor
 from decode.device import to_device
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.drafters.several.combined import Group, common_device, joined_q
+from decode.drafters.several.combined import Group, chosen_rows, common_device, joined_q
 from decode.drafters.trained import VerifyingDrafter
 from decode.errors import UserError, require_whole
 from decode.rules import RULES, Rule, used_rule
@@ -309,4 +309,5 @@ def _one_chain(head: Draft, rest: Draft) -> Draft:
         sizes,
         q,
         q_rows=None if q_rows is None else q_rows.gather(1, order),
+        _chosen_rows=chosen_rows(parts),
     )

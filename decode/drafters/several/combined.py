@@ -246,7 +246,8 @@ def _merged(drafts: list[Draft]) -> Draft:
         q_rows = None  # row i for node i, as in most chains
     kind = _siblings([(draft.siblings, not draft.is_chain) for draft in drafts])
     assert kind is not None, "a drafter made other siblings than it declared"
-    return Draft(tokens, sizes, q, parents, q_rows, "independent" if kind == "chosen" else kind)
+    drawn_as: Drawn = "independent" if kind == "chosen" else kind
+    return Draft(tokens, sizes, q, parents, q_rows, drawn_as, chosen_rows(drafts))
 
 
 class SeveralDrafters(Group):
@@ -310,13 +311,21 @@ class SeveralDrafters(Group):
         if q_rows is not None:
             q_rows = q_rows.gather(1, by_depth)
         drawn: Drawn = "independent" if len(self.drafters) == 1 else "mixed"
-        return pack(keep, above).draft(tokens, q, q_rows, drawn)
+        return pack(keep, above).draft(tokens, q, q_rows, drawn, chosen_rows(drafts))
 
 
 def common_device(drafts: list[Draft]) -> torch.device:
     """An accelerator if a draft is on one: a copy from there would wait."""
     devices = [draft.tokens.device for draft in drafts]
     return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def chosen_rows(drafts: Sequence[Draft]) -> np.ndarray:
+    """bool [B]: the rows in which only chosen tokens were drafted."""
+    there = [draft.sizes > 0 for draft in drafts]
+    chosen = [draft.chosen_rows() for draft in drafts]
+    any_: np.ndarray = np.any(there, axis=0)
+    return any_ & np.all(~np.array(there) | chosen, axis=0)
 
 
 def _joined(drafts: list[Draft]) -> tuple[Tensor, Tensor]:
