@@ -287,7 +287,8 @@ def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:
 
 
 def _eos(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    return eos_token_ids(tokenizer, model.config.get_text_config(), model.generation_config)
+    config = model.config.get_text_config()
+    return eos_token_ids(tokenizer, config, model.generation_config, rows=config.vocab_size)
 
 
 def _target(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Target:

@@ -126,6 +126,8 @@ def test_a_good_config_is_read_whole(tmp_path):
         ("kind: generate", "kind: generate, seed: true", "'stages.answers.seed' is True; expected"),
         ("{lr: 1e-3, clip: .inf}", "{clip: .nan}", "optimizer.clip' is nan; expected a number > 0"),
         ("name: run", "name: [", "not valid YAML"),
+        ("lr: 1e-3", "lr: {{ lr }}", "yaml:11: not valid YAML: a key is a mapping.*placeholder"),
+        *(("name: run", f"name: run\nseed: {seed}", "'seed' is") for seed in (-1, 2**32)),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
@@ -295,6 +297,22 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
         load_config(tmp_path / "none.yaml")
     with pytest.raises(UserError, match="expected keys"):
         load(tmp_path, "- 1")
+
+
+def test_merge_keys_share_settings(tmp_path):
+    """A setting of the stage itself counts, and an override of one stage is for that one only."""
+    text = GOOD.replace("optimizer: {", "optimizer: &shared {")
+    text += (
+        "\n  - {name: two, kind: distill, drafter: {stage: distill}, optimizer: *shared}"
+        "\n  - name: three\n    kind: distill\n    drafter: {stage: two}"
+        "\n    optimizer: {<<: *shared, lr: 2e-3}\n"
+    )
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    config = load_config(path, ["stages.two.optimizer.warmup_steps=7"])
+    one, two, three = (stage.optimizer for stage in config.stages[1:])
+    assert (one.lr, three.lr, three.clip) == (1e-3, 2e-3, one.clip)
+    assert (one.warmup_steps, two.warmup_steps, three.warmup_steps) == (10, 7, 10)
 
 
 def test_overrides_reach_every_level(tmp_path):

@@ -15,7 +15,12 @@ from decode.target.pretrained import decoder_config
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
+from distill.teacher.teacher_signal import (
+    LiveTeacher,
+    TeacherLogits,
+    require_linear_logits,
+    split_model,
+)
 from distill.teacher.top_k_cache import top_k
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model
@@ -180,6 +185,24 @@ def test_a_model_that_does_more_than_a_linear_layer_is_refused():
     model.forward = scaled
     with pytest.raises(UserError, match="more than a linear layer"):
         split_model(model)
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+@pytest.mark.parametrize(
+    ("family", "key", "value", "plain"),
+    [
+        ("gemma2", "final_logit_softcapping", 30.0, None),
+        ("cohere", "logit_scale", 0.5, 1.0),
+        ("granite", "logits_scaling", 8.0, 1.0),
+    ],
+)
+def test_scaled_logits_are_known_before_the_work(
+    family: str, key: str, value: float, plain: Any, has_weights: bool
+):
+    with torch.device("cpu" if has_weights else "meta"):
+        require_linear_logits(tiny_model(family, head_dim=8, **{key: plain}))
+        with pytest.raises(UserError, match=f"more than a linear layer .*{key}: {value}"):
+            require_linear_logits(tiny_model(family, head_dim=8, **{key: value}))
 
 
 def batch_of(lengths: list[tuple[int, int]]) -> dict[str, Tensor]:

@@ -237,6 +237,13 @@ def endless_header(directory: Path) -> None:
     weights.write_bytes((2**60).to_bytes(8, "little") + weights.read_bytes()[8:])
 
 
+def lack_a_shard(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": files}))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -247,7 +254,19 @@ def endless_header(directory: Path) -> None:
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
         (lambda path: (path / "config.json").write_text("{"), "the config of .* cannot be loaded"),
         (lambda path: edit_json(path / "config.json", hidden_size="x"), "hidden_size"),
-        (lambda path: edit_json(path / "config.json", hidden_size=64), "cannot be loaded"),
+        (
+            lambda path: edit_json(path / "config.json", hidden_size=64),
+            r"embed_tokens.weight is \[300, 32\], expected \[300, 64\]; .* and \d+ more",
+        ),
+        (lambda path: edit_json(path / "config.json", eos_token_id="</s>"), "</s>"),
+        (lambda path: edit_json(path / "config.json", dtype="float33"), "float33"),
+        (lambda path: edit_json(path / "generation_config.json", eos_token_id="</s>"), "</s>"),
+        (lambda path: edit_json(path / "config.json", num_attention_heads=3), "multiple of the"),
+        (lack_a_shard, r"lacks model-00002.* \(1 of 2 files that model.safetensors.index"),
+        (
+            lambda path: edit_json(path / "config.json", model_type="llava"),
+            "is a model that reads images .model type llava.",
+        ),
         (lambda path: edit_json(path / "config.json", num_hidden_layers=3), "lack 9 tensors"),
         (lambda path: edit_json(path / "config.json", model_type="nonsuch"), "nonsuch"),
         (
@@ -533,3 +552,15 @@ def test_smollm2_survives_saving(tmp_path: Path) -> None:
     assert again.eos_token_ids == target.eos_token_ids
     ids = target.tokenizer("It was 12 o'clock", return_tensors="pt").input_ids
     assert torch.equal(again.model(ids).logits, target.model(ids).logits)
+
+
+def test_ids_without_embedding_are_not_used(copy: Path, caplog: pytest.LogCaptureFixture) -> None:
+    edit_json(copy / "config.json", pad_token_id=300)
+    edit_json(copy / "generation_config.json", eos_token_id=[2, 320])
+    edit_json(copy / "tokenizer_config.json", pad_token="<pad>")
+    target = load_target(str(copy))
+    assert target.eos_token_ids == (2,)
+    assert target.tokenizer.pad_token_id is None
+    assert target.model.config.pad_token_id is None
+    for words in ("end-of-text ids [320] are outside", "padding tokens [300] of"):
+        assert words in caplog.text

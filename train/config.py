@@ -17,7 +17,7 @@ from decode.trees import SHAPES
 from train.config_file import ConfigSource, read_config
 from train.data.sources import name_and_split
 from train.online.learners import heads_stage
-from train.schema import SamplingConfig, StageConfig, Strict, name_in, one_of, part_of
+from train.schema import SamplingConfig, Seed, StageConfig, Strict, name_in, one_of, part_of
 from train.stages import STAGES
 from train.tracking.trackers import Tracker, TrackingConfig
 
@@ -164,7 +164,7 @@ class EvaluationConfig(Strict):
     """The number of timed prompts that are decoded together. It divides `timed_prompts`."""
     generate: bool = True
     """Time `generate()` of `transformers` too."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the draws."""
 
     @model_validator(mode="after")
@@ -214,7 +214,7 @@ class RunConfig(Strict):
     """The name of the run, and of its directory in `output_dir`."""
     output_dir: str = "runs"
     """The parent of run directories."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the process and of every stage. Some stages also have a `seed` setting."""
     trackers: list[Tracker] | None = None
     """Where figures are logged during the run, named as in accelerate, beside the run's own

@@ -137,7 +137,18 @@ def read_mapping(path: Path, keys: str) -> tuple[dict[str, Any], yaml.Node]:
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from error
     if root is None or not isinstance(values, dict):
         raise UserError(f"{path} contains {_show(values)}; expected keys such as {keys}")
-    return values, root
+    return _unshared(values), root
+
+
+def _unshared(value: Any) -> Any:
+    """A copy in which no mapping or list is in two places, as those with an alias are: an override
+    changes one place."""
+    if isinstance(value, dict):
+        return {key: _unshared(item) for key, item in value.items()}
+    return [_unshared(item) for item in value] if isinstance(value, list) else value
+
+
+MERGE = "tag:yaml.org,2002:merge"  # of the key `<<`, which adds the keys of other mappings
 
 
 class _Loader(yaml.SafeLoader):
@@ -147,6 +158,14 @@ class _Loader(yaml.SafeLoader):
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
+        if key_node.tag == MERGE:
+            continue
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise yaml.constructor.ConstructorError(
+                problem="a key is a mapping or a list; fill in a placeholder such as {{ lr }}, or "
+                "put quotes around the value",
+                problem_mark=key_node.start_mark,
+            )
         key = loader.construct_object(key_node)
         if key in seen:
             mark = key_node.start_mark

@@ -73,6 +73,9 @@ Losses = Annotated[
 ]
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]  # what all generators of random numbers take
+
+
 class SamplingConfig(Strict):
     """How text is drawn. The settings apply in the order of `generate()`: repetition penalty,
     temperature, top-k, top-p, min-p."""

@@ -15,7 +15,7 @@ file, in float32 and in bfloat16. After a little training it is different under 
 
 import hashlib
 import json
-from collections.abc import Iterable
+import logging
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,6 +29,8 @@ from decode.target.pretrained import complete, require_present
 
 if TYPE_CHECKING:
     from decode.target.loading import Target
+
+logger = logging.getLogger(__name__)
 
 # Numbers of each weight in a sample of weights.
 SAMPLED_NUMBERS = 4
@@ -67,17 +69,30 @@ class Fingerprint:
             ) from error
 
 
-def eos_token_ids(tokenizer: Any, *configs: Any) -> tuple[int, ...]:
+def eos_token_ids(tokenizer: Any, *configs: Any, rows: int) -> tuple[int, ...]:
     """All ids that end a text, ascending. Chat models have several. Empty if none is known.
 
     configs: model or generation configs whose `eos_token_id` is an int, a list of them or None.
+    rows: of the output layer. The model cannot say ids from there on, so they are left out with a
+    warning. Raises UserError for anything else than ids.
     """
     ids: set[int] = set()
     for holder in (tokenizer, *configs):
         value = getattr(holder, "eos_token_id", None)
-        if value is not None:
-            ids.update(value if isinstance(value, Iterable) else [value])
-    return tuple(sorted(ids))
+        listed = value if isinstance(value, list | tuple) else [value]
+        if not all(token is None or type(token) is int for token in listed):
+            raise UserError(
+                f"eos_token_id of {type(holder).__name__} is {value!r}; expected token ids"
+            )
+        ids.update(token for token in listed if token is not None)
+    outside = sorted(token for token in ids if not 0 <= token < rows)
+    if outside:
+        logger.warning(
+            "end-of-text ids %s are outside the model's %s tokens, so they are not used",
+            outside,
+            rows,
+        )
+    return tuple(sorted(ids.difference(outside)))
 
 
 def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> Fingerprint:
@@ -92,7 +107,9 @@ def fingerprint(tokenizer: Any, config: Any, generation_config: Any = None) -> F
         vocab_sha256=_vocab_sha256(tokenizer),
         vocab_size=text_config.vocab_size,
         tokenizer_sha256=_tokenizer_sha256(tokenizer),
-        eos_token_ids=eos_token_ids(tokenizer, text_config, generation_config),
+        eos_token_ids=eos_token_ids(
+            tokenizer, text_config, generation_config, rows=text_config.vocab_size
+        ),
     )
 
 

@@ -31,6 +31,7 @@ from decode.target.pretrained import (
     longest_text,
     no_progress_bars,
     no_safetensors,
+    require_all_shards,
     require_finite,
 )
 from decode.target.sharded import load_sharded
@@ -402,6 +403,7 @@ def _load_directory(path: Path, options: LoadOptions) -> Loaded:
     weights = sorted(path.glob("*.safetensors"))
     if not weights:
         raise UserError(no_safetensors(str(path), [file.name for file in path.glob("*.bin")]))
+    require_all_shards(path)
     with no_progress_bars():
         model, tokenizer = _read(str(path), options)
     return Loaded(model, tokenizer, _weights_sha256(weights))

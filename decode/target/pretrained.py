@@ -10,6 +10,8 @@ values, except while their layer runs.
 """
 
 import functools
+import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,13 +24,18 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 from transformers.distributed import DistributedConfig
 
 from decode.errors import UserError
 
+logger = logging.getLogger(__name__)
+
 # The longest text of models without a limit in their config.
 UNLIMITED_POSITIONS = 2**31 - 1
 
+# What a part of a config's name says about the model.
+MEDIA = {"vision_config": "images", "audio_config": "sound"}
 # Lines and characters of an error that a message repeats.
 REASON_LINES, REASON_LENGTH = 4, 400
 
@@ -75,7 +82,18 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
             attn_implementation=None if attention == "auto" else attention,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
             **where,
+        )
+    if info["mismatched_keys"]:
+        sizes = [
+            f"{name} is {list(found)}, expected {list(expected)}"
+            for name, found, expected in sorted(info["mismatched_keys"])
+        ]
+        more = f", and {len(sizes) - 3} more" if sizes[3:] else ""
+        raise UserError(
+            f"the weights of {source} do not have the sizes that its config says: "
+            f"{'; '.join(sizes[:3])}{more}. Use the config and the weights of one model."
         )
     if info["missing_keys"]:
         # transformers fills them with random numbers and continues.
@@ -93,7 +111,22 @@ def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) ->
     with _explained(source, "config"):
         config = transformers.AutoConfig.from_pretrained(source, **where)
     _require_causal(source, config, encoder)
-    return config, _load_tokenizer(source, config, where)
+    tokenizer = _load_tokenizer(source, config, where)
+    _drop_padding_outside(source, config, tokenizer)
+    return config, tokenizer
+
+
+def _drop_padding_outside(source: str, config: Any, tokenizer: Any) -> None:
+    """Remove padding tokens that have no embedding. Padding is masked, so any other token does."""
+    text, dropped = config.get_text_config(), set()
+    for holder in (config, text, tokenizer):
+        token = getattr(holder, "pad_token_id", None)
+        if isinstance(token, int) and not 0 <= token < text.vocab_size:
+            holder.pad_token_id = None
+            dropped.add(token)
+    if dropped:
+        rows, named = text.vocab_size, sorted(dropped)
+        logger.warning("padding tokens %s of %s are outside its %s tokens", named, source, rows)
 
 
 def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
@@ -116,6 +149,15 @@ def _require_causal(source: str, config: Any, encoder: bool) -> None:
     # Encoders such as BERT load as language models too, but predict tokens that they already see.
     causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
     architectures = config.architectures or []
+    known = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if not any(type(config) in mapping for mapping in known) and not hasattr(config, "auto_map"):
+        media = [m for part, m in MEDIA.items() if getattr(config, part, None) is not None]
+        what = f"a model that reads {' and '.join(media)}" if media else "no language model"
+        raise UserError(
+            f"{source} is {what} (model type {config.model_type}); transformers does not load it "
+            "as one that only writes text, so it is not supported. Expected a ...ForCausalLM, or a "
+            "checkpoint of a family whose text part is one, such as gemma3 or qwen3_5."
+        )
     foreign = architectures and not any(
         name.endswith((*causal, "MTModel")) for name in architectures
     )
@@ -156,6 +198,23 @@ def _explained(source: str, part: str) -> Iterator[None]:
                 f"transformers ({transformers.__version__}) knows the model."
             )
         raise UserError(message) from error
+
+
+def require_all_shards(directory: Path) -> None:
+    """Raises UserError if a file that the index of safetensors names is missing."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read ({error}); copy or download it again") from error
+    missing = sorted(str(name) for name in named if not (directory / str(name)).is_file())
+    if missing:
+        raise UserError(
+            f"{directory} lacks {', '.join(missing[:3])}{' …' if missing[3:] else ''} "
+            f"({len(missing)} of {len(named)} files that {index.name} names); download it again"
+        )
 
 
 def _asks_for_trust(error: Exception) -> bool:

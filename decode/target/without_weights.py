@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.errors import UserError
 from decode.target import gguf_file
 from decode.target.chat_template import set_template_args
 from decode.target.identity import Fingerprint, fingerprint
@@ -23,7 +22,7 @@ from decode.target.loading import (
     resolve_device,
     resolve_dtype,
 )
-from decode.target.pretrained import config_and_tokenizer, no_progress_bars
+from decode.target.pretrained import config_and_tokenizer, explained, no_progress_bars
 
 
 def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
@@ -77,13 +76,9 @@ def load_shapes(
     files = Path(spec).expanduser().glob("*.safetensors") if quantised else ()
     stored_bytes = sum(file.stat().st_size for file in files) or None
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=resolve_dtype(dtype, resolve_device(device)), **options
-            )
-    except (ValueError, ImportError) as error:
-        raise UserError(f"no model can be made from the config of {spec}: {error}") from error
+    torch_dtype = resolve_dtype(dtype, resolve_device(device))
+    with explained(f"no model can be made from the config of {spec}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, **options)
     model.eval().requires_grad_(False)
     identity = fingerprint(tokenizer, config, model.generation_config)
     set_template_args(tokenizer, chat_template_args or {})

@@ -12,6 +12,7 @@ or made for several batches together (`StatesTeacher`), or from stored top-k log
 Shapes: B rows, T tokens, n predicted tokens, H hidden size, V vocabulary, k cached tokens.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -163,11 +164,38 @@ def split_model(model: PreTrainedModel) -> SplitModel:
         halves = output(hidden) if split.added is None else output(hidden) + split.added
     model.train(was_training)
     if not torch.equal(direct, halves):
-        raise UserError(
-            f"{type(model).__name__} does more than a linear layer between hidden states and "
-            "logits (soft capping or scaling); distillation through it is not supported"
-        )
+        raise UserError(_more_than_linear(model, _scales(model) or "soft capping or scaling"))
     return split
+
+
+def require_linear_logits(model: PreTrainedModel) -> None:
+    """Raises UserError if `split_model` would for logits that are scaled or capped. For a model
+    without weights, its config tells."""
+    if all(p.device.type != "meta" for p in model.parameters()):
+        split_model(model)
+    elif scales := _scales(model):
+        raise UserError(_more_than_linear(model, scales))
+
+
+# Settings that change logits: final_logit_softcapping, logit_scale, lm_head_multiplier …
+_SCALE = re.compile(
+    r"(?<!attn_)(?<!router_)logits?_(soft_?cap(ping)?|scal(e|ing))$|^(output|lm_head)_multiplier$"
+)
+
+
+def _scales(model: PreTrainedModel) -> str:
+    """The settings by which the config says that logits are scaled or capped."""
+    config = model.config.get_text_config().to_dict()
+    found = {key: value for key, value in config.items() if _SCALE.search(key)}
+    return ", ".join(f"{key}: {value}" for key, value in found.items() if value not in (None, 0, 1))
+
+
+def _more_than_linear(model: PreTrainedModel, what: str) -> str:
+    return (
+        f"{type(model).__name__} does more than a linear layer between hidden states and logits "
+        f"({what}); distillation through it is not supported. Use another target, or a drafter "
+        "that is not trained on it"
+    )
 
 
 def added_bias(model: PreTrainedModel) -> Tensor | None:

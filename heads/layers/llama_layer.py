@@ -26,6 +26,7 @@ from decode.target.forward.lean_forward import Attend, LayerParts, LeanLayer, ro
 from decode.target.forward.lean_parts import LeanNorm, Packed
 from decode.target.forward.prepare_model import refresh_packed
 from decode.target.kinds.layer_kinds import usual_layer
+from decode.target.pretrained import explained
 
 
 def feed_forward_size(config: Any) -> int:
@@ -98,16 +99,20 @@ def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) 
             f"the drafter's layer has {counts[0]} query heads; expected a number that divides the "
             f"target's hidden size, {config.hidden_size}, as transformers' llama needs it"
         )
-    return LlamaConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
-        num_hidden_layers=1,
-        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 30,
-        pad_token_id=config.pad_token_id,
-        bos_token_id=getattr(config, "bos_token_id", None),  # T5 has none
-        eos_token_id=config.eos_token_id,
-        **values,
-    )
+    shown = ", ".join(f"{key}: {value!r}" for key, value in values.items())
+    with explained(f"the drafter's layer cannot be made with {shown}"):
+        made = LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=1,
+            max_position_embeddings=getattr(config, "max_position_embeddings", None) or 1 << 30,
+            pad_token_id=config.pad_token_id,
+            bos_token_id=getattr(config, "bos_token_id", None),  # T5 has none
+            eos_token_id=config.eos_token_id,
+            **values,
+        )
+        LlamaRotaryEmbedding(made)
+    return made
 
 
 class Rotary:

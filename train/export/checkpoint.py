@@ -24,6 +24,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from decode.target.loading import DTYPES, Target
+from decode.target.pretrained import require_all_shards
 from train.export.file_schema import DTYPE_NAMES, StoredTensor
 
 CONFIG, TOKENIZER, CARD = "config.json", "tokenizer.json", "README.md"
@@ -89,6 +90,7 @@ class Checkpoint:
     @cached_property
     def weight_files(self) -> list[Path]:
         """The files with weights: all safetensors, or all pickled if there are no safetensors."""
+        require_all_shards(self.directory)
         files = sorted(self.directory.glob("*.safetensors"))
         files = files or sorted(file for form in PICKLES for file in self.directory.glob(form))
         if not files:

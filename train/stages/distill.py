@@ -36,6 +36,7 @@ from distill.teacher.teacher_signal import (
     LiveTeacher,
     StatesTeacher,
     TeacherSource,
+    require_linear_logits,
     split_model,
 )
 from distill.teacher.top_k_cache import CachedTeacher
@@ -103,6 +104,10 @@ class DistillStage(TrainingStage[DistillConfig]):
         config = self.config
         if self.target.has_encoder:
             check_with_encoder(config)
+        elif config.draft_vocabulary is not None or (
+            config.weighted_loss.needs_teacher and config.teacher == "live"
+        ):
+            require_linear_logits(self.target.model)
         for name in config.boost.names if config.boost else ():
             if name not in plans:
                 check_earlier_drafter(Path(name), self.target)
@@ -125,6 +130,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             )
         model, _ = make_student(config.drafter, self.target, self.earlier)
         require_decoding(model)
+        if not self.target.has_encoder:
+            require_linear_logits(model)
         shared = self._shared  # refuses too few shared tokens
         if mask_token_of(self, model) is not None:
             require_full_attention(model)

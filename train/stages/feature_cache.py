@@ -19,6 +19,7 @@ from distill.teacher.feature_sources import (
     split_rows,
     write_features,
 )
+from distill.teacher.teacher_signal import require_linear_logits
 from train.data.chat import Sample
 from train.schema import StageConfig
 from train.stage import STAGES, Memory, Outcome, StagePlan
@@ -60,6 +61,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         Recorder(self.target.model, layers)  # refuses layers that do not exist
         if self.target.has_weights:
             require_present(self.target.model, "a cache of hidden states")
+        require_linear_logits(self.target.model)  # as all do that learn from the states
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
         tokens = self.planned_text_tokens(plans)

@@ -36,7 +36,7 @@ from train.data.corpus import (
 )
 from train.data.read import Example, id_key, select, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
-from train.schema import SamplingConfig, StageConfig
+from train.schema import SamplingConfig, Seed, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
 from train.training.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
 
@@ -110,7 +110,7 @@ class GenerateConfig(StageConfig):
     """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
     part_prompts: int = Field(64, ge=1)
     """The number of answers per saved part. A killed stage loses at most one part."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the draws."""
     server: ServerConfig | None = None
     """A server that answers in place of our own loop. None: our own loop."""

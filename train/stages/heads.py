@@ -24,7 +24,7 @@ from decode.target.loading import Target
 from decode.trees.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.teacher_signal import split_model
+from distill.teacher.teacher_signal import require_linear_logits
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
@@ -82,6 +82,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         config, target = self.config, self.target
         if target.has_encoder:
             require_decoder_only_parts(config)
+        else:
+            require_linear_logits(target.model)
         if config.start is None or config.start in plans:
             heads = build_heads(config.heads, target, self._planned_vocabulary(), "meta")
         else:
@@ -127,8 +129,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
 
     def run(self) -> Outcome:
-        if not self.target.has_encoder:
-            split_model(self.target.model)  # refuses logits that need more than an output layer
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
         # Engines may shard the module. This copy stays complete, on the CPU.

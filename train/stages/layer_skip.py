@@ -15,7 +15,7 @@ from decode.errors import UserError
 from decode.target.forward.sublayers import Sublayers
 from decode.target.kinds.layer_kinds import require_no_states
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
-from distill.teacher.teacher_signal import split_model
+from distill.teacher.teacher_signal import require_linear_logits
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
 from train.schema import Losses, StageConfig
@@ -90,6 +90,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         config, model = self.config, self.target.model
         layers = self._layers
         Sublayers.later(config.exit_layer, layers)
+        require_linear_logits(model)
         final_norm(model)
         require_no_states(model)
         if config.held_out == "data":
@@ -122,7 +123,6 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         )
 
     def run(self) -> Outcome:
-        split_model(self.target.model)  # refuses logits that need more than an output layer
         samples, counts = self.fitting_samples()
         config, device = self.config, self.accelerator.device
         clock = Clock(device)

@@ -19,6 +19,7 @@ from decode.target.cache.cached_model import require_trees
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
+from distill.teacher.teacher_signal import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
 from train.data.read import Example, select, spread
@@ -113,6 +114,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             trained, disk = start.trained_parameters, start.disk_bytes
             return StagePlan(what, trained, tokens, memory, disk, drafters=1)
         model, _ = make_student(config.drafter, self.target, self.earlier)
+        require_linear_logits(model)
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         layers, learning = model.config.get_text_config().num_hidden_layers, config.learning

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from decode.errors import UserError
 from distill.shared_vocabulary import SharedVocabulary
-from distill.teacher.teacher_signal import LiveTeacher, TopK, split_model
+from distill.teacher.teacher_signal import LiveTeacher, TopK, require_linear_logits, split_model
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,
@@ -86,6 +86,8 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 "tokens; lower k"
             )
         tokens, token_bytes = self.planned_tokens(plans), bytes_per_token(k, vocab_size)
+        if self.config.source != "answers" or self.config.draft_vocabulary is not None:
+            require_linear_logits(self.target.model)
         return StagePlan(
             f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,

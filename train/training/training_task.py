@@ -12,7 +12,7 @@ from decode.errors import UserError
 from distill.flops import TextFlops
 from train.data.batches import Inputs, RankText
 from train.data.training_text import Text, Weights
-from train.schema import Strict
+from train.schema import Seed, Strict
 
 # (module, batch, its samples' ids) → (loss summed over its tokens, each term's sum [terms])
 Step = Callable[[nn.Module, Inputs, Sequence[str]], tuple[Tensor, Tensor]]
@@ -50,7 +50,7 @@ class LoopConfig(Strict):
     than the best one. Needs `keep_best`. None: it does not end early."""
     log_every: int = Field(5, ge=1)
     """Optimizer steps between two logged figures."""
-    seed: int = 0
+    seed: Seed = 0
     """The seed of the order of batches, of init weights, and of text that the drafter generates."""
 
     def require_dev(self, stage: str, *, measured: bool) -> None:

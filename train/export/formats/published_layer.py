@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.drafters.pard import text_of_used
 from decode.errors import UserError
 from decode.target.loading import Target
+from decode.target.pretrained import explained
 from heads.eagle_heads import auxiliary_layers
 from heads.layers.llama_layer import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
@@ -167,12 +168,13 @@ def sound_settings(
     rope = {key: contents[key] for key in ("rope_parameters",) if contents.get(key)} or {
         key: contents[key] for key in ("rope_theta", "rope_scaling") if contents.get(key)
     }
-    llama = LlamaConfig(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        max_position_embeddings=usual.max_position_embeddings,
-        **rope,
-    )
+    with explained(f"config.json: its layer cannot have the rotary settings {rope}"):
+        llama = LlamaConfig(
+            hidden_size=hidden,
+            num_attention_heads=heads,
+            max_position_embeddings=usual.max_position_embeddings,
+            **rope,
+        )
     settings = LayerSettings(
         intermediate_size=contents["intermediate_size"],
         num_attention_heads=heads,
