@@ -270,7 +270,7 @@ def test_a_depth_of_0_is_not_taken_for_none_given(base: Path) -> None:
     for name, asked in (("generate", ["the dog"]), ("evaluate", ["--prompts", "none.jsonl"])):
         refused = command(name, base, "ngram", *asked, "--gamma", "0")
         assert refused.exit_code == 2
-        assert "0 is not in the range" in refused.stderr
+        assert "--gamma" in refused.stderr
 
 
 def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -479,10 +480,15 @@ def test_figures_of_changed_settings_are_measured_again_and_others_kept(base, mo
     assert [row["stage"] for row in more["rows"][3:]] == ["ngram+words"]
     assert [stage["name"] for stage in more["stages"]] == ["few", "answers", "words"]
     assert len([*(base / "runs/tiny/stages").iterdir()]) == 3
+    # A stage whose directory was deleted is done again, and its drafter is another one.
+    shutil.rmtree(base / "runs/tiny/stages/01-words")
+    start(base, "stages.words.loop.seed=1", allow_changes=True)
+    assert measured == [8, 8, 8, 8, 8, 8, 8]
+    measured.clear()
     # Other settings, and a row less.
     changed = ("evaluation.max_new_tokens=6", "evaluation.baselines=[]")
     rows = start(base, *changed, allow_changes=True)["rows"]
-    assert measured == [8, 8, 8, 8, 6, 6, 6]
+    assert measured == [6, 6, 6]
     assert [row["stage"] for row in rows] == ["words (start)", "words", "ngram+words"]
 
 

@@ -12,7 +12,13 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from decode.artifact import CorruptArtifact, ReadFailure, verify_directory, write_directory
+from decode.artifact import (
+    CorruptArtifact,
+    ReadFailure,
+    manifest_sha256,
+    verify_directory,
+    write_directory,
+)
 from decode.drafters.directory import (
     DRAFTER_FILE,
     describe_drafter,
@@ -49,7 +55,7 @@ class Row:
     label: for the row's directory and its logged figures. stage: as the report shows it. kind: the
     drafter's kind; a drafter with kind == spec is a baseline. stage and kind together are unique.
     spec: the drafter's name or directory, as a user gives it. target: the directory of the
-    drafter's new target; None: the run's target.
+    drafter's new target; None: the run's target. drafter: the directory of the trained drafter.
     """
 
     label: str
@@ -57,6 +63,7 @@ class Row:
     kind: str
     spec: str
     target: Path | None = None
+    drafter: Path | None = None
 
 
 @dataclass
@@ -90,8 +97,9 @@ class RunEvaluation:
         start = directory.parent / "start"
         kind = describe_drafter(directory)["kind"]
         if Ranks.of(self.accelerator).main_only(start.exists):
-            self._add(Row(f"{stage}-start", f"{stage}{START}", kind, str(start)))
-        self._add(Row(stage, stage, kind, str(directory), outcome.target))
+            row = Row(f"{stage}-start", f"{stage}{START}", kind, str(start), drafter=start)
+            self._add(row)
+        self._add(Row(stage, stage, kind, str(directory), outcome.target, directory))
 
     def combined(self, stage: str, outcome: Outcome) -> None:
         """Add a row for each untrained drafter of `in_turn` and of `in_one_tree`, combined with the
@@ -109,7 +117,8 @@ class RunEvaluation:
         for name, plus in pairs:
             label, spec = f"{name}{plus}{stage}", f"{name}{plus}{directory}"
             try:
-                self._add(Row(label, label, f"{name}{plus}{kind}", spec, outcome.target))
+                row = Row(label, label, f"{name}{plus}{kind}", spec, outcome.target, directory)
+                self._add(row)
             except (CorruptArtifact, ReadFailure):
                 raise
             except UserError as error:
@@ -169,12 +178,13 @@ class RunEvaluation:
         return bool(changed)
 
     def _settings(self, row: Row) -> dict[str, Any]:
-        """What a row's figures depend on, beside its drafter and the data."""
+        """What a row's figures depend on, beside the data, which cannot change."""
         config = dump_config(self.config)
         evaluation = {k: v for k, v in config["evaluation"].items() if k not in ROWS}
         if row.kind != row.spec:
             del evaluation["baseline_gammas"]
         return {
+            "drafter": row.drafter and manifest_sha256(row.drafter),
             "evaluation": evaluation,
             "target": config["target"],
             "data": {"system": config["data"]["system"]},
