@@ -4,12 +4,13 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from decode.errors import UserError
 from train.console import LOG_FILE, PROGRESS_FILE
-from train.run_files import stage_directory
+from train.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
 from train.tracking.curve_file import CURVES_FILE, CurveReader, Points
 
 LOG_LINES, LOG_BYTES = 200, 1 << 16
@@ -60,7 +61,7 @@ class RunState:
             and (self.directory / "report.json").is_file(),
             "progress": self._progress(),
             "curves": self._curves([stage["name"] for stage in stages]),
-            "evaluations": list(self._evaluations()),
+            "evaluations": list(self._evaluations(config)),
             "log": self._log(),
         }
 
@@ -95,10 +96,10 @@ class RunState:
                     curves.append({"stage": stage, "figure": figure, "lines": lines})
         return curves
 
-    def _evaluations(self) -> Iterator[dict[str, Any]]:
-        for path in sorted((self.directory / "evaluations").glob("*/evaluation.json")):
-            row = _json(path)
-            if row is not None:
+    def _evaluations(self, config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with suppress(UserError):  # it is being written
+            for path in rows_of(config, stored_rows(self.directory)):
+                row = read_record(path / EVALUATION)
                 figures = {key: row["evaluation"].get(key) for key in FIGURES}
                 yield {"stage": row["stage"], "drafter": row["drafter"], **figures}
 
