@@ -467,7 +467,9 @@ def test_figures_of_changed_settings_are_measured_again_and_others_kept(base, mo
     config = base / "config.yaml"
     text = config.read_text()
     # One trained drafter is enough here.
-    text = text[: text.index("  - name: distill")] + "    train_embeddings: true\n"
+    text = text[: text.index("  - name: distill")].replace("epochs: 1", "max_steps: 1")
+    text = text.replace("prompts: 4", "prompts: 1").replace("timed_prompts: 2", "timed_prompts: 0")
+    text = text.replace("[1, 2]", "[1]")
     config.write_text(text)
     kept = start(base, "evaluation.in_turn=[]")["rows"]
     assert measured == [8, 8, 8]
