@@ -12,7 +12,7 @@ drafter starts from two layers of the target and learns from the target's greedy
 
 The last three rows took the same number of training tokens. Each drafter drafts chains of 4, so a
 merged tree has at most 8 nodes and costs two drafts. The table has the tokens per step on test
-prompts, greedy and at temperature 1, with 95% bootstrap intervals over prompts, and the mean number
+prompts, greedy and at temperature 1, with 95% intervals over prompts, and the mean number
 of drafted tokens of a step. Runs are kept and continue where they stopped.
 """
 
@@ -40,7 +40,7 @@ from decode.drafters import Drafter
 from decode.drafters.directory import open_drafter
 from decode.drafters.several.combined import SeveralDrafters
 from decode.loop import Decoder
-from decode.measure.figures import ratio_of_totals
+from decode.measure.intervals import ratio_of_totals
 from decode.sampling import Sampling
 from train.data.read import spread
 from train.run import Run

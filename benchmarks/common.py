@@ -127,9 +127,11 @@ def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "T
 
 
 def format_interval(ratio: dict[str, float], digits: int) -> str:
-    """'1.23 [1.18, 1.29]'."""
-    value, low, high = (f"{ratio[key]:.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
+    """'1.23 [1.18, 1.29]', or '1.23' without an interval."""
+    value = f"{ratio['value']:.{digits}f}"
+    if "low" not in ratio:
+        return value
+    return f"{value} [{ratio['low']:.{digits}f}, {ratio['high']:.{digits}f}]"
 
 
 def format_figure(value: float | None, form: str) -> str:

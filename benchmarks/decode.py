@@ -13,7 +13,7 @@ and 1 tokens.
 
 If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
-an ending means batch 1, greedy, in the requested dtype. Intervals are 95% bootstrap intervals over
+an ending means batch 1, greedy, in the requested dtype. Intervals are 95% intervals over
 prompts (over batches at batch 8). The default drafter is the target's first layers, trained here in
 a run that is kept.
 

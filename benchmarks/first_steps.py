@@ -214,8 +214,13 @@ def as_page(steps: list[Step]) -> str:
         "|---|---|",
         *(f"| {step.title} | {as_time(step.seconds)} |" for step in steps),
     ]
+    report: list[str] = []  # the last one that a step printed
     for step in steps:
         last = step.output.splitlines()[-LINES:]
+        if report and last[-len(report) :] == report:
+            last[-len(report) :] = ["[the same report as above]"]
+        elif "run my" in last:
+            report = last[last.index("run my") :]
         lines += ["", f"## {step.title[0].upper()}{step.title[1:]}", "", "```", f"$ {step.command}"]
         lines += [*last, "```"]
     return "\n".join(lines) + "\n"

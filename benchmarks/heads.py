@@ -354,7 +354,7 @@ def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:
             ratio = figures[name].get(key)
             if ratio is not None:
                 value = ratio["value"]
-                errors = [[value - ratio["low"]], [ratio["high"] - value]]
+                errors = [[value - ratio.get("low", value)], [ratio.get("high", value) - value]]
                 colour = "#0067a5" if marker else "#1f2933"
                 side.errorbar(value, y, xerr=errors, fmt=marker, color=colour, capsize=2)
     right.axvline(1.0, color="#5a6674", linestyle=":")

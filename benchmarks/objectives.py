@@ -7,7 +7,7 @@ Every arm starts from the same drafter: the target's first two layers after an e
 cross-entropy. All arms take the same number of optimizer steps on the same number of tokens. On the
 shipped test prompts, the benchmark measures acceptance in the decoding loop, greedy and at
 temperature 1. On texts that the target wrote for dev prompts, it measures the expected acceptance
-1 − TV. Intervals are 95% bootstrap intervals over prompts and seeds together. A ratio of two arms
+1 − TV. Intervals are 95% intervals over prompts and seeds together. A ratio of two arms
 is over the same prompts.
 
 Texts: `greedy` and `sampled` are the target's answers (SeqKD's cross-entropy and DistillSpec's
@@ -48,7 +48,7 @@ from decode.drafters.directory import open_drafter
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.figures import ratio_of_totals
+from decode.measure.intervals import ratio_of_totals
 from decode.sampling import Sampling
 from decode.target.loading import Target, load_model_and_tokenizer
 from distill.losses import WeightedLoss

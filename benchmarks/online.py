@@ -20,7 +20,7 @@ run, the only online arm with heads is the mix.
 
 Before offline distillation, the target must answer the prompts. Online arms learn from the answers
 that they serve. The table has the time of both. Acceptance at a domain's end is that of its last 40
-requests, with 95% bootstrap intervals over requests. An arm has recovered at the first 20 requests
+requests, with 95% intervals over requests. An arm has recovered at the first 20 requests
 of a domain whose acceptance is at most 0.02 lower than that. Net tokens per second include
 learning, but not the saving of versions. Arms are kept and continue where they stopped.
 """
@@ -73,7 +73,7 @@ from benchmarks.parts.online_runs import (
 )
 from decode.drafters.directory import open_drafter
 from decode.loop import Decoder
-from decode.measure.figures import ratio_of_totals
+from decode.measure.intervals import ratio_of_totals
 from decode.sampling import Sampling
 from train.plots import LIGHT, SERIES
 from train.run import Run
@@ -213,7 +213,7 @@ def arm_figures(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[
 
 
 def acceptance(counts: np.ndarray) -> dict[str, float]:
-    """Return accepted / reached, with a 95% bootstrap interval over requests."""
+    """Return accepted / reached, with a 95% interval over requests."""
     ratio = ratio_of_totals(counts[:, 3], counts[:, 2])
     assert ratio is not None
     return ratio

@@ -98,12 +98,15 @@ def main(
 
 
 def compare(measurements: list[dict[str, Any]]) -> dict[str, bool | None]:
-    """Return whether all intervals of the speed-up overlap, and whether all trees are the same
-    (None without trees)."""
+    """Return whether all intervals of the speed-up overlap (None without intervals), and whether
+    all trees are the same (None without trees)."""
+    known = all("low" in one["speedup"] for one in measurements)
     pairs = list(combinations([one["speedup"] for one in measurements], 2))
     trees = [one["tree"]["paths"] for one in measurements if one["tree"]]
     return {
-        "intervals_overlap": all(a["low"] <= b["high"] and b["low"] <= a["high"] for a, b in pairs),
+        "intervals_overlap": all(a["low"] <= b["high"] and b["low"] <= a["high"] for a, b in pairs)
+        if known
+        else None,
         "same_tree": all(tree == trees[0] for tree in trees) if trees else None,
     }
 

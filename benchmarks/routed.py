@@ -12,7 +12,7 @@ the small language model only. Every arm starts from the same drafter and serves
 
 Both learning arms take a round after every 20 of the requests that they learn from, so they take
 as many optimizer steps in total. Acceptance is that of the last 40 requests of each domain, with
-95% bootstrap intervals over requests. Runs are kept and continue where they stopped.
+95% intervals over requests. Runs are kept and continue where they stopped.
 """
 
 from pathlib import Path

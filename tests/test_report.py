@@ -502,6 +502,21 @@ def test_warnings(tmp_path: Path, rows: list[Any], warning: str) -> None:
     assert warning in (tmp_path / "report.html").read_text(encoding="utf-8").replace("&#39;", "'")
 
 
+def test_without_intervals_there_is_no_verdict(tmp_path: Path) -> None:
+    few = [("before", "ngram", figures(1.1, 0.4)), ("two", "small_lm", figures(1.5, 0.8))]
+    for _, _, evaluation in few:
+        evaluation["speedup"] = {"value": evaluation["speedup"]["value"]}
+    report = make_report(write_run(tmp_path, few))
+    best = headline(report)
+    assert best is not None
+    assert best["verdict"].endswith("fewer than 6: too few for an interval or a verdict")
+    assert best["ranking"].startswith("Fewer than 6 prompts were timed")
+    assert any("too few for intervals" in line for line in footnotes(report))
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "too few prompts for an interval" in page
+    assert "two 1.50" in page
+
+
 def test_a_machine_that_was_not_alone_is_told(tmp_path: Path) -> None:
     busy = figures(1.5, 0.8, alone=False, others_share=0.23)
     report = make_report(write_run(tmp_path / "busy", [ROWS[0], ("two", "small_lm", busy)]))
@@ -539,10 +554,7 @@ def test_how_times_were_taken_is_told(tmp_path: Path) -> None:
     )
     report = make_report(write_run(tmp_path, [("two", "small_lm", found)]))
     notes = " ".join(footnotes(report))
-    assert (
-        "timed in batches of 4; intervals are 95% bootstrap intervals over the timed batches"
-        in notes
-    )
+    assert "timed in batches of 4; intervals are 95% intervals over the timed batches" in notes
     assert "speed-ups compare the time per token" in notes
     assert "two has no break-even: a verification pass took 0.97 plain steps" in notes
     assert "never" not in rendered(report)

@@ -52,6 +52,7 @@ class WrittenRun:
 
     def evaluate(self, acceptance: float) -> None:
         figures = {"acceptance_rate": acceptance, "tokens_per_step": 1.5, "lossless": True}
+        figures["alone"] = False  # other processes were busy
         speedup = {"value": 1.2, "low": 1.1, "high": 1.3}
         row = {"stage": "heads", "drafter": "eagle1", "evaluation": {**figures, "speedup": speedup}}
         self.put("evaluations/01-heads/evaluation.json", row)
@@ -214,6 +215,9 @@ def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
         page.wait_for_selector("#stages li.done:has-text('text (generate): done, 1 min 1 s')")
         page.wait_for_selector("#stages li.begun:has-text('heads')")
         page.wait_for_selector("#what:has-text('stage 2 of 2, heads')")
+        # One point is a dot, with its step and its value.
+        page.wait_for_selector("#curves path.dot", state="attached")
+        assert page.text_content("#curves .plot") == "2step 5"
         with run.reporter.bar("training", 100) as bar:
             bar.update(0)
             time.sleep(1.1)
@@ -224,7 +228,8 @@ def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
         page.wait_for_selector("#what:has-text('training: 50 of 100')")
         assert "left of this" in page.text_content("#what")
         page.wait_for_selector("#evaluations td:has-text('0.63')")
-        page.wait_for_selector("#evaluations td:has-text('1.20× [1.10, 1.30]')")
+        page.wait_for_selector("#evaluations td:has-text('1.20× [1.10, 1.30]*')")
+        assert page.is_visible("#disturbed")
         page.wait_for_selector("#curves .key:has-text('loss 1.25')")
         page.wait_for_selector("#curves path[d*=L]", state="attached")
         assert HOSTILE in page.text_content("#log")

@@ -25,7 +25,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
-from decode.measure.figures import ratio_of_totals
+from decode.measure.intervals import ratio_of_totals
 from decode.measure.same_text import identical
 from decode.measure.time_passes import finish
 from decode.stats import finite

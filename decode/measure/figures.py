@@ -6,18 +6,20 @@ The meaning of each figure:
 - speed-up: time per emitted token of plain decoding, divided by that of speculative decoding in the
   same loop and process. Both decode the same prompts in the same batches (of one prompt by
   default), in turns of a few tokens; prefill is included. It is a ratio of totals with a 95%
-  interval from a bootstrap over batches. If both texts have the same length, as in greedy lossless
-  decoding, it is the ratio of wall times (`speedup_basis`).
+  interval over batches (`decode.measure.intervals`). If both texts have the same length, as in
+  greedy lossless decoding, it is the ratio of wall times (`speedup_basis`).
 - speed-up without prefill: without the target's and the drafter's passes over the prompts, and
   without the token from the target's pass.
-- c, v: the time of a draft divided by its depth, without the drafter's pass over the prompt, and
-  the time of one verification pass of the mean width, in plain steps. So c is the time of a pass of
-  a small language model. A drafter that computes all depths in one pass pays about the same for any
-  depth, so its c falls as γ grows. `measured_costs` has the two parts of a draft's cost, the
-  fixed one and the one per depth, where a policy or shape needed them (`decode.measure.costs`).
+- c, v: the time of a full draft divided by its depth, without the drafter's pass over the prompt,
+  and the time of the pass that verifies it, in plain steps. A draft is full if it is γ deep. Steps
+  with a shorter draft count only if a policy varies the lengths, and steps without one never. So c
+  is the time of a pass of a small language model. A drafter that computes all depths in one pass
+  pays about the same for any depth, so its c falls as γ grows. `measured_costs` has the two parts
+  of a draft's cost, the fixed one and the one per depth, where a policy or shape needed them
+  (`decode.measure.costs`).
 - break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
-  fixed γ. A pass over several tokens is never cheaper than a pass over one: a v below 1 is noise,
-  and then there is no break-even.
+  fixed γ that some drafts reach. A pass over several tokens is never cheaper than a pass over one:
+  a v below 1 is noise, and then there is no break-even.
 - others' share: the share of the processor that other processes used during timing
   (`decode.measure.costs`).
 - γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
@@ -36,6 +38,7 @@ import numpy as np
 
 from decode.loop import Decoded
 from decode.measure.costs import Costs, busy
+from decode.measure.intervals import ratio_of_totals
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, finite, summary
 from decode.verification import Verification
@@ -153,31 +156,27 @@ class Evaluation:
         return "wall time" if same else "time per token"
 
     def _costs(self, plain: Timing, drafted: Timing) -> dict[str, Any]:
-        step = plain.stepping / plain.steps if plain.steps else 0.0
-        if not step or not drafted.steps:
-            names = ("c", "c_interval", "v", "v_interval", "verify_width", "overhead_ms")
-            return dict.fromkeys(names)
+        """c and v with their intervals, and what a pass is on average. None: not known."""
+        policy = self.protocol.make_policy()
+        least = policy.max_depth if policy.constant else 1
+        full = [[step for step in run.steps if step.draft_steps >= least] for run in self.drafted]
+        passes = _array(map(len, full))
+        depths = _array(sum(step.draft_steps for step in steps) for steps in full)
+        drafting = _array(sum(step.draft_s for step in steps) for steps in full)
+        judging = _array(sum(step.verify_s + step.overhead_s for step in steps) for steps in full)
+        steps, seconds = (
+            _array(getattr(run.timing, name) for run in self.plain)
+            for name in ("steps", "stepping")
+        )
+        c = ratio_of_totals(drafting, seconds, per=(depths, steps))
+        v = ratio_of_totals(judging, seconds, per=(passes, steps))
         return {
-            "c": drafted.draft / drafted.draft_steps / step if drafted.draft_steps else 0.0,
-            "c_interval": ratio_of_totals(
-                _array(run.timing.draft for run in self.drafted),
-                _array(run.timing.stepping for run in self.plain),
-                per=(
-                    _array(run.timing.draft_steps for run in self.drafted),
-                    _array(run.timing.steps for run in self.plain),
-                ),
-            ),
-            "v": (drafted.verify + drafted.overhead) / drafted.steps / step,
-            "v_interval": ratio_of_totals(
-                _array(run.timing.verify + run.timing.overhead for run in self.drafted),
-                _array(run.timing.stepping for run in self.plain),
-                per=(
-                    _array(run.timing.steps for run in self.drafted),
-                    _array(run.timing.steps for run in self.plain),
-                ),
-            ),
-            "verify_width": drafted.tokens_fed / drafted.steps,
-            "overhead_ms": 1000 * drafted.overhead / drafted.steps,
+            "c": c and c["value"],
+            "c_interval": c,
+            "v": v and v["value"],
+            "v_interval": v,
+            "verify_width": drafted.tokens_fed / drafted.steps if drafted.steps else None,
+            "overhead_ms": 1000 * drafted.overhead / drafted.steps if drafted.steps else None,
         }
 
     def _break_even(self, costs: dict[str, Any]) -> dict[str, Any]:
@@ -188,8 +187,10 @@ class Evaluation:
         note = None
         if not policy.constant:
             note = "draft lengths vary, so there is no single γ"
-        elif costs["v"] is None:
+        elif not self.drafted:
             note = "nothing was timed"
+        elif costs["v"] is None:
+            note = f"no draft was γ = {policy.max_depth} deep, so the costs of one are not known"
         elif costs["v"] < 1:
             note = (
                 f"a verification pass took {costs['v']:.2f} plain steps; less than 1 is noise, "
@@ -243,37 +244,6 @@ def repetition(tokens: Sequence[int]) -> float:
             for i in copies:
                 inside[i : i + REPEATED] = True
     return float(inside.mean()) if len(tokens) else 0.0
-
-
-def ratio_of_totals(
-    numerator: np.ndarray,
-    denominator: np.ndarray,
-    *,
-    per: tuple[np.ndarray, np.ndarray] | None = None,
-    draws: int = 2000,
-    seed: int = 0,
-) -> dict[str, float] | None:
-    """Σ numerator / Σ denominator over prompts (or batches), with its 95% bootstrap interval. None
-    for empty arrays, or if a divisor is 0 in total.
-
-    per: units for both, such as tokens. The value is then (Σ numerator / Σ per[0]) / (Σ denominator
-    / Σ per[1]).
-    """
-    count = len(numerator)
-    over, under = per or (np.ones(count), np.ones(count))
-    if not count or not (denominator.sum() and over.sum() and under.sum()):
-        return None
-    everything = np.arange(count)[None]
-    drawn = np.random.default_rng(seed).integers(0, count, (draws, count))
-
-    def ratios(index: np.ndarray) -> np.ndarray:
-        n, d, o, u = (x[index].sum(1) for x in (numerator, denominator, over, under))
-        usable = (d * o * u) != 0
-        values: np.ndarray = n[usable] * u[usable] / (d[usable] * o[usable])
-        return values
-
-    low, high = np.quantile(ratios(drawn), [0.025, 0.975])
-    return {"value": float(ratios(everything)[0]), "low": float(low), "high": float(high)}
 
 
 def break_even(gamma: int, c: float | None, v: float | None) -> float | None:

@@ -73,7 +73,7 @@ def interval_plot(
     *,
     axis: str,
 ) -> str:
-    """Plot a dot with its interval ({value, low, high}) per row, and a line at 1."""
+    """Plot a dot per row with its interval, if it has one ({value, low, high}), and a line at 1."""
     drawn = [ratio for ratio in ratios if ratio is not None]
     if not drawn:
         return ""
@@ -85,21 +85,25 @@ def interval_plot(
             if ratio is None:
                 _text_beside(axes, 1.0, y, "not timed", muted=True)
                 continue
-            axes.plot([ratio["low"], ratio["high"]], [y, y], color=colour, linewidth=2.2)
+            if "low" in ratio:
+                axes.plot([ratio["low"], ratio["high"]], [y, y], color=colour, linewidth=2.2)
             axes.plot(ratio["value"], y, "o", color=colour, markersize=8)
-            _text_beside(axes, max(ratio["high"], ratio["value"]), y, f"{ratio['value']:.2f}×")
+            _text_beside(axes, max(ratio.values()), y, f"{ratio['value']:.2f}×")
         low = min(1.0, *(min(ratio.values()) for ratio in drawn))
         high = max(1.0, *(max(ratio.values()) for ratio in drawn))
         span = max(high - low, 0.1)
         axes.set_xlim(low - 0.12 * span, high + 0.24 * span)
         axes.set_xlabel(axis)
         axes.grid(axis="x")
-        rows = [
-            f"{label} "
-            + (f"{r['value']:.2f} ({r['low']:.2f} to {r['high']:.2f})" if r else "not timed")
-            for label, r in zip(labels, ratios, strict=True)
-        ]
+        rows = [f"{label} {_written(r)}" for label, r in zip(labels, ratios, strict=True)]
         return svg(figure, name, f"Dots with 95% intervals, {axis}: {', '.join(rows)}.")
+
+
+def _written(ratio: dict[str, float] | None) -> str:
+    if ratio is None:
+        return "not timed"
+    interval = f" ({ratio['low']:.2f} to {ratio['high']:.2f})" if "low" in ratio else ""
+    return f"{ratio['value']:.2f}{interval}"
 
 
 @plot

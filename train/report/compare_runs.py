@@ -16,6 +16,15 @@ from train.report.format_figures import MISSING
 from train.report.report_files import FORMAT, evaluation_plots, template
 from train.report.report_summary import headline, ranking
 
+# The titles of the plots.
+TITLES = {
+    "speed": "Speed-up",
+    "time": "Where the time goes",
+    "acceptance": "Acceptance rate",
+    "tokens": "Tokens per step",
+    "positions": "Acceptance by position",
+    "accepted": "Accepted per pass",
+}
 # Settings that say nothing about the figures.
 NAMES = ("name", "output_dir")
 # Speeds of runs that differ here say nothing about their drafters.
@@ -131,7 +140,7 @@ def render_comparison(runs: Runs) -> str:
         runs=runs,
         figures=compare_table(runs),
         settings=settings_table(runs),
-        plots={name: Markup(svg) for name, svg in plots.items() if svg},
+        plots={TITLES[name]: (name, Markup(svg)) for name, svg in plots.items() if svg},
         light=css_variables(LIGHT),
         dark=css_variables(DARK),
     )

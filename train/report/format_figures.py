@@ -42,10 +42,11 @@ def disturbance(evaluation: dict[str, Any]) -> str | None:
 
 
 def format_ratio(value: Ratio | None) -> str:
-    """'1.23× [1.18, 1.29]'."""
+    """'1.23× [1.18, 1.29]', or '1.23×' if it has no interval."""
     if value is None:
         return MISSING
-    return f"{value['value']:.2f}× [{value['low']:.2f}, {value['high']:.2f}]"
+    interval = f" [{value['low']:.2f}, {value['high']:.2f}]" if "low" in value else ""
+    return f"{value['value']:.2f}×{interval}"
 
 
 def format_break_even(evaluation: dict[str, Any]) -> str:

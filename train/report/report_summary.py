@@ -3,8 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from decode.measure.intervals import FEWEST_PROMPTS
 from train.plots import can_plot
-from train.report.drafter_table import is_baseline, is_combined, row_labels, without_gamma
+from train.report.drafter_table import (
+    is_baseline,
+    is_combined,
+    row_labels,
+    without_gamma,
+)
 from train.report.format_figures import (
     MISSING,
     Row,
@@ -19,12 +25,20 @@ from train.report.format_figures import (
 )
 from train.run_files import START
 
+# What it means that texts differ, and yet all are identical up to rounding.
+ROUNDING = (
+    "where two texts differ, the two best tokens have logits so close that rounding decides; a "
+    "pass over several tokens rounds in another order than a pass over one, so both tokens are "
+    "the target's own choice, and the drafter changed nothing"
+)
+
 
 def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     """Describe the best trained drafter in words. Returns None if nothing was evaluated.
 
-    Returns {label, row, verdict, before, compared, ranking, warnings}. The best drafter is the
-    fastest one; without times, the one with the most tokens per step. `before` holds its figures
+    Returns {lead, label, row, verdict, before, compared, ranking, warnings}. The best drafter is
+    the fastest one; without times, the one with the most tokens per step. A drafter before its
+    training is not a trained one. `lead` says what it is the best of. `before` holds its figures
     before all training. `compared` holds the rows a reader should judge it by, each {what, label,
     evaluation}: the drafter itself, the best drafter that needs no training, and both combined, in
     turn or in one tree, if that was measured. `ranking` says which of them is fastest; it is "" if
@@ -88,6 +102,7 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     if trained and first and _speed_and_tokens(first) > _speed_and_tokens(row):
         warnings.append("The drafter was better before its training: training did not help.")
     return {
+        "lead": "The best trained drafter on its own" if trained else "The best drafter so far",
         "label": label,
         "row": row,
         "verdict": _verdict(evaluation),
@@ -120,6 +135,11 @@ def _verdict(evaluation: dict[str, Any]) -> str:
     if speedup is None:
         tokens = format_number(evaluation.get("tokens_per_step"))
         return f"yields {tokens} tokens per step; no prompt was timed, so its speed is not known"
+    if "low" not in speedup:
+        return (
+            f"decodes {speedup['value']:.2f} times as fast as the target alone on the timed "
+            f"prompts, which are fewer than {FEWEST_PROMPTS}: too few for an interval or a verdict"
+        )
     if speedup["low"] > 1:
         return f"decodes {speedup['value']:.2f} times as fast as the target alone"
     if speedup["high"] < 1:
@@ -150,7 +170,8 @@ def _compared_entry(what: str, label: str, row: Row) -> dict[str, Any]:
 
 
 def ranking(compared: list[dict[str, Any]]) -> str:
-    """Return a sentence that names the fastest row. Overlapping intervals count as equal.
+    """Return a sentence that names the fastest row, if all have intervals. Overlapping ones count
+    as equal.
 
     compared: rows with their label and evaluation."""
     if len(compared) < 2:
@@ -158,6 +179,11 @@ def ranking(compared: list[dict[str, Any]]) -> str:
     speedups = [(e["label"], s) for e in compared if (s := e["evaluation"].get("speedup"))]
     if len(speedups) < len(compared):
         return "Not all of them were timed, so the fastest one is not known."
+    if not all("low" in speedup for _, speedup in speedups):
+        return (
+            f"Fewer than {FEWEST_PROMPTS} prompts were timed, which is too few to say which of "
+            "them is the fastest."
+        )
     fastest, best = max(speedups, key=lambda pair: pair[1]["value"])
     others = [pair for pair in speedups if pair[0] != fastest]
     level = " and ".join(label for label, s in others if s["high"] >= best["low"])
@@ -189,8 +215,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"γ {_setting(report, 'gamma', draft_length)}; {_setting(report, 'sampling', _sampling)}; "
         f"rule {_setting(report, 'rule', rule_name)}" + _shapes(report),
         f"{_setting(report, 'prompts')} prompts for acceptance, "
-        f"{_setting(report, 'timed_prompts')} of them timed{_batches(report)}; intervals are 95% "
-        f"bootstrap intervals over the timed {'batches' if _batches(report) else 'prompts'}"
+        f"{_setting(report, 'timed_prompts')} of them timed{_batches(report)}; {_intervals(report)}"
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
         *_forwards(report),
@@ -229,6 +254,8 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         elif close and close != identical:
             line += f"; up to choices within rounding: {_range(close)}"
         lines.append(line)
+        if min(identical) < 1 and close and min(close) == 1:
+            lines.append(ROUNDING)
     repetition, repeating = _figures(rows, "repetition"), _figures(rows, "share_repeating")
     if repetition:
         lines.append(
@@ -236,6 +263,15 @@ def footnotes(report: dict[str, Any]) -> list[str]:
             f"{_range(repeating)}. Repeated text makes every drafter look better"
         )
     return lines
+
+
+def _intervals(report: dict[str, Any]) -> str:
+    """Say what intervals mean, or why there are none."""
+    unit = "batches" if _batches(report) else "prompts"
+    speedups = _figures(report["rows"], "speedup")
+    if speedups and not any("low" in speedup for speedup in speedups):
+        return f"fewer than {FEWEST_PROMPTS} timed {unit} are too few for intervals"
+    return f"intervals are 95% intervals over the timed {unit}"
 
 
 def _batches(report: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ CURVES = {
     "MFU": re.compile(r"mfu"),
     "memory, GiB": re.compile(r"memory_gib"),
 }
-FIGURES = ("acceptance_rate", "tokens_per_step", "speedup", "lossless")
+FIGURES = ("acceptance_rate", "tokens_per_step", "speedup", "lossless", "alone")
 
 
 class RunState:

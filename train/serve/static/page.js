@@ -86,9 +86,10 @@ function addMessage(role, ...children) {
   return message;
 }
 
-function figuresOf({ steps, drafted, accepted }, seconds) {
-  const rate = drafted ? ` of ${drafted} draft tokens accepted` : " accepted draft tokens";
-  return `${steps} steps, ${accepted}${rate}, ${seconds.toFixed(1)} s`;
+// Not the share of the draft tokens: of a tree, most can never be accepted.
+function figuresOf({ steps, accepted }, seconds) {
+  const mean = steps ? `, ${(accepted / steps).toFixed(2)} draft tokens accepted per step` : "";
+  return `${steps} steps${mean}, ${seconds.toFixed(1)} s`;
 }
 
 async function answer(question) {

@@ -67,9 +67,12 @@ function showStages(stages) {
 }
 
 function showEvaluations(rows) {
+  $("disturbed").hidden = !rows.some((row) => row.speedup !== null && row.alone === false);
   $("evaluations").replaceChildren(...rows.map((row) => {
-    const speed = row.speedup === null ? "–"
-      : `${number(row.speedup.value)}× [${number(row.speedup.low)}, ${number(row.speedup.high)}]`;
+    const interval = row.speedup?.low === undefined ? ""
+      : ` [${number(row.speedup.low)}, ${number(row.speedup.high)}]`;
+    const star = row.alone === false ? "*" : "";
+    const speed = row.speedup === null ? "–" : `${number(row.speedup.value)}×${interval}${star}`;
     const cells = [
       row.stage,
       row.drafter + (row.lossless === false ? " (LOSSY)" : ""),
@@ -87,8 +90,10 @@ function curve({ stage, figure, lines }) {
   const values = points.map((point) => point[1]);
   const [first, last] = [Math.min(...steps), Math.max(...steps)];
   const [low, high] = [Math.min(...values), Math.max(...values)];
-  const x = (step) => (WIDTH * (step - first)) / (last - first || 1);
-  const y = (value) => HEIGHT - 2 - ((HEIGHT - 4) * (value - low)) / (high - low || 1);
+  // A single step or value stands in the middle.
+  const share = (value, least, most) => (most > least ? (value - least) / (most - least) : 0.5);
+  const x = (step) => WIDTH * share(step, first, last);
+  const y = (value) => HEIGHT - 2 - (HEIGHT - 4) * share(value, low, high);
   const svg = document.createElementNS(SVG, "svg");
   svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
   svg.setAttribute("preserveAspectRatio", "none");
@@ -98,13 +103,20 @@ function curve({ stage, figure, lines }) {
     const colour = `line-${index % COLOURS}`;
     const path = document.createElementNS(SVG, "path");
     path.setAttribute("class", colour);
-    path.setAttribute("d", line.map(([s, v], i) => `${i ? "L" : "M"}${x(s)} ${y(v)}`).join(""));
+    // One point is a dot: a line of no length with round ends.
+    path.classList.toggle("dot", line.length === 1);
+    const drawn = line.length === 1 ? [line[0], line[0]] : line;
+    path.setAttribute("d", drawn.map(([s, v], i) => `${i ? "L" : "M"}${x(s)} ${y(v)}`).join(""));
     svg.append(path);
     const text = `${name} ${short(line.at(-1)[1])}`;
     keys.append(element("span", { className: `key ${colour}`, textContent: text }));
   });
-  const range = `${stage}: ${figure}, steps ${first} to ${last}, ${short(low)} to ${short(high)}`;
-  return element("figure", {}, svg, keys, element("figcaption", { textContent: range }));
+  const ends = (className, values) => element("div", { className },
+    ...[...new Set(values)].map((value) => element("span", { textContent: value })));
+  const caption = element("figcaption", { textContent: `${stage}: ${figure}` });
+  const plot = element("div", { className: "plot" }, ends("values", [short(high), short(low)]), svg,
+    ends("steps", [...new Set([first, last])].map((step) => `step ${step}`)));
+  return element("figure", {}, caption, plot, keys);
 }
 
 function showLog(lines) {
