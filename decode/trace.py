@@ -81,9 +81,13 @@ def format_trace(verification: Verification, tokenizer: PreTrainedTokenizerBase)
         verification.rows, drafted_tokens(verification), verification.next_token, strict=True
     ):
         lines += [
-            f"  row {row} node {node.node} after {node.parent:>2}  {text(node.token):<16} "
-            f"p={node.p:.4f} q={node.q:.4f}  {node.verdict}"
+            f"  row {row}: draft token {node.node + 1} after {_place(node.parent):<8}  "
+            f"{text(node.token):<16} p={node.p:.4f} q={node.q:.4f}  {node.verdict}"
             for node in nodes
         ]
-        lines.append(f"  row {row} target adds {text(int(added))}")
+        lines.append(f"  row {row}: the target adds {text(int(added))}")
     return "\n".join(lines)
+
+
+def _place(parent: int) -> str:
+    return "the text" if parent < 0 else f"token {parent + 1}"

@@ -273,7 +273,7 @@ def test_commands(target: Target, tmp_path: Path) -> None:
     terminal.run()
     shown = printed(terminal.console)
     assert "nothing was drafted yet" in shown
-    assert "row 0 target adds" in shown
+    assert "row 0: the target adds" in shown
     assert any(verdict in shown for verdict in ("accepted", "rejected"))
     assert "plain decoding is on" in shown
     assert "the drafter is ngram" in shown

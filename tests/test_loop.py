@@ -505,4 +505,6 @@ def test_a_trace_shows_the_probabilities_that_were_compared() -> None:
     nodes, lines = steps[0][1], shown[0].splitlines()
     assert len(lines) == len(nodes) + 1
     assert nodes[0].verdict in lines[0]
-    assert lines[-1].startswith("  row 0 target adds '")
+    assert lines[0].startswith("  row 0: draft token 1 after the text ")
+    assert lines[1].startswith("  row 0: draft token 2 after token 1 ")
+    assert lines[-1].startswith("  row 0: the target adds '")

@@ -502,6 +502,13 @@ def test_warnings(tmp_path: Path, rows: list[Any], warning: str) -> None:
     assert warning in (tmp_path / "report.html").read_text(encoding="utf-8").replace("&#39;", "'")
 
 
+def test_rows_without_a_stage_are_named_after_their_drafters(tmp_path: Path) -> None:
+    noise = figures(1.1, 0.4, v=0.9, break_even_note="noise")
+    report = make_report(write_run(tmp_path, [("–", "suffix", noise), ("–", "a/b", ROWS[3][2])]))
+    assert row_labels(report) == ["suffix", "a/b"]
+    assert "suffix has no break-even: noise" in footnotes(report)
+
+
 def test_without_intervals_there_is_no_verdict(tmp_path: Path) -> None:
     few = [("before", "ngram", figures(1.1, 0.4)), ("two", "small_lm", figures(1.5, 0.8))]
     for _, _, evaluation in few:

@@ -62,6 +62,7 @@ def evaluate(
     from train.data.read import read_examples
     from train.provenance import describe_process
     from train.report.drafter_table import drafter_table
+    from train.report.format_figures import MISSING
     from train.report.report_summary import footnotes
     from train.run_evaluation import drift_of
 
@@ -96,7 +97,7 @@ def evaluate(
         "name": "evaluate",
         "rows": [
             {
-                "stage": "–" if len(opened) == 1 else str(number),
+                "stage": MISSING,
                 "drafter": name,
                 "order": number,
                 "evaluation": evaluation.to_dict() | {"drift": drift_of(name)},

@@ -1,6 +1,8 @@
 """The command line: `draftsmith train | evaluate | chat | export | serve` and more."""
 
+import re
 from importlib.metadata import version
+from inspect import getdoc
 from typing import Annotated
 
 import typer
@@ -19,6 +21,12 @@ from train.cli.serve import serve
 from train.cli.train import train, verify_cache
 from train.cli.verify_server import verify_server
 from train.cli.watch import watch
+
+
+def help_text(docstring: str) -> str:
+    """The docstring with one line for each paragraph, so that the terminal wraps it."""
+    return re.sub(r"(?<!\n)\n(?!\n)", " ", docstring)
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -69,7 +77,8 @@ for command in (
     doctor,
 ):
     # `import` is a word of Python, so the function has another name.
-    app.command("import" if command is import_drafter else None)(command)
+    name = "import" if command is import_drafter else None
+    app.command(name, help=help_text(getdoc(command) or ""))(command)
 
 
 def main() -> None:

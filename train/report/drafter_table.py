@@ -112,10 +112,11 @@ def drafter_table(report: dict[str, Any]) -> Table:
 
 
 def row_labels(report: dict[str, Any]) -> list[str]:
-    """Return a short unique name for every row: the stage, or the baseline's drafter."""
+    """Return a short unique name for every row: the stage, or the drafter of a baseline and of a
+    row without a stage."""
     names = []
     for row in report["rows"]:
-        name = row["stage"]
+        name = row["drafter"] if row["stage"] == MISSING else row["stage"]
         if is_baseline(report, row):
             gamma = row["evaluation"].get("gamma")
             differs = gamma != _main_gamma(report) and not has_varying_lengths(row["evaluation"])
