@@ -546,6 +546,8 @@ def test_two_measurements_are_compared():
     assert repeat.compare([same, other]) == {"intervals_overlap": True, "same_tree": False}
     assert not repeat.compare([same, other, one(1.0, 1.2)])["intervals_overlap"]
     assert repeat.compare([one(1, 2), one(1, 2)])["same_tree"] is None
+    short = {"speedup": {"value": 1.0}, "tree": None}  # too few prompts for intervals
+    assert repeat.compare([one(1, 2), short])["intervals_overlap"] is None
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "model"])
@@ -557,7 +559,7 @@ def test_what_is_measured_again(tmp_path, monkeypatch, drafter: str):
     what = {"target": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "tokens": 4}
     what |= {"drafter": "ngram" if drafter == "ngram" else what["target"]}
     speed = repeat.measure_speed(**what, gamma=2, prompts=str(prompts), timed_prompts=2)
-    assert speed["speedup"]["low"] <= speed["speedup"]["high"]
+    assert speed["speedup"]["value"] > 0
     tree = repeat.measure_tree(**what, prompts=str(prompts), limit=2)
     assert (tree is None) == (drafter == "ngram")
     found = [{**speed, "tree": tree}] * 2

@@ -184,7 +184,7 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
     assert "2 of them timed in batches of 2" in said
     assert figures["drafts"] == "tree of 7 nodes, 3 deep"
     assert figures["gamma"] == 3  # as deep as the tree
-    assert "shape default, a tree of 7 nodes, 3 deep" in said
+    assert "drafts: tree of 7 nodes, 3 deep" in said
     assert figures["nodes_per_step"] > 4
     assert figures["identical_to_plain"] == 1.0
 

@@ -442,14 +442,14 @@ def test_texts_of_different_length_are_compared_by_time_per_token(
 
 def test_the_interval_of_times_per_token() -> None:
     """Prompts differ in length; of each, a token takes half as long."""
-    tokens = np.array([10.0, 20.0, 5.0]), np.array([30.0, 4.0, 7.0])
+    tokens = np.array([10.0, 20, 5, 8, 9, 7]), np.array([30.0, 4, 7, 9, 8, 1])
     found = ratio_of_totals(tokens[0] * 2, tokens[1], per=tokens)
     assert found == pytest.approx({"value": 2, "low": 2, "high": 2})
     # A resample of texts that have no token after the prefill's says nothing.
-    found = ratio_of_totals(
-        np.array([2.0, 1.0]), np.array([1.0, 1.0]), per=(np.array([2.0, 0]), np.array([1.0, 1.0]))
-    )
+    some = np.array([2.0, 1, 0, 0, 0, 0])
+    found = ratio_of_totals(some, np.ones(6), per=(some, np.ones(6)))
     assert found is not None
+    assert len(found) == 3
     assert np.isfinite(list(found.values())).all()
     nothing = np.zeros(2)
     assert ratio_of_totals(nothing, nothing, per=(nothing, nothing)) is None
@@ -610,7 +610,7 @@ def test_evaluate_end_to_end(name: str, temperature: float) -> None:
     assert shown["timed_prompts"] == 3
     assert seen[0] == ("acceptance", 0, 5)
     assert seen[-1] == ("timing", 3, 3)
-    assert shown["speedup"]["low"] <= shown["speedup"]["value"] <= shown["speedup"]["high"]
+    assert set(shown["speedup"]) == {"value"}  # three prompts are too few for an interval
     assert shown["plain_vs_generate"]["value"] > 0
     assert shown["lossless"] is True
 
@@ -684,8 +684,6 @@ def test_evaluate_with_draft_lengths_that_vary(policy: str) -> None:
     assert sum(sum(step["emitted"]) for step in steps["acceptance"]) == shown["emitted"]
     interval = shown["tokens_per_step_interval"]
     assert interval["value"] == pytest.approx(shown["tokens_per_step"])
-    assert interval["low"] <= interval["value"] <= interval["high"]
-    assert interval["low"] < interval["high"] or interval["value"] == 1
     assert {row for step in steps["acceptance"] for row in step["rows"]} == {*range(len(PROMPTS))}
     assert [{row for step in run for row in step["rows"]} for run in steps["timed"]] == [{0}, {4}]
 

@@ -324,11 +324,11 @@ def test_footnotes(tmp_path: Path) -> None:
     report = make_report(write_run(tmp_path, ROWS))
     text = "\n".join(footnotes(report))
     for part in (
-        "γ 2 (ngram: 8)",
+        "γ 2, but 8 for ngram",
         "greedy decoding",
         "speculative (lossless)",
         "20 prompts",
-        "4 (one: 0) of them timed",
+        "4 of them timed, but 0 for one",
         "tiny in float32",
         "Fast CPU, 4 cores, 1 thread",
         "1.02× the speed of generate()",
@@ -381,12 +381,12 @@ def test_draft_lengths_that_vary(tmp_path: Path) -> None:
     assert "–" in next(line for line in lines if line.startswith("two"))
     assert "never" not in "".join(lines)
     notes = " ".join(footnotes(report))
-    assert "≤ 8 by heuristic:max_depth=8 (ngram: 8)" in notes
-    assert "shape chain " in notes  # ngram's are chains too
+    assert "≤ 8 by heuristic:max_depth=8, but 8 for ngram" in notes
+    assert "drafts: chain " in notes  # ngram's are chains too
     varied = figures(1.5, 0.8, drafts="tree of 5 nodes, 2 deep")
     stored = make_report(write_run(tmp_path / "tree", [ROWS[0], ("two", "medusa", varied)]))
     notes = " ".join(footnotes(stored))
-    assert "shape default, a tree of 5 nodes, 2 deep (ngram: chain)" in notes
+    assert "drafts: tree of 5 nodes, 2 deep, but chain for ngram" in notes
     # What γ is and a tree is deeper: the tree was drafted whole, and that is said.
     deep = figures(1.5, 0.8, drafts="tree of 5 nodes, 3 deep", gamma=3, policy="fixed")
     stored = make_report(write_run(tmp_path / "deep", [ROWS[0], ("two", "medusa", deep)]))

@@ -103,9 +103,8 @@ def rule_name(evaluation: dict[str, Any]) -> str:
 
 
 def draft_shape(evaluation: dict[str, Any]) -> str:
-    """'chain', 'sequoia:nodes=8', or 'default, a tree of 12 nodes, 4 deep' for a stored tree."""
-    drafts = evaluation.get("drafts") or "chain"
-    return evaluation.get("shape") or (drafts if drafts == "chain" else f"default, a {drafts}")
+    """'sequoia:nodes=8' if it was asked for, else the drafter's own: 'tree of 12 nodes, 4 deep'."""
+    return evaluation.get("shape") or evaluation.get("drafts") or "chain"
 
 
 def format_perplexities(evaluation: dict[str, Any]) -> str:

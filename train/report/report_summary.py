@@ -215,7 +215,8 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         f"γ {_setting(report, 'gamma', draft_length)}; {_setting(report, 'sampling', _sampling)}; "
         f"rule {_setting(report, 'rule', rule_name)}" + _shapes(report),
         f"{_setting(report, 'prompts')} prompts for acceptance, "
-        f"{_setting(report, 'timed_prompts')} of them timed{_batches(report)}; {_intervals(report)}"
+        f"{_setting(report, 'timed_prompts', form='{} of them timed' + _batches(report))}; "
+        f"{_intervals(report)}"
         f"{_speedup_basis(report)}",
         f"target {target.get('model', MISSING)} in {_dtype(report)}; {_machine(report)}",
         *_forwards(report),
@@ -315,17 +316,18 @@ def _setting(
     report: dict[str, Any],
     key: str,
     describe: Callable[[dict[str, Any]], str] | None = None,
+    form: str = "{}",
 ) -> str:
-    """Return the setting of most rows, and the rows with another value: '4 (ngram: 8)'."""
+    """Return the setting of most rows, and the rows with another value: '4, but 8 for ngram'.
+    form: of the first part."""
     evaluations = [row["evaluation"] for row in report["rows"]]
     values = [describe(e) if describe else str(e.get(key, MISSING)) for e in evaluations]
     usual = max(reversed(values), key=values.count)
-    others = [
-        f"{without_gamma(label)}: {value}"
-        for label, value in zip(row_labels(report), values, strict=True)
-        if value != usual
-    ]
-    return usual + (f" ({', '.join(others)})" if others else "")
+    rows: dict[str, list[str]] = {usual: []}
+    for label, value in zip(row_labels(report), values, strict=True):
+        rows.setdefault(value, []).append(without_gamma(label))
+    others = [f"{value} for {', '.join(rows[value])}" for value in rows if value != usual]
+    return ", but ".join([form.format(usual), *([", ".join(others)] if others else [])])
 
 
 def _shapes(report: dict[str, Any]) -> str:
@@ -333,7 +335,7 @@ def _shapes(report: dict[str, Any]) -> str:
     evaluations = [row["evaluation"] for row in report["rows"]]
     if all(not e.get("shape") and draft_shape(e) == "chain" for e in evaluations):
         return ""
-    return f"; shape {_setting(report, 'shape', draft_shape)}"
+    return f"; drafts: {_setting(report, 'shape', draft_shape)}"
 
 
 def _sampling(evaluation: dict[str, Any]) -> str:
