@@ -24,7 +24,7 @@ from decode.target.generation_config import decoder_processors, sampling_as_gene
 from decode.target.identity import eos_token_ids, fingerprint
 from decode.target.loading import Target
 from decode.target.pretrained import has_encoder
-from decode.text_stream import StopStrings, TextStream, decode
+from decode.text_stream import StopStrings, TextStream, text_of
 from decode.trees import Shape
 from decode.verification import Observer
 
@@ -200,7 +200,7 @@ class SpeculativeGenerator:
         )
         if streamer is not None:
             streamer.end()
-        texts = [decode(self.tokenizer, output) for output in self.decoded.outputs]
+        texts = [text_of(self.tokenizer, output) for output in self.decoded.outputs]
         return texts[0] if single else texts
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:

@@ -10,46 +10,80 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 
+# How many tokens of text are held back at most. Bytes that are no character then never are one: a
+# character has at most four, and special tokens between them are rare.
+HELD = 8
+
 
 class TextStream:
     """The text of one growing sequence, in pieces that never split a character.
 
     A token may end inside a character: its bytes are not valid UTF-8 yet and decode to U+FFFD. Its
-    text is held back until the character is complete. The pieces add up to the text of all tokens.
-    A call decodes only the last piece's tokens and the tokens since then.
+    text is held back until the character is complete, or after `HELD` tokens. The pieces are the
+    same however many tokens a call brings. A call decodes only the last piece's tokens and the
+    tokens since then.
+
+    held: the text that is held back, as it would be if the sequence ended here.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        # The tokens of the last piece and the tokens that are held back. The last piece is needed
-        # because some tokenizers write the space of a token only if another token precedes it.
-        self._ids: list[int] = []
-        self._piece_tokens = 0  # number of tokens in the last piece
-        self._length = 0  # number of characters they decode to
-
-    def peek(self, tokens: Sequence[int]) -> str:
-        """The rest of the text if it ended after these tokens. Changes nothing."""
-        return self._decode([*self._ids, *tokens])[self._length :]
+        # The last piece is needed because some tokenizers write the space of a token only if
+        # another token precedes it.
+        self._last: list[int] = []
+        self._last_text = ""
+        self._waiting: list[int] = []  # the tokens that are held back
+        self.held = ""
 
     def add(self, tokens: Sequence[int]) -> str:
         """The next piece, or '' if there is none yet."""
-        piece = self.peek(tokens)
-        self._ids += tokens
-        if not piece or piece.endswith("�"):
-            return ""
-        self._ids = self._ids[self._piece_tokens :]
-        self._piece_tokens, self._length = len(self._ids), len(self._decode(self._ids))
-        return piece
+        everything = [*self._waiting, *tokens]
+        text = self._text(everything)
+        if text and "�" not in text:
+            return self._give(everything, text, [])
+        return "".join(self._add(token) for token in tokens)
 
     def end(self) -> str:
         """End the sequence and return the text that was held back."""
-        piece = self.peek([])
-        self._ids, self._piece_tokens, self._length = [], 0, 0
-        return piece
+        return self._give([], self.held, [])
+
+    def _add(self, token: int) -> str:
+        self._waiting.append(token)
+        self.held = self._text(self._waiting)
+        if self.held and not self.held.endswith("�"):
+            return self._give(self._waiting, self.held, [])
+        if len(self._waiting) < HELD:
+            return ""
+        # No character that is still incomplete began before the last three tokens.
+        old, new = self._waiting[:-3], self._waiting[-3:]
+        return self._give(old, self._text(old), new)
+
+    def _give(self, tokens: list[int], text: str, rest: list[int]) -> str:
+        """The text of these tokens is a piece; the rest still waits."""
+        self._last, self._last_text = tokens, self._decode(tokens)
+        self._waiting = list(rest)
+        self.held = self._text(self._waiting) if rest else ""
+        return text
+
+    def _text(self, tokens: list[int]) -> str:
+        """The text of tokens that follow the last piece."""
+        whole = self._decode([*self._last, *tokens])
+        after = whole[len(self._last_text) :]
+        if whole.startswith(self._last_text) and not after.endswith("�"):
+            return after
+        # Some tokenizers decode a run of bytes to characters only if all of them are characters.
+        alone = self._decode(tokens)
+        return after if whole.startswith(self._last_text) and alone.endswith("�") else alone
 
     def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids, skip_special_tokens=self._skip)
+        return decode(self._tokenizer, ids, skip_special_tokens=self._skip) if ids else ""
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of token ids without special tokens, as `TextStream` gives it."""
+    stream = TextStream(tokenizer, skip_special_tokens=True)
+    return stream.add(ids) + stream.end()
 
 
 def decode(
@@ -86,9 +120,10 @@ class StopStrings(Stop):
     `generate(stop_strings=…)` does. The text keeps that token, also its characters after the
     string.
 
-    Only the answer is searched, with special tokens written out. A string may begin anywhere in a
-    token, and span any number of tokens and drafts. A step decodes only its new tokens and the
-    tokens of the last piece. Raises UserError if there is no string or an empty one.
+    Only the answer is searched, without its special tokens, as clients see it; for a string that
+    contains a special token, they are written out. A string may begin anywhere in a token, and span
+    any number of tokens and drafts. A step decodes only its new tokens and the tokens of the last
+    piece. Raises UserError if there is no string or an empty one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
@@ -98,31 +133,42 @@ class StopStrings(Stop):
                 f"stop strings are {self.strings}; expected at least one, none of them empty"
             )
         self._tokenizer = tokenizer
-        self._reach = max(map(len, self.strings)) - 1  # how many characters back a string may begin
-        self._streams: dict[int, TextStream] = {}
-        self._tails: dict[int, str] = {}
+        special = [token for token in tokenizer.all_special_tokens if token]
+        written = [string for string in self.strings if any(token in string for token in special)]
+        others = [string for string in self.strings if string not in written]
+        # Whether special tokens are left out, and the strings to search for.
+        self._searched = [(skip, some) for skip, some in ((True, others), (False, written)) if some]
+        self._searches: dict[int, list[_Search]] = {}
 
     def start(self) -> None:
-        self._streams, self._tails = {}, {}
+        self._searches = {}
 
     def leave(self, row: int) -> None:
-        self._streams.pop(row, None)
-        self._tails.pop(row, None)
+        self._searches.pop(row, None)
 
     def cut(self, row: int, tokens: list[int]) -> int | None:
-        if row not in self._streams:
-            self._streams[row] = TextStream(self._tokenizer, skip_special_tokens=False)
-            self._tails[row] = ""
-        stream, tail = self._streams[row], self._tails[row]
-        text = tail + stream.peek(tokens)
-        # An incomplete character may hide a string that was complete some tokens before.
-        if "�" in text or self._complete(text):
-            for count in range(1, len(tokens) + 1):
-                if self._complete(tail + stream.peek(tokens[:count])):
-                    return count
-        text = tail + stream.add(tokens)
-        self._tails[row] = text[max(len(text) - self._reach, 0) :]
-        return None
+        if row not in self._searches:
+            self._searches[row] = [
+                _Search(TextStream(self._tokenizer, skip_special_tokens=skip), strings)
+                for skip, strings in self._searched
+            ]
+        found = [count for search in self._searches[row] if (count := search.cut(tokens))]
+        return min(found, default=None)
 
-    def _complete(self, text: str) -> bool:
-        return any(string in text for string in self.strings)
+
+class _Search:
+    """Searches one text for strings."""
+
+    def __init__(self, stream: TextStream, strings: Sequence[str]) -> None:
+        self._stream, self._strings = stream, strings
+        self._reach = max(map(len, strings)) - 1  # how many characters back a string may begin
+        self._tail = ""
+
+    def cut(self, tokens: Sequence[int]) -> int | None:
+        """How many of the new tokens complete one of the strings. None: it is in none of them."""
+        for count, token in enumerate(tokens, 1):
+            text = self._tail + self._stream.add([token])
+            if any(string in text + self._stream.held for string in self._strings):
+                return count
+            self._tail = text[max(len(text) - self._reach, 0) :]
+        return None

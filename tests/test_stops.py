@@ -2,18 +2,21 @@
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import tokenizers
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 
+from decode import text_stream
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
-from decode.text_stream import StopStrings, TextStream, decode
+from decode.text_stream import StopStrings, TextStream, decode, text_of
 from tests.tiny import PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 
 tokenizer = functools.cache(tiny_tokenizer)
@@ -207,7 +210,89 @@ def test_pieces_add_up_and_split_no_character(size: int) -> None:
 def test_broken_bytes_come_out_in_the_end() -> None:
     stream = TextStream(tokenizer(), skip_special_tokens=True)
     half = tokenizer()("🦊").input_ids[:2]
-    assert stream.add([*tokenizer()("a").input_ids, *half]) == ""
-    assert stream.peek([]) == "a�"
-    assert stream.end() == "a�"
+    assert stream.add([*tokenizer()("a").input_ids, *half]) == "a"
+    assert stream.held == "�"
+    assert stream.end() == "�"
     assert stream.end() == ""
+
+
+@functools.cache
+def byte_fallback_tokenizer() -> Any:
+    """As Llama 2's: characters that are no tokens are written as the tokens of their bytes."""
+    vocab = {"<unk>": 0, "<s>": 1, **{f"<0x{byte:02X}>": byte + 2 for byte in range(256)}}
+    for piece in ("▁", "a", "b", "▁the", "é"):
+        vocab[piece] = len(vocab)
+    inner = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
+    inner.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("▁", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", unk_token="<unk>")
+
+
+def spelt(text: str) -> list[int]:
+    """A text as the tokens of its bytes, with a few tokens of their own."""
+    vocab = byte_fallback_tokenizer().get_vocab()
+    known = {" ": vocab["▁"], "a": vocab["a"], "é": vocab["é"]}
+    return [
+        id_ for c in text for id_ in ([known[c]] if c in known else [x + 2 for x in c.encode()])
+    ]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+def test_a_text_of_bytes_is_the_same_for_any_number_of_tokens(size: int) -> None:
+    """Cut at every place: complete characters stay, and the rest is one character."""
+    text = " a中é🦙ü 語a𠮷"
+    ids = spelt(text)
+    for end in range(1, len(ids) + 1):
+        stream = TextStream(byte_fallback_tokenizer(), skip_special_tokens=True)
+        found = "".join(map(stream.add, blocks_of_ids(ids[:end], size))) + stream.end()
+        kept = max(n for n in range(len(text) + 1) if len(spelt(text[:n])) <= end)
+        rest = end - len(spelt(text[:kept]))
+        assert found == text[:kept].removeprefix(" ") + "�" * rest
+        assert text_of(byte_fallback_tokenizer(), ids[:end]) == found
+
+
+def blocks_of_ids(ids: Sequence[int], size: int) -> list[Sequence[int]]:
+    return [ids[begin : begin + size] for begin in range(0, len(ids), size)]
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_bytes_that_are_no_character_cost_linear_time(
+    stop: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come out while the text grows, and a call decodes few tokens."""
+    decoded: list[int] = []
+
+    def counting(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
+        decoded.append(len(ids))
+        return decode(tokenizer, ids, **options)
+
+    monkeypatch.setattr(text_stream, "decode", counting)
+    stream = TextStream(byte_fallback_tokenizer(), skip_special_tokens=True)
+    search = StopStrings(byte_fallback_tokenizer(), "the end")
+    text = ""
+    for _ in range(500):
+        if stop:
+            assert search.cut(0, [257, 257]) is None
+        else:
+            text += stream.add([257, 257])
+    assert stop or len(text) > 990
+    assert sum(decoded) < 60 * 1000
+
+
+def test_a_stop_string_with_a_special_token_between_its_parts() -> None:
+    """It is what the client sees. A string that has a special token is searched beside others."""
+    a, b = (tokenizer()(letter).input_ids[0] for letter in "ab")
+    (special,) = tokenizer()("<|im_end|>").input_ids
+    assert StopStrings(tokenizer(), "ab").cut(0, [a, special, b, a]) == 3
+    both = StopStrings(tokenizer(), ["ba", "a<|im_end|>b"])
+    assert both.cut(0, [a, special]) is None
+    assert both.cut(0, [b, a]) == 1
+    assert both.cut(1, [b, special, a]) == 3

@@ -152,7 +152,9 @@ class Terminal:
             visible = Text(_CONTROLS.sub("�", piece), style)
             self.console.print(visible, end="", soft_wrap=True)
         else:
-            self.console.file.write(piece)
+            # A pipe may have an encoding that lacks some characters.
+            encoding = getattr(self.console.file, "encoding", None) or "utf-8"
+            self.console.file.write(piece.encode(encoding, "replace").decode(encoding))
         self.console.file.flush()
 
 

@@ -151,7 +151,7 @@ def generate(
     from decode.drafters.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.text import TextPieces
-    from decode.text_stream import StopStrings, decode
+    from decode.text_stream import StopStrings, text_of
     from decode.trace import format_trace
     from train.data.chat import prompt_tokens
     from train.data.read import Example
@@ -202,7 +202,7 @@ def generate(
         err=True,
     )
     if json_file:
-        answer = {"text": decode(target.tokenizer, decoded.outputs[0]), **decoded.to_dict()}
+        answer = {"text": text_of(target.tokenizer, decoded.outputs[0]), **decoded.to_dict()}
         write_file(json_file, json.dumps(answer, indent=2))
     if client is not None:
         verifying.report(client, lambda line: typer.echo(line, err=True))
