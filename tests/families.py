@@ -39,6 +39,7 @@ from decode.target.loading import Target
 from decode.target.small_copy import small_model
 from decode.trees import SHAPES
 from distill.untrained_student import student_from_layers
+from tests.markdown import table
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import tiny_tokenizer
 
@@ -214,7 +215,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
             "drafts of the first layer; a student of two layers; Medusa heads after a step of",
             "training. `–`: this kind has none.",
             "",
-            *_table(heads, rows),
+            *table(heads, rows),
             "",
             *(f"{number}. {words}" for number, words in enumerate(refusals, 1)),
             "",
@@ -232,11 +233,6 @@ def _cell(result: str, refusals: list[str]) -> str:
     if words not in refusals:
         refusals.append(words)
     return f"{refusals.index(words) + 1}"
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
 
 
 def main() -> int:

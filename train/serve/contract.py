@@ -21,7 +21,7 @@ MOST_NAMED = 8  # fields in an error
 UNKNOWN = "unknown to this service"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Contract:
     """The fields of one kind of JSON object. served: has those that change the answer. ignored:
     those that change nothing, with the reason. A field that is in no table is refused."""
@@ -102,7 +102,7 @@ class Part(BaseModel):
         """JSON has one kind of numbers: 4.0 is 4. A larger number than 2^63 fits nowhere."""
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if isinstance(value, int) and abs(value) > 2**63:
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise ValueError("the number is too large")
         return value
 

@@ -106,8 +106,6 @@ class Asked(Part):
     repetition_penalty: float | None = Field(None, description="1: none")
     seed: int | None = Field(
         None,
-        ge=-(2**63),
-        lt=2**63,
         description="with one `system_fingerprint` and in float32, the text is the same",
     )
     ignore_eos: bool = Field(False, description="the text goes on to its limit")
