@@ -71,6 +71,9 @@ class Decoding(RunningRows):
         anew. None: such errors are raised.
     rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
         `Setup.slots`). More is allocated when it is needed.
+    ahead: how many tokens past its prompt a new row has memory for. It gets more as its text grows;
+        a row for which there is none ends with the error. None: memory for the longest text that a
+        row may have, from the start.
     outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for
         them; it has the new ones when `on_tokens` is called. errors: {row: why it failed}. steps:
         the passes so far. A service that runs on and on deletes from all four what it does not
@@ -96,9 +99,16 @@ class Decoding(RunningRows):
         on_error: OnError | None = None,
         rows: int = 0,
         slots: int = 0,
+        ahead: int | None = None,
     ) -> None:
         super().__init__(
-            setup, on_tokens=on_tokens, on_end=on_end, on_error=on_error, rows=rows, slots=slots
+            setup,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            on_error=on_error,
+            rows=rows,
+            slots=slots,
+            ahead=ahead,
         )
         self.seed = seed
         self._admitted = 0
@@ -158,7 +168,7 @@ class Decoding(RunningRows):
         """
         numbers = np.arange(self._admitted, self._admitted + len(prompts))
         each = replace(self.setup.usual, seed=self.seed) if settings is None else settings
-        new = new_rows(self.setup, prompts, max_new_tokens, numbers, row_ids, each)
+        new = new_rows(self.setup, prompts, max_new_tokens, numbers, row_ids, each, self.ahead)
         self._waiting.begin(new, self.rows)
         self._admitted += len(new)
         self.outputs.update((number, []) for number in numbers.tolist())

@@ -56,8 +56,9 @@ class Rows:
     """Rows with their texts, limits, random numbers and settings.
 
     numbers: int [B], the number of each row in its decode. A number is never used again.
-    contexts: the committed texts. ends: int [B], the largest length of each text. rng: the random
-    numbers. settings: all settings in use. kinds: int [B], which of them a row has.
+    contexts: the committed texts. ends: int [B], the largest length of each text. reach: int [B],
+    the length up to which each text has memory now. rng: the random numbers. settings: all settings
+    in use. kinds: int [B], which of them a row has.
 
     From the settings: sampling, draft_sampling: those of all rows, as one object. ignore_eos: bool
     [B]. logprobs: int [B], −1 for a row that asks for none. stops: of each row; empty if no row has
@@ -72,15 +73,17 @@ class Rows:
         rng: CounterRNG,
         settings: Sequence[RowSettings],
         kinds: np.ndarray,
+        reach: np.ndarray,
     ) -> None:
         self.numbers, self.contexts, self.ends, self.rng = numbers, contexts, ends, rng
+        self.reach = reach
         self._settle(list(settings), kinds)
 
     @classmethod
     def none(cls, device: torch.device) -> "Rows":
         nothing = np.zeros(0, dtype=np.int64)
         rng = CounterRNG(0, torch.zeros(0, dtype=torch.int64, device=device))
-        return cls(nothing, Contexts.of((), 0), nothing, rng, [], nothing)
+        return cls(nothing, Contexts.of((), 0), nothing, rng, [], nothing, nothing)
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -101,6 +104,7 @@ class Rows:
         """Append rows that join."""
         self.numbers = np.concatenate([self.numbers, new.numbers])
         self.ends = np.concatenate([self.ends, new.ends])
+        self.reach = np.concatenate([self.reach, new.reach])
         # A new object: the last verification still refers to the old one.
         both = replace(self.contexts)
         both.add_rows(new.contexts)
@@ -125,6 +129,7 @@ class Rows:
     def keep(self, rows: np.ndarray) -> None:
         """Keep only these rows, int [B'], in this order."""
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
+        self.reach = self.reach[rows]
         self.contexts.keep_rows(rows)
         self.rng.keep_rows(to_device(rows, self.rng.device))
         used, kinds = np.unique(self.kinds[rows], return_inverse=True)

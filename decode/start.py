@@ -31,13 +31,15 @@ def new_rows(
     numbers: np.ndarray,
     ids: Sequence[int] | None,
     settings: RowSettings | Sequence[RowSettings],
+    ahead: int | None = None,
 ) -> Rows:
     """The rows of new prompts (token ids), with space for their texts and drafts.
 
     numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
-    max_new_tokens, settings: one for all, or one for each prompt. Raises UserError as
-    `require_prompts` does, for another number of limits or settings than prompts, for a limit below
-    1, for more log-probabilities than tokens, and if the rule cannot judge the drafts of a row.
+    max_new_tokens, settings: one for all, or one for each prompt. ahead: as for `Decoding`.
+    Raises UserError as `require_prompts` does, for another number of limits or settings than
+    prompts, for a limit below 1, for more log-probabilities than tokens, and if the rule cannot
+    judge the drafts of a row.
     """
     count, device = len(prompts), setup.lm.device
     limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
@@ -63,7 +65,11 @@ def new_rows(
     texts, sources = setup.lm.texts_and_sources(prompts)
     lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
-    contexts = Contexts.of(texts, setup.slots(int(ends.max()), 0), sources)
+    reach = ends
+    if ahead is not None:
+        allocated = setup.lm.slots.allocated[1] - setup.parts.draft_room
+        reach = np.minimum(ends, np.maximum(lengths + 1 + ahead, allocated))
+    contexts = Contexts.of(texts, setup.slots(int(reach.max()), 0), sources)
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     # What a drafter or a policy remembers was drawn with the numbers of earlier rounds.
@@ -72,16 +78,18 @@ def new_rows(
     identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
     if len(each) == 1:
         rng = CounterRNG(each[0].seed, identities, first_round)
-        return Rows(numbers, contexts, ends, rng, each, np.zeros(count, dtype=np.int64))
+        kinds = np.zeros(count, dtype=np.int64)
+        return Rows(numbers, contexts, ends, rng, each, kinds, reach)
     seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
     rng = CounterRNG(seeds, identities, first_round)
-    return Rows(numbers, contexts, ends, rng, each, np.arange(count))
+    return Rows(numbers, contexts, ends, rng, each, np.arange(count), reach)
 
 
 def start_drafter(
     setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[Reading] = ()
 ) -> Features | None:
-    """Make room for the drafts of other parts, which the decoder does not use yet. fresh: the
+    """Make room for the texts up to their `reach`, and for the drafts of these parts, which may be
+    others than those that the decoder uses now. fresh: the
     drafter is new, so it starts with the running texts, if there are some, and the prompts of
     `waiting` rows are read from their first tokens on.
 
@@ -90,8 +98,8 @@ def start_drafter(
     """
     lm, before = setup.lm, rows.contexts.tokens.shape[1]
     every = [rows, *(reading.new for reading in waiting)]
-    ends = max(int(some.ends.max(initial=0)) for some in every)
-    capacity = max(ends + parts.draft_room, *(some.contexts.tokens.shape[1] for some in every))
+    reach = max(int(some.reach.max(initial=0)) for some in every)
+    capacity = max(reach + parts.draft_room, *(some.contexts.tokens.shape[1] for some in every))
     lm.add_rows(0, capacity)
     for some in every:
         some.widen(capacity)

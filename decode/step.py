@@ -12,7 +12,7 @@ import torch
 
 from decode.device import Clock, to_device
 from decode.draft import Draft, Limits
-from decode.errors import UserError
+from decode.errors import MemoryShortage, UserError
 from decode.logprobs import TokenLogprob, token_logprobs
 from decode.rows import Rows, compacted
 from decode.rules import Rule, used_rule
@@ -45,7 +45,9 @@ class RunningRows:
         on_error: OnError | None,
         rows: int,
         slots: int,
+        ahead: int | None,
     ) -> None:
+        self.ahead = ahead
         setup.drafter.attach(setup.lm)
         setup.lm.drafter_bytes = setup.drafter.token_bytes
         self.clock = Clock(setup.lm.device, Timing())
@@ -90,9 +92,41 @@ class RunningRows:
         self.setup.policy.observe(verification)
         self.steps.append(verification)
         self.retire(verification)
+        if self.ahead is not None:
+            self._make_room(self.ahead)
         if self._failed:
             self._failed = False
             self.restart_drafter()
+
+    def _make_room(self, ahead: int) -> None:
+        """Get memory for the next pass. A step of growth is at least a half of a text, because each
+        one copies everything; less if memory is short. Rows for which there is none fail."""
+        rows, width = self.rows, self.rows.contexts.tokens.shape[1]
+        lengths = np.minimum(rows.contexts.lengths + 1, rows.ends)
+        before = rows.reach = np.maximum(rows.reach, lengths)
+        short = lengths + self.setup.parts.draft_room > width
+        if not short.any():
+            return
+        for reach in (lengths * 3 // 2 + ahead, lengths):
+            rows.reach = np.where(short, np.minimum(reach, rows.ends), before)
+            try:
+                start_drafter(self.setup, rows, self.setup.parts, False, self._waiting.readings)
+                return
+            except MemoryShortage as error:
+                shortage = error
+        # The target has the memory and the drafter has not.
+        self._failed = rows.contexts.tokens.shape[1] > width
+        self._fail(short, shortage)
+
+    def _fail(self, failing: np.ndarray, error: UserError) -> None:
+        """End these rows, bool [B], with an error."""
+        if self.on_error is None:
+            raise error
+        numbers = self.rows.numbers[failing].tolist()
+        self.errors.update((number, error) for number in numbers)
+        self._keep(~failing)
+        for number in numbers:
+            self.on_error(number, error)
 
     def restart_drafter(self) -> None:
         """Let the drafter begin anew with the running texts, and let the target read the prompts of

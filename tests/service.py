@@ -112,9 +112,11 @@ def serving(
         until(lambda: server.started)
         yield Running(service, server, f"http://127.0.0.1:{bound.getsockname()[1]}", requests)
     finally:
-        service.close(30)
-        thread.join(30)
-        bound.close()
+        try:
+            service.close(30)
+        finally:
+            thread.join(30)
+            bound.close()
         assert not service.engine.alive
         assert not thread.is_alive()
 

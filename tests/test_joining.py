@@ -144,7 +144,8 @@ def staggered(which: Decoder, limits: Sequence[int], **options: Any) -> Decoding
 def test_a_text_does_not_depend_on_when_its_row_joins(kind: str, sampling: Sampling) -> None:
     which = decoder(KINDS[kind](), sampling=sampling)
     expected = alone(which, LIMITS)
-    run = staggered(which, LIMITS)
+    # Memory for the longest texts from the start, or more of it as they grow.
+    run = staggered(which, LIMITS, ahead=None if sampling is GREEDY else 1)
     assert run.result().outputs == expected
     # Rows side by side, and drafts that are accepted: or nothing was tried.
     assert max(len(step.rows) for step in run.steps) > 3
@@ -586,6 +587,32 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
         monkeypatch.setattr(drafted.lm, "forward", forward)
         with pytest.raises(UserError, match="LlamaForCausalLM and its drafter for 1 rows"):
             drafted.decode(PROMPTS[:1], NEW)
+
+
+def test_memory_grows_with_the_texts_and_its_lack_ends_the_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A text may be as long as the context, and takes what it uses."""
+    which = decoder(KINDS["chain"](), gamma=1)
+    limit, failed = 10**6, dict[int, UserError]()
+    decoding = Decoding(which, seed=3, ahead=2, on_error=failed.__setitem__)
+    decoding.admit(PROMPTS[:2], limit)
+    first = which.lm.slots.allocated[1]
+    assert first < 20
+    decoding.admit(PROMPTS[2:3], limit)
+    for _ in range(8):
+        decoding.step()
+    assert first < which.lm.slots.allocated[1] < 80
+    monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+    while 2 in decoding.rows.numbers:
+        decoding.step()
+    assert list(failed) == [2]
+    assert isinstance(failed[2], MemoryShortage)
+    monkeypatch.undo()
+    while len(decoding.outputs[0]) < 40:
+        decoding.step()
+    expected = which.decode(PROMPTS[:2], 40, seed=3).outputs
+    assert [decoding.outputs[row][:40] for row in (0, 1)] == expected
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,7 +27,7 @@ from tests.service import until  # noqa: E402
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served  # noqa: E402
 from train.cli.main import app  # noqa: E402
 from train.data.read import read_examples  # noqa: E402
-from train.record.answers import Exchange, exchanges  # noqa: E402
+from train.record.answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
 from train.record.consent import Keys  # noqa: E402
 from train.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
 from train.record.redaction import passes_luhn, redact  # noqa: E402
@@ -134,6 +135,28 @@ class Dying(BaseHTTPRequestHandler):
         pass
 
 
+def test_requests_that_no_engine_should_get(tmp_path: Path, monkeypatch: Any) -> None:
+    engine = FakeEngine()
+    with served(engine.app()) as url, recorded(url, tmp_path) as client:
+        address = ("127.0.0.1", client.base_url.port)
+
+        def status(request: bytes) -> bytes:
+            with socket.create_connection(address) as line:
+                line.sendall(request)
+                return line.recv(4096).split()[1]
+
+        both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+        here = b"Host: localhost\r\nConnection: close\r\n"
+        assert status(b"POST /echo/x HTTP/1.1\r\n" + here + both) == b"400"
+        assert status(b"GET http://else.where/x HTTP/1.1\r\n" + here + b"\r\n") == b"400"
+        evil = {"origin": "https://evil.example", "content-type": "text/plain"}
+        body = json.dumps(chat(store=True)).encode()
+        assert client.post(CHAT, content=body, headers=evil).status_code == 403
+        monkeypatch.setattr("train.record.proxy.HELD_BYTES", 10)
+        assert client.post(CHAT, json=chat()).status_code == 503
+        assert engine.asked == []
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_an_engine_dies_at_any_place_of_its_answer(tmp_path: Path, stream: bool) -> None:
     """Before the body begins, the client hears of it. Later, its connection is broken off too. Only
@@ -237,6 +260,21 @@ def test_only_what_asks_is_recorded_and_is_training_data(tmp_path: Path) -> None
         client.post(CHAT, json=asked, headers=headers)
         client.post(CHAT, json=chat(store=True, stream=True))
         first, second = read_until(tmp_path / "default", 2)
+        client.post(CHAT, content=json.dumps(chat(store=True)), headers={"content-type": "text/x"})
+        counts = client.get("/admin/upstream", headers=ADMIN).json()["records"]
+    # Who asks to be recorded in vain is counted, with the reason.
+    assert counts == {
+        "recorded": 2,
+        "store is neither true nor false": 1,
+        "the request has stop": 1,
+        "the request has tools": 1,
+        "the request has response_format": 1,
+        "the answer ends by length, and not by the target": 1,
+        "the content type of the request is not application/json": 1,
+    }
+    modes = {path.stat().st_mode & 0o777 for path in (tmp_path / "default").rglob("*")}
+    assert modes == {0o600}
+    assert (tmp_path / "default").stat().st_mode & 0o777 == 0o700
     assert [path.name for path in tenants(tmp_path)] == ["default"]
     assert first["messages"] == [
         {"role": "user", "content": "Call [redacted: phone]"},
@@ -290,13 +328,22 @@ def test_reasoning_images_and_several_choices() -> None:
         ]
         return json.dumps({"id": "x", "model": "m", "choices": choices}).encode()
 
+    def reason(asked: dict[str, Any], body: bytes, *, stream: bool = False) -> str:
+        try:
+            found, left_out = exchanges(asked, body, stream=stream)
+        except NotRecorded as error:
+            return str(error)
+        assert found == []
+        (why,) = left_out
+        return why
+
     plain = {"role": "assistant", "content": "yes", "reasoning": None}
-    found = exchanges(chat(), answer(plain, plain | {"content": "no"}), stream=False)
+    found, left_out = exchanges(chat(), answer(plain, plain | {"content": "no"}), stream=False)
     assert [exchange.answer for exchange in found] == ["yes", "no"]
-    assert exchanges(chat(), answer(plain | {"reasoning": "hm"}), stream=False) == []
-    assert exchanges(chat(), b"data: {}\n\n", stream=True) == []
+    assert not left_out
+    assert "reasoning" in reason(chat(), answer(plain | {"reasoning": "hm"}))
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    (found_one,) = exchanges(chat(parts), answer(plain), stream=False)  # type: ignore[arg-type]
+    ((found_one,), _) = exchanges(chat(parts), answer(plain), stream=False)  # type: ignore[arg-type]
     assert found_one.messages == [{"role": "user", "content": "a\nb"}]
     # JSON may hold these as they are, and str.splitlines cuts at both.
     for text in ("a\u2028b", "a\x85b"):
@@ -304,13 +351,35 @@ def test_reasoning_images_and_several_choices() -> None:
         event = json.dumps({"choices": [choice]}, ensure_ascii=False)
         for end in ("\n", "\r\n"):
             body = f"data: {event}{end}{end}data: [DONE]{end}{end}".encode()
-            assert [x.answer for x in exchanges(chat(), body, stream=True)] == [text]
+            assert [x.answer for x in exchanges(chat(), body, stream=True)[0]] == [text]
+    shape = "another shape"
+    assert shape in reason(chat(), b"data: {}\n\n", stream=True)
     for odd in (5, ["x"], [{"message": "x"}], [{"index": [], "message": plain}], {"0": {}}):
-        assert exchanges(chat(), json.dumps({"choices": odd}).encode(), stream=False) == []
-    assert exchanges(chat(), answer(plain | {"content": ["x"]}), stream=False) == []
-    assert exchanges(chat(), b"[1]", stream=False) == []
+        assert shape in reason(chat(), json.dumps({"choices": odd}).encode())
+    assert shape in reason(chat(), answer(plain | {"content": ["x"]}))
+    assert shape in reason(chat(), b"[1]")
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
-    assert exchanges(chat(image), answer(plain), stream=False) == []  # type: ignore[arg-type]
+    assert "no text" in reason(chat(image), answer(plain))  # type: ignore[arg-type]
+    assert "tools" in reason(chat(tools=[{}]), answer(plain))
+    long = "a" * (LONGEST_TEXT + 1)
+    assert "longer" in reason(chat(long), answer(plain))
+    assert "longer" in reason(chat(), answer(plain | {"content": long}))
+    # A text format asks for nothing.
+    assert exchanges(chat(response_format={"type": "text"}), answer(plain), stream=False)[0]
+    assert "no choices" in reason(chat(), answer())
+
+
+@pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])
+def test_a_token_that_ends_a_turn_is_recorded_and_a_string_is_not(name: str) -> None:
+    """vLLM and SGLang name the id if it is not the tokenizer's EOS: Gemma, GLM-4, Phi-4-mini."""
+    choice = {"index": 0, "message": {"content": "yes"}, "finish_reason": "stop"}
+    for value, count in ((None, 1), (106, 1), ("END", 0)):
+        body = json.dumps({"choices": [choice | {name: value}]}).encode()
+        found, left_out = exchanges(chat(), body, stream=False)
+        assert (len(found), left_out.total()) == (count, 1 - count)
+        event = {"choices": [{"delta": {"content": "yes"}, "finish_reason": "stop", name: value}]}
+        stream = f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode()
+        assert len(exchanges(chat(), stream, stream=True)[0]) == count
 
 
 @pytest.mark.parametrize(
@@ -379,11 +448,16 @@ def record_line() -> bytes:
     return json.dumps(record(at=3.0)).encode()
 
 
-def test_retention_deletes_the_oldest(tmp_path: Path) -> None:
+def test_retention_deletes_the_oldest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_age = Records(tmp_path / "age", Retention(days=2))
     for day in range(5):
         by_age.append(record(at=day * DAY))
+    # Only segments that may have old records are read.
+    read: list[float] = []
+    original = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(0) or original(path))
     assert by_age.prune(5 * DAY) == 3
+    assert len(read) == 2
     assert [r["time"] / DAY for r in by_age.read()] == [3, 4]
 
     limit = 8000

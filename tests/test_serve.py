@@ -21,13 +21,16 @@ httpx2 = pytest.importorskip("httpx2")
 
 from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
 from decode.errors import UserError  # noqa: E402
+from decode.loop import Decoding  # noqa: E402
 from decode.sampling import Sampling  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
+from decode.target.pretrained import UNLIMITED_POSITIONS  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
 from train.serve.answers import AnswerText  # noqa: E402
+from train.serve.engine import Engine  # noqa: E402
 from train.serve.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
 
 QUESTION = "What does the drafter propose?"
@@ -510,6 +513,109 @@ def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
         assert answer["choices"][0]["message"]["content"] == words(expected)
 
 
+def test_a_pass_that_fails_ends_only_the_text_that_fails_alone(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows which row is to blame. All others get the text that they have alone."""
+    step = Decoding.step
+
+    def breaks(self: Decoding, *args: Any, **options: Any) -> None:
+        texts = self.rows.contexts
+        if (texts.tokens[:, :2] == bad[0]).any() and texts.lengths.max() > 40:
+            raise RuntimeError("an illegal instruction")
+        step(self, *args, **options)
+
+    bad = endless.tokenizer("#", add_special_tokens=False).input_ids
+    monkeypatch.setattr(Decoding, "step", breaks)
+    with serving(endless) as running, running.client() as client, ThreadPoolExecutor() as pool:
+        held = Held(running)
+        post = functools.partial(client.post, "/v1/completions")
+        bodies = [
+            {"model": MODEL, "prompt": text, "max_tokens": 80, "temperature": 0.0}
+            for text in ("abc", "to be or not to be", "# and so on", "Hello")
+        ]
+        answers = [pool.submit(post, json=body) for body in bodies]
+        until(lambda: running.engine.held == 4)
+        held.release()
+        statuses = [answer.result().status_code for answer in answers]
+        assert statuses == [200, 200, 500, 200]
+        for body, answer in zip(bodies, answers, strict=True):
+            if body["prompt"] != "# and so on":
+                expected = words(alone(endless, body["prompt"], 80))
+                assert answer.result().json()["choices"][0]["text"] == expected
+
+
+def test_accepted_texts_are_delivered_and_rows_are_shared_by_request(endless: Any) -> None:
+    """Texts that wait behind those of their own request are not late, and a request of many texts
+    does not hold up one that comes later."""
+    with serving(endless, max_rows=2) as running, running.client() as client:
+        ended: list[str] = []
+
+        def post(name: str, **fields: Any) -> Any:
+            answer = client.post("/v1/completions", json={"model": MODEL, **fields})
+            ended.append(name)
+            return answer.json()
+
+        held = Held(running)
+        with ThreadPoolExecutor() as pool:
+            prompts = [f"{number} is a number" for number in range(9)]
+            many = pool.submit(post, "many", prompt=prompts, max_tokens=20, temperature=0.0)
+            until(lambda: running.engine.held == 9)
+            assert held.waits.wait(60)
+            one = pool.submit(post, "one", prompt="abc", max_tokens=4)
+            until(lambda: running.engine.held == 10)
+            running.requests[0].arrived -= 100  # longer ago than any text may wait
+            held.release()
+            texts = [choice["text"] for choice in many.result()["choices"]]
+            assert one.result()["choices"][0]["finish_reason"] == "length"
+        assert ended == ["one", "many"]
+        assert texts == [words(alone(endless, prompt, 20)) for prompt in prompts]
+
+
+@pytest.mark.parametrize("positions", [131_072, UNLIMITED_POSITIONS])
+def test_a_text_takes_the_memory_that_it_uses(positions: int) -> None:
+    """A long context, or a target without a limit: a request that names none gets its answer, and
+    memory for that. Memory of a long text is given back."""
+    wide = tiny_target(max_positions=4096)
+    wide.model.config.max_position_embeddings = positions
+    with serving(wide, row_tokens=0) as running, running.client() as client:
+        lm = running.engine.decoder.lm
+        largest, decodings = list[int](), list[Decoding]()
+
+        def look(waiting: int) -> None:
+            largest.append(lm.slots.allocated[1])
+            decodings.append(running.engine._decoding)
+
+        running.engine.before_pass = look
+        body = {"model": MODEL, "prompt": "abc", "stop": "e", "n": 2}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert max(largest) < 1000
+        body = {"model": MODEL, "prompt": "a" * 700, "max_tokens": 4}
+        assert client.post("/v1/completions", json=body).status_code == 200
+        assert largest[-1] > 700
+        until(lambda: running.engine._decoding is not decodings[-1])
+        assert lm.slots.allocated[1] < 100
+
+
+def test_a_decode_that_dies_is_an_error_of_the_process(
+    endless: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def dies(self: Any, error: Exception) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(Engine, "_begin_anew", dies)
+    monkeypatch.setattr(Decoding, "step", lambda self: 1 / 0)
+
+    def run() -> None:
+        with serving(endless) as running, running.client() as client:
+            answer = client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+            assert answer.status_code == 503
+            until(lambda: not running.engine.alive)
+
+    with pytest.raises(UserError, match=r"the decode has failed: CUDA error"):
+        run()
+
+
 def test_the_texts_of_a_request_that_fail_in_one_pass_are_one_refusal() -> None:
     broken = tiny_target(max_positions=512, tie=False)
     with torch.no_grad():
@@ -535,9 +641,11 @@ def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone
         (gone,) = running.requests
         assert held.waits.wait(60)  # it has been admitted
 
+        read = engine._decoding.read
+
         def breaks(*args: Any) -> int:
             # The client goes away after the engine has looked for such clients.
-            gone.cancelled = True
+            gone.cancelled, engine._decoding.read = True, read
             raise RuntimeError("no memory")
 
         engine._decoding.read = breaks

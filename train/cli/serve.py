@@ -123,10 +123,16 @@ def serve(
         int, typer.Option(help="texts that may wait besides; more get status 503")
     ] = 64,
     max_wait: Annotated[
-        float, typer.Option(help="seconds that a text may wait; then it gets status 429")
+        float,
+        typer.Option(
+            help="seconds that a request waits for its first row; then it gets status 429"
+        ),
     ] = 60.0,
     max_seconds: Annotated[
-        float, typer.Option(help="seconds from a request to its end; then it gets status 504")
+        float,
+        typer.Option(
+            help="seconds from the row of a request's last text to its end; then it gets status 504"
+        ),
     ] = 600.0,
     max_held_tokens: Annotated[
         int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")

@@ -154,7 +154,8 @@ class Learner:
         records = usable(self._records.read())[-self.config.max_records :]
         work = self._directory(version) / "work"
         shutil.rmtree(work, ignore_errors=True)
-        work.mkdir(parents=True)
+        work.parent.mkdir(parents=True, exist_ok=True)
+        work.mkdir(mode=0o700)  # it gets what people wrote
         training, judging = self._run(version).write(records)
         ids = json.dumps([record["id"] for record in records])
         write_file(self._directory(version) / LEARNT_FILE, ids)

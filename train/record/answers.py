@@ -1,6 +1,7 @@
 """Reads a request for a chat and its answer, and keeps those that are text of the target alone."""
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ BENDING = (
     *("ignore_eos", "min_tokens", "truncate_prompt_tokens"),
 )
 
+LONGEST_TEXT = 1 << 18  # characters; the search for personal data keeps the proxy from its work
+
 
 @dataclass(frozen=True)
 class Exchange:
@@ -26,58 +29,100 @@ class Exchange:
     answer: str
 
 
-def exchanges(body: dict[str, Any], answer: bytes, *, stream: bool) -> list[Exchange]:
-    """Return the complete answers of a request, one for each choice.
+class NotRecorded(Exception):
+    """A request asks to be recorded, and is not. The message says why, in few different texts, so
+    that they can be counted."""
+
+
+def exchanges(
+    body: dict[str, Any], answer: bytes, *, stream: bool
+) -> tuple[list[Exchange], Counter[str]]:
+    """Return the complete answers of a request, and how many of its choices are left out, by the
+    reason.
 
     body: the request. answer: the body of the response with status 200. stream: it is a stream of
-    events. An answer is complete if the target ended it. Answers with tool calls or reasoning, and
-    requests with images or a setting of BENDING, give nothing.
+    events. An answer is complete if the target ended it. Raises NotRecorded for answers with tool
+    calls or reasoning, and for requests with images or a setting of BENDING.
     """
     messages = _messages(body.get("messages"))
-    if messages is None or any(body.get(name) not in (None, [], {}, "", False) for name in BENDING):
-        return []
+    bending = sorted(name for name in BENDING if not _asks_nothing(name, body.get(name)))
+    if bending:
+        raise NotRecorded(f"the request has {', '.join(bending)}")
     part = "delta" if stream else "message"
     texts: dict[int, str] = {}
-    ended: set[int] = set()
+    ends: dict[int, str] = {}
     try:
         chunks = list(_events(answer)) if stream else [json.loads(answer)]
         for choice, index, message in (one for chunk in chunks for one in _choices(chunk, part)):
-            spoken = {key for key, value in message.items() if value}
-            if spoken - {"role", "content"}:
-                return []  # reasoning, a tool call, a refusal
+            spoken = {key for key, value in message.items() if value} - {"role", "content"}
+            if spoken:  # reasoning, a tool call, a refusal
+                raise NotRecorded(f"the answer has {', '.join(sorted(spoken))[:80]}")
             texts[index] = texts.get(index, "") + (message.get("content") or "")
-            # vLLM names the stop string or token in stop_reason.
-            if choice.get("finish_reason") == "stop" and choice.get("stop_reason") is None:
-                ended.add(index)
+            if choice.get("finish_reason") is not None:
+                ends[index] = _end(choice)
     except (ValueError, RecursionError):
-        return []
-    if not chunks:
-        return []
+        raise NotRecorded("the answer is not complete, or has another shape") from None
+    if not texts:
+        raise NotRecorded("the answer has no choices")
     request, model = str(chunks[0].get("id", "")), str(chunks[0].get("model", ""))
-    return [
-        Exchange(request, model, messages, text)
-        for index, text in sorted(texts.items())
-        if index in ended and text.strip() and _is_unicode(text)
-    ]
+    found, left_out = [], Counter[str]()
+    for index, text in sorted(texts.items()):
+        reason = _reason_against(text, ends.get(index))
+        if reason is None:
+            found.append(Exchange(request, model, messages, text))
+        else:
+            left_out[reason] += 1
+    return found, left_out
 
 
-def _messages(value: Any) -> list[dict[str, str]] | None:
-    """The messages as roles and text. None if they hold anything else."""
+def _asks_nothing(name: str, value: Any) -> bool:
+    """Whether a setting of BENDING has a value that leaves prompt and answer as they are."""
+    text = {"type": "text"}
+    return value in (None, [], {}, "", False) or (name == "response_format" and value == text)
+
+
+def _end(choice: dict[str, Any]) -> str:
+    """Why a choice ended; "stop" if the target ended it."""
+    # vLLM and SGLang name the string or the token that ended an answer. Requests with such strings
+    # and tokens are left out, so a token is one of the target's own.
+    for name in ("stop_reason", "matched_stop"):
+        if isinstance(choice.get(name), str):
+            return "a stop string of the engine"
+    return str(choice["finish_reason"])[:40]
+
+
+def _reason_against(text: str, end: str | None) -> str | None:
+    """Why an answer is not recorded; None: it is. end: as of `_end`; None: it did not end."""
+    if end != "stop":
+        return f"the answer ends by {end or 'nothing'}, and not by the target"
+    if not text.strip():
+        return "the answer is empty"
+    if len(text) > LONGEST_TEXT:
+        return f"the answer is longer than {LONGEST_TEXT:,} characters"
+    return None if _is_unicode(text) else "the answer is no Unicode"
+
+
+def _messages(value: Any) -> list[dict[str, str]]:
+    """The messages as roles and text. Raises NotRecorded if they hold anything else."""
     messages = []
     for message in value if isinstance(value, list) else [None]:
         if not isinstance(message, dict) or message.get("tool_calls"):
-            return None
+            raise NotRecorded("a message has tool calls, or is no object")
         role, content = message.get("role"), message.get("content")
         if isinstance(content, list):
             if not all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in content):
-                return None
+                raise NotRecorded("a message has parts that are no text")
             content = "\n".join(part["text"] for part in content)
         if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
-            return None
+            raise NotRecorded("a message has another role, or no text")
         if (role in ("user", "assistant") and not content.strip()) or not _is_unicode(content):
-            return None
+            raise NotRecorded("a message is empty, or is no Unicode")
+        if len(content) > LONGEST_TEXT:
+            raise NotRecorded(f"a message is longer than {LONGEST_TEXT:,} characters")
         messages.append({"role": role, "content": content})
-    return messages if messages and messages[-1]["role"] == "user" else None
+    if not messages or messages[-1]["role"] != "user":
+        raise NotRecorded("the last message is not from user")
+    return messages
 
 
 def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:

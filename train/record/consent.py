@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from decode.errors import UserError
 from train.net.guard import bearer_key
+from train.record.answers import NotRecorded
 from train.record.records import TENANT
 
 DEFAULT_TENANT = "default"
@@ -43,14 +44,18 @@ class Keys:
         return cls({_hash(path, key): _tenant(path, key, x) for key, x in values.items()})
 
     def tenant_of(self, authorization: str, body: dict[str, Any]) -> str | None:
-        """The tenant whose journal takes this request; None: it is not recorded. authorization:
-        the header, or ''."""
+        """The tenant whose journal takes this request; None: it does not ask. authorization: the
+        header, or ''. Raises NotRecorded if it asks in vain."""
         store = body.get("store")
+        if store is not None and not isinstance(store, bool):
+            raise NotRecorded("store is neither true nor false")
         if self._tenants is None:
             return DEFAULT_TENANT if store is True else None
         key = bearer_key(authorization)
         tenant = self._tenants.get(hashlib.sha256(key).hexdigest())
         if tenant is None:
+            if store is True:
+                raise NotRecorded("the key is not in --record-keys")
             return None
         consents = store is True or (tenant.record == "all" and store is None)
         return tenant.name if consents else None

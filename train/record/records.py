@@ -2,6 +2,8 @@
 
     DIR/TENANT/records-TIME.jsonl    segments; TIME: when a segment began, in ms, 16 digits
 
+Directories and files are open to their owner alone.
+
 A record is a row that `train.data.read` takes as training data:
 
     id         unique
@@ -95,7 +97,8 @@ class Records:
         """Store a record; it is on disk when this returns. Raises UserError if it cannot be."""
         line = (json.dumps(record, ensure_ascii=True) + "\n").encode()
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.directory.mkdir(mode=0o700, exist_ok=True)
             with self._locked():
                 self._append(line, record["time"])
         except OSError as error:
@@ -109,7 +112,7 @@ class Records:
         with self._locked():
             dropped = 0
             if self.retention.days is not None:
-                dropped = self._keep(lambda record: record["time"] >= oldest)
+                dropped = self._keep(lambda record: record["time"] >= oldest, before=oldest)
             return dropped + self._drop_segments()
 
     def forget(self, *, user: str | None = None, request: str | None = None) -> list[str]:
@@ -150,7 +153,7 @@ class Records:
         if newest is None or begins_day or newest.stat().st_size >= self._segment_bytes:
             newest = self.directory / f"records-{int(1000 * now):016d}.jsonl"
         _cut_torn_line(newest)
-        with newest.open("ab", buffering=0) as file:
+        with open(newest, "ab", buffering=0, opener=_private) as file:
             file.write(line)
             os.fsync(file.fileno())
         self._drop_segments()
@@ -166,10 +169,13 @@ class Records:
             sizes.pop(0)
         return dropped
 
-    def _keep(self, stays: Callable[[dict[str, Any]], bool]) -> int:
-        """Write every segment again without the other records. Returns how many were deleted."""
+    def _keep(self, stays: Callable[[dict[str, Any]], bool], before: float = float("inf")) -> int:
+        """Write every segment again without the other records. Returns how many were deleted.
+        before: segments that began later, by their names, have none to delete."""
         dropped = 0
         for path in self._segments():
+            if _begin(path) >= before:
+                break
             records = list(_records(path))
             kept = [record for record in records if stays(record)]
             dropped += len(records) - len(kept)
@@ -177,6 +183,7 @@ class Records:
                 path.unlink()
             elif len(kept) < len(records):
                 write_file(path, "".join(json.dumps(record) + "\n" for record in kept))
+                path.chmod(0o600)
         return dropped
 
     def _segments(self) -> list[Path]:
@@ -184,9 +191,14 @@ class Records:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with (self.directory / ".lock").open("a") as lock:
+        with open(self.directory / ".lock", "a", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its owner reads: it holds what people wrote."""
+    return os.open(path, flags, 0o600)
 
 
 def _begin(segment: Path) -> float:

@@ -58,11 +58,17 @@ class Service:
         self.reader = Reader(self.tokenizer, limits)
 
     def close(self, seconds: float) -> None:
-        """End the decode now, and save what was learnt. It takes about so many seconds at most."""
+        """End the decode now, and save what was learnt. It takes about so many seconds at most.
+        Raises UserError if the decode had ended by an error."""
         self.engine.drain(0)
         self.engine.join(seconds)
         if self.settings.learner is not None:
             self.settings.learner.close(seconds)
+        if self.engine.error is not None:
+            raise UserError(
+                f"the decode has failed: {self.engine.error}; see the log, and start the service "
+                "again"
+            ) from self.engine.error
 
     def app(self) -> Starlette:
         """The ASGI application."""

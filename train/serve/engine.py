@@ -8,10 +8,9 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from itertools import groupby, islice
 
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +28,7 @@ from train.serve.requests import Bounds, Choice, NewTokens, Refusal, Request, Ro
 logger = logging.getLogger(__name__)
 
 LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
+AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 
 
 class Engine:
@@ -40,6 +40,7 @@ class Engine:
     watch: told of the rows, in the decoding thread. drafter_version: of the weights that draft.
     lossy: the rule in use, if it is lossy for such requests; None if it is lossless. before_pass:
     called with the number of texts that wait. These are set in the decoding thread, by `between`.
+    error: what ended the decoding thread; None: it runs, or has ended as it should.
     """
 
     def __init__(
@@ -62,6 +63,8 @@ class Engine:
         self._waiting: deque[tuple[Request, Choice]] = deque()
         self._running: dict[int, tuple[Request, Choice]] = {}
         self._held = 0  # texts that wait, are being admitted or run
+        self._unsent: set[Request] = set()  # requests whose answers are not sent
+        self.error: BaseException | None = None
         self._changes: deque[tuple[Callable[[Decoding], None], Future[None]]] = deque()
         self._busy_at = time.monotonic()  # when a text last waited or ran
         self._ends_at: float | None = None  # when draining ends
@@ -92,8 +95,10 @@ class Engine:
 
     @property
     def held(self) -> int:
-        """Texts that wait or run."""
-        return self._held
+        """Texts of requests that wait, run or are not sent yet. Each takes a place."""
+        with self._changed:
+            requests = self._unsent.union(request for request, _ in self._entries())
+        return sum(len(request.choices) for request in requests)
 
     def live(self) -> dict[str, int]:
         """Figures of this moment: the texts that run and wait, and γ; and what was counted since
@@ -122,6 +127,7 @@ class Engine:
             self.require_room(len(prompts), tokens)
             self._waiting.extend((request, choice) for choice in request.choices)
             self._held += len(prompts)
+            self._unsent.add(request)
             self._changed.notify()
 
     def require_room(self, texts: int, tokens: int = 0) -> None:
@@ -129,23 +135,29 @@ class Engine:
         text is not read before this."""
         if self.draining or not self.alive:
             raise self._count(Refusal("draining", "the service is ending", 1))
-        if self._held + texts > self.bounds.capacity:
-            message = f"{self._held} texts run or wait; there is room for {self.bounds.capacity}"
+        held = self.held
+        if held + texts > self.bounds.capacity:
+            message = (
+                f"{held} texts wait, run or are not sent yet; there is room for "
+                f"{self.bounds.capacity}"
+            )
             raise self._count(Refusal("full", message, self._retry_after()))
         if not tokens:
             return
-        held = sum(map(len, _each_once(choice.prompt for _, choice in self._waiting)))
-        if held and held + tokens > self.bounds.held_tokens:
+        wait = sum(map(len, _each_once(choice.prompt for _, choice in self._waiting)))
+        if wait and wait + tokens > self.bounds.held_tokens:
             message = (
-                f"the prompts that wait have {held} tokens and this request has {tokens}; there is "
+                f"the prompts that wait have {wait} tokens and this request has {tokens}; there is "
                 f"room for {self.bounds.held_tokens}"
             )
             raise self._count(Refusal("full", message, self._retry_after()))
 
     def cancel(self, request: Request) -> None:
-        """Give up what is left of a request, before the next pass."""
+        """Its answer is sent, or nobody waits for it: free its places, and give up what is left of
+        it before the next pass."""
         with self._changed:
             request.cancelled = True
+            self._unsent.discard(request)
             self._changed.notify()
 
     def between(self, act: Callable[[Decoding], None]) -> "Future[None]":
@@ -186,8 +198,10 @@ class Engine:
                 self._read()
                 if not self._decoding.finished:
                     self._pass()
-        except BaseException:
+                self._shrink()
+        except BaseException as error:
             logger.exception("the decoding thread has failed")
+            self.error = error
         finally:
             self._finish(Refusal("draining", "the service is ending", 1))
 
@@ -230,8 +244,8 @@ class Engine:
     def _give_up(self) -> None:
         """Drop what was cancelled, and refuse what is too late."""
         now = time.monotonic()
-        for request, choice in self._entries():
-            waits = choice.row is None
+        for request in _different(self._entries()):
+            waits = request.begun is None
             if request.cancelled:
                 self._leave(request)
             elif waits and self.draining:
@@ -239,43 +253,53 @@ class Engine:
             elif waits and now - request.arrived > self.bounds.max_wait:
                 message = f"no row was free in {self.bounds.max_wait:g} s"
                 self._refuse(request, Refusal("waited", message, self._retry_after()))
-            elif now - request.arrived > self.bounds.max_seconds:
-                message = f"the answer was not complete after {self.bounds.max_seconds:g} s"
+            elif request.begun is not None and now - request.begun > self.bounds.max_seconds:
+                message = f"a text was not complete after {self.bounds.max_seconds:g} s"
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
-        """Give the free rows to the texts that have waited longest."""
+        """Give the free rows to texts that wait: each to the request that has the fewest, and of
+        these to the one that came first. So a request of many texts does not hold up the others.
+        After a pass that failed, its texts begin one by one, until the next pass."""
         while True:
             with self._changed:
-                free = self.bounds.max_rows - len(self._running)
-                first = list(islice(self._waiting, free))
-            if not first:
+                running = list(self._running.values())
+                free = self.bounds.max_rows - len(running)
+                alone = any(choice.suspect for _, choice in running)
+                rows = Counter(request for request, _ in running)
+                waiting = [entry for entry in self._waiting if not (alone and entry[1].suspect)]
+            if free < 1 or not waiting:
                 return
-            _, same = next(groupby(first, key=lambda entry: (entry[0], id(entry[1].prompt))))
-            self._begin(first[0][0], [text for _, text in same])
+            request, first = min(waiting, key=lambda entry: rows[entry[0]])
+            others = [rows[other] for other, _ in waiting if other is not request]
+            # As many as until another request has as few rows.
+            count = max(min(free, min(others) - rows[request]), 1) if others else free
+            self._begin(request, _alike(request, first, waiting)[:count])
 
     def _begin(self, request: Request, texts: list[Choice]) -> None:
-        """Give rows to the first texts that wait. They have the same prompt."""
+        """Give rows to texts that wait. They have the same prompt."""
         now = time.monotonic()
-        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
+        first = texts[0]
         try:
             rows = self._decoding.begin(
-                [choice.prompt for choice in texts],
-                request.max_new_tokens,
+                [first.text] * len(texts),
+                request.max_new_tokens - len(first.tokens),
                 row_ids=[choice.sample for choice in texts],
-                settings=request.settings(texts[0].seed, stop, self._draft_temperature),
+                settings=request.settings(
+                    first.seed,
+                    StopStrings(self._tokenizer, request.stop) if request.stop else None,
+                    self._draft_temperature,
+                ),
             )
-        except UserError as error:  # the other rows are as they were
+        except Exception as error:  # the other rows are as they were
             self._refuse(request, self._refusal(error, request))
             return
-        except Exception as error:
-            self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
-            self._begin_anew(error)
-            return
+        request.begun = now
         with self._changed:
             for row, choice in zip(rows, texts, strict=True):
                 choice.row, choice._last = row, request.arrived
-                self._running[row] = self._waiting.popleft()
+                self._waiting.remove((request, choice))
+                self._running[row] = request, choice
                 self.metrics.queue_time.observe(now - request.arrived)
 
     def _read(self) -> None:
@@ -291,23 +315,22 @@ class Engine:
         looked_up = (0, 0) if known is None else (known.reused, known.read)
         try:
             self._decoding.read(row, tokens)
-        except UserError as error:  # the other rows are as they were
+        except Exception as error:  # the other rows are as they were
             self._new, self._ended, self._failed = [], set(), {}
             self._refuse(request, self._refusal(error, request))
-            return
-        except Exception as error:
-            self._begin_anew(error, request)
             return
         if known is not None:
             reused, read = known.reused - looked_up[0], known.read - looked_up[1]
             self.metrics.reused_tokens.inc(reused)
             self.metrics.prefix_tokens.inc(reused + read)
-            choice.cached = (choice.cached or 0) + reused
+            if not choice.tokens:
+                choice.cached = (choice.cached or 0) + reused
         for joined in sorted(before.difference(self._decoding.waiting)):
             _, choice = self._running[joined]
-            choice.versions = (self.drafter_version, self.drafter_version)
             self._watch.join(joined, request)
-            self.metrics.prompt_tokens.inc(len(choice.prompt))
+            if not choice.tokens:
+                choice.versions = (self.drafter_version, self.drafter_version)
+                self.metrics.prompt_tokens.inc(len(choice.prompt))
         self._hand_out()
 
     def _pass(self) -> None:
@@ -319,6 +342,8 @@ class Engine:
         except Exception as error:
             self._begin_anew(error)
             return
+        for _, choice in self._running.values():
+            choice.suspect = False
         for step in self._decoding.steps:
             self._tally(step)
         self._decoding.steps.clear()
@@ -327,22 +352,31 @@ class Engine:
         speed = tokens / max(time.monotonic() - started, 1e-6)
         self._tokens_per_second = _averaged(self._tokens_per_second, speed)
 
-    def _begin_anew(self, error: Exception, broken: Request | None = None) -> None:
-        """After an error that leaves the rows in an unknown state: refuse their requests, and begin
-        with no rows. Texts whose prompts are not read yet wait again, except those of the request
-        at which it happened."""
+    def _begin_anew(self, error: Exception) -> None:
+        """After a pass that failed for no known row: begin with no rows, and let the texts wait
+        again, with the tokens that they have. Those that ran are suspects, which begin one by one.
+        If a pass fails with one suspect, or with one text at all, its request is refused."""
         logger.error("the decode begins anew", exc_info=error)
         self._new, self._ended, self._failed = [], set(), {}
         with self._changed:
-            unread = {row: self._running[row] for row in self._decoding.waiting}
-            again = {row: entry for row, entry in unread.items() if entry[0] is not broken}
-            for row, (_, choice) in again.items():
-                del self._running[row]
-                choice.row = None
-            self._waiting.extendleft(reversed(again.values()))
+            entries = list(self._running.items())
+            self._running.clear()
+            unread = set(self._decoding.waiting)
+            ran = [entry for row, entry in entries if row not in unread]
+            suspects = [entry for entry in ran if entry[1].suspect] or ran
+            for row, (_, choice) in entries:
+                choice.row, choice.suspect = None, row not in unread
+                self._watch.leave(row)
+            self._waiting.extendleft(entry for _, entry in reversed(entries))
         self._decoding = self._make_decoding()
-        for request in _different(list(self._running.values())):
-            self._refuse(request, Refusal("failed", f"the decode could not go on: {error}"))
+        if len(suspects) == 1:
+            request = suspects[0][0]
+            self._refuse(request, self._refusal(error, request))
+
+    def _shrink(self) -> None:
+        """Give memory back that longer texts took, when none is left."""
+        if not self._held and self.decoder.lm.slots.allocated != self._allocated:
+            self._decoding = self._make_decoding()
 
     def _tally(self, step: Verification) -> None:
         judged = Judged.of(step)
@@ -395,7 +429,7 @@ class Engine:
         requests = [self._running[row][0] for row in failed]
         for request, (row, error) in zip(requests, failed.items(), strict=True):
             self._decoding.errors.pop(row)
-            self._refuse(request, Refusal("failed", str(error)))
+            self._refuse(request, self._refusal(error, request))
 
     def _end(self, request: Request, choice: Choice) -> None:
         """A text has ended, and its row is free."""
@@ -427,7 +461,7 @@ class Engine:
         self._watch.leave(row)
 
     def _leave(self, request: Request) -> None:
-        """Free all places of a request."""
+        """Free all rows of a request."""
         with self._changed:
             stays = [entry for entry in self._waiting if entry[0] is not request]
             self._held -= len(self._waiting) - len(stays)
@@ -439,19 +473,22 @@ class Engine:
                 self._forget(row)
 
     def _refuse(self, request: Request, refusal: Refusal) -> None:
-        """Free all places of a request, and say why, unless nobody waits for it any more."""
+        """Free all rows of a request, and say why, unless nobody waits for it any more."""
         cancelled, request.cancelled = request.cancelled, True
         self._leave(request)
         if not cancelled:
             request.deliver(self._count(refusal))
 
-    def _refusal(self, error: UserError, request: Request) -> Refusal:
-        """Why a request's prompt cannot be read now."""
+    def _refusal(self, error: Exception, request: Request) -> Refusal:
+        """Why a request gets no more."""
         if isinstance(error, MemoryShortage):
             # It cannot help to wait if no other request holds memory.
             others = any(other is not request for other, _ in self._running.values())
             return Refusal("memory", str(error), self._retry_after() if others else None)
-        return Refusal("failed", str(error))
+        if isinstance(error, UserError):
+            return Refusal("failed", str(error))
+        logger.error("a request ends with an error", exc_info=error)
+        return Refusal("failed", f"the decode could not go on: {error}")
 
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)
@@ -459,14 +496,17 @@ class Engine:
 
     def _make_decoding(self) -> Decoding:
         rows, length = self.bounds.max_rows, self.bounds.row_tokens
-        return Decoding(
+        decoding = Decoding(
             self.decoder,
             rows=rows,
             slots=self.decoder.affordable_slots(rows, length),
+            ahead=AHEAD,
             on_tokens=lambda row, tokens: self._new.append((row, tokens)),
             on_end=lambda row, _: self._ended.add(row),
             on_error=self._failed_row,
         )
+        self._allocated = self.decoder.lm.slots.allocated
+        return decoding
 
     def _failed_row(self, row: int, error: UserError) -> None:
         self._failed[row] = error
@@ -485,6 +525,20 @@ def _averaged(before: float, new: float) -> float:
 def _each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
     """The prompts without those that are the same object: the texts of one prompt share it."""
     return list({id(prompt): prompt for prompt in prompts}.values())
+
+
+def _alike(
+    request: Request, first: Choice, waiting: Iterable[tuple[Request, Choice]]
+) -> list[Choice]:
+    """The texts of a request that can begin together with its first one: they have the same prompt.
+    A text that begins again has its own."""
+    if first.tokens or first.suspect:
+        return [first]
+    return [
+        choice
+        for other, choice in waiting
+        if other is request and choice.prompt is first.prompt and not choice.tokens
+    ]
 
 
 def _different(entries: Iterable[tuple[Request, Choice]]) -> list[Request]:

@@ -15,7 +15,7 @@ from train.serve.static_files import FILES, file_routes
 
 _STATIC = Path(__file__).parent / "static"
 # No secrets are in these files, and without them nobody could enter a key.
-OPEN_PATHS = frozenset({"/health", "/health/", *FILES})
+OPEN_PATHS = frozenset({"/health", *FILES})
 _LIVE_SECONDS = 0.5
 
 

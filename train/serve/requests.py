@@ -11,7 +11,7 @@ from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.text_stream import StopStrings
 
-Reason = Literal["full", "draining", "memory", "waited", "overran", "failed"]
+Reason = Literal["full", "draining", "memory", "waited", "overran", "failed", "unread"]
 
 
 class Refusal(Exception):
@@ -19,7 +19,7 @@ class Refusal(Exception):
 
     full: too many texts, or tokens of prompts, wait. draining: the service ends. memory: there is
     no memory for the text now. waited: no row was free in time. overran: it took too long. failed:
-    the decode could not go on.
+    the decode could not go on. unread: the client does not read its answer.
     """
 
     def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
@@ -33,7 +33,8 @@ class Choice:
     both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
     accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
     first and its last pass. lossy: the last lossy rule that judged its drafts. cached: tokens of
-    its prompt that were in the prefix cache; None: there is none, or another text read it."""
+    its prompt that were in the prefix cache; None: there is none, or another text read it. suspect:
+    it ran in a pass that failed, and in none since."""
 
     index: int
     prompt: Sequence[int]
@@ -48,9 +49,15 @@ class Choice:
     versions: tuple[int, int] = (0, 0)
     lossy: str | None = None
     cached: int | None = None
+    suspect: bool = False
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The prompt with the tokens so far."""
+        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ class Request:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
     logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
     decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
-    store: its sender allows that the service learns from it."""
+    store: its sender allows that the service learns from it. begun: when the last of its texts got
+    a row; None: they all wait."""
 
     choices: list[Choice]
     max_new_tokens: int
@@ -91,6 +99,7 @@ class Request:
     label: str | None = None
     arrived: float = field(default_factory=time.monotonic)
     cancelled: bool = False
+    begun: float | None = None
 
     def settings(
         self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
@@ -121,7 +130,8 @@ class RowWatch:
 @dataclass(frozen=True)
 class Bounds:
     """max_rows: texts that decode together. max_waiting: texts that may wait besides. max_wait:
-    seconds that a text may wait. max_seconds: from a request's arrival to its end.
+    seconds until the first text of a request has a row. max_seconds: from the row of its last text
+    to its end.
 
     prefill_tokens: of new prompts that are read between two passes. row_tokens: of a prompt and its
     answer, for which each row has memory from the start, if half of the free memory is enough; a

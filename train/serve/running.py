@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from train.serve import requests as engine_requests
@@ -25,7 +25,10 @@ STATUS = {
     "waited": 429,
     "overran": 504,
     "failed": 500,
+    "unread": 408,
 }
+UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
+SEND_SECONDS = 60.0  # in which a client takes what is sent at once
 
 T = TypeVar("T")
 
@@ -58,7 +61,7 @@ class Running:
         def deliver(new: Event) -> None:
             # The loop is closed if the service was ended by force.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._events.put_nowait, new)
+                loop.call_soon_threadsafe(self._take, new)
 
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
         self._tokens: list[AnswerTokens] = []
@@ -79,8 +82,17 @@ class Running:
         )
         self._engine.submit(self._request)
 
+    def _take(self, new: Event) -> None:
+        if self._events.qsize() < UNREAD_EVENTS * len(self.choices):
+            self._events.put_nowait(new)
+        elif not self._request.cancelled:
+            self.cancel()
+            self._events = asyncio.Queue()
+            message = f"the client has left {UNREAD_EVENTS} parts of each text unread"
+            self._events.put_nowait(Refusal("unread", message))
+
     def cancel(self) -> None:
-        """Give up what is not answered yet."""
+        """The answer is sent, or is given up. Its places are free."""
         self._engine.cancel(self._request)
 
     async def pieces(self) -> AsyncIterator[Piece]:
@@ -119,9 +131,10 @@ class Running:
 
         try:
             texts = await unless_hung_up(request, collect())
-        finally:
+        except BaseException:
             self.cancel()
-        return JSONResponse(answer.whole(texts), headers=lossy_header(answer.lossy))
+            raise
+        return _Whole(self, answer.whole(texts), lossy_header(answer.lossy))
 
     async def stream(self, request: Request, answer: Answer) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
@@ -152,21 +165,38 @@ async def _events_of(
         yield event
 
 
-class _Stream(StreamingResponse):
-    """Events of a running request, which is given up when the client hangs up."""
+class _Sent(Response):
+    """An answer of a running request, which ends when it is sent, or when the client hangs up or
+    does not take it in time."""
 
+    running: Running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+
+        try:
+            # The server closes the connection of an answer without an end.
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
+        finally:
+            self.running.cancel()
+
+
+class _Whole(_Sent, JSONResponse):
+    def __init__(self, running: Running, content: Any, headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers)
+        self.running = running
+
+
+class _Stream(_Sent, StreamingResponse):
     def __init__(
         self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]
     ) -> None:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self._running = running
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._running.cancel()
+        self.running = running
 
 
 def lossy_header(rule: str | None) -> dict[str, str]:

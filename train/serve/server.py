@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
 _CLOSING_SECONDS = 5  # for connections that are open when all texts have ended
+_CONNECTIONS = 1024  # beside one for each text; more get status 503
 
 
 def make_service(
@@ -44,7 +45,7 @@ def make_service(
     model_name: str | None = None,
     guard: Guard = LOCAL,
     max_tokens: int | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     dynamic_lenience: float = 1.0,
     drafters: Path | None = None,
     student: OnlineStudent | None = None,
@@ -53,9 +54,9 @@ def make_service(
 ) -> Service:
     """A service whose engine runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
-    for requests that name none. dynamic_lenience, drafters: as for `Settings`. student: the copy of
-    the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`.
-    Raises UserError as `Decoder`, `Learner` and `Settings` do."""
+    for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. student:
+    the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
+    `prefix_cache`. Raises UserError as `Decoder`, `Learner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -117,6 +118,7 @@ class Server(uvicorn.Server):
             lifespan="off",
             log_level="warning",
             server_header=False,
+            limit_concurrency=_CONNECTIONS + service.engine.bounds.capacity,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
         )
         super().__init__(config)
