@@ -167,15 +167,22 @@ def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_
     if not prompts:
         raise UserError("there are no prompts to decode")
     for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UserError(f"prompt {row} is empty; a model needs at least one token")
-        if len(prompt) >= max_positions:
-            raise UserError(
-                f"prompt {row} has {len(prompt)} tokens and the target's context holds "
-                f"{max_positions}, so there is no room for an answer; shorten the prompt"
-            )
-        if min(prompt) < 0 or max(prompt) >= vocab_size:
-            raise UserError(
-                f"prompt {row} has token ids from {min(prompt)} to {max(prompt)}; expected ids "
-                f"from 0 to {vocab_size - 1}. Use the target's tokenizer"
-            )
+        if problem := prompt_problem(prompt, max_positions, vocab_size):
+            raise UserError(f"prompt {row} {problem}")
+
+
+def prompt_problem(prompt: Sequence[int], max_positions: int, vocab_size: int) -> str | None:
+    """Why a prompt (token ids) cannot be decoded, in words that follow its name. None: it can."""
+    if not len(prompt):
+        return "is empty; a model needs at least one token"
+    if len(prompt) >= max_positions:
+        return (
+            f"has {len(prompt)} tokens and the target's context holds {max_positions}, so there is "
+            "no room for an answer; shorten the prompt"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        return (
+            f"has token ids from {min(prompt)} to {max(prompt)}; expected ids from 0 to "
+            f"{vocab_size - 1}. Use the target's tokenizer"
+        )
+    return None

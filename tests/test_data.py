@@ -377,6 +377,18 @@ TEMPLATES = {
         "<|im_end|>",
         True,
     ),
+    # The block has the end of the text too, which the target does not write after each turn.
+    "blocks around two ends": (
+        FOR
+        + "{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] == 'assistant' %}"
+        + "{% generation %}{{ m['content'] + '<|end|>\n' }}"
+        + "{% if loop.last %}{{ '<|endoftext|>' }}{% endif %}{% endgeneration %}"
+        + "{% else %}{{ m['content'] + '<|end|>\n' }}{% endif %}"
+        + END
+        + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}",
+        "<|end|>",
+        True,
+    ),
     # No end-of-turn token: the line break is all there is to say that the turn is over.
     "plain lines": (
         FOR
@@ -389,6 +401,15 @@ TEMPLATES = {
         True,
     ),
 }
+
+# As GLM's: a turn ends where the next one begins, and the target writes that token.
+GLM = (
+    FOR
+    + "{{ '<|' + m['role'] + '|>\n' }}{% if m['role'] == 'assistant' %}"
+    + "BEGIN{{ m['content'] | trim }}END{% else %}{{ m['content'] }}{% endif %}"
+    + END
+    + "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
 
 # What a reasoning model's template does: the thinking of turns that are over is taken out.
 STRIPS = (
@@ -466,6 +487,25 @@ def test_the_mask_is_exactly_the_responses(template: str, end: str, takes_system
             assert not sample.mask[len(prompt) - 1]
 
 
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [("", ""), ("{% generation %}", "{% endgeneration %}")],
+    ids=["plain", "blocks"],
+)
+def test_a_turn_may_end_with_the_role_of_the_next(begin: str, end: str) -> None:
+    tokenizer = tokenizer_with(GLM.replace("BEGIN", begin).replace("END", end))
+    user = tokenizer.convert_tokens_to_ids("<|user|>")
+    case = example("hi", "one", "b", " two ")
+    [sample] = to_samples(case, tokenizer, ends={user})
+    assert masked(sample, tokenizer) == ["one<|user|>", "two<|user|>"]
+    assert sample.tokens[:-1] == tokenizer.apply_chat_template(
+        list(case.messages or ()), return_dict=False
+    )
+    # Other targets do not write it.
+    [sample] = to_samples(case, tokenizer)
+    assert masked(sample, tokenizer)[-1] == "two"
+
+
 def test_generated_ids_are_kept_as_they_are() -> None:
     tokenizer = tokenizer_with(TEMPLATES["chatml"][0])
     newline = tokenizer.convert_tokens_to_ids("Ċ")
@@ -539,6 +579,15 @@ def test_without_a_chat_template() -> None:
     [sample] = to_samples(example("Once", " upon"), tokenizer)
     assert sample.tokens[: len(prompt)] == prompt
     assert masked(sample, tokenizer) == [" upon</s>"]
+    # A tokenizer that ends every text: the answer goes on with the prompt, but an encoder reads it.
+    ending = tokenizer_with(None)
+    pairs = [(token, ending.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    ending.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        "<s> $0 </s>", special_tokens=pairs
+    )
+    assert prompt_tokens(example("Once"), ending) == prompt
+    assert to_samples(example("Once", " upon"), ending) == [sample]
+    assert prompt_tokens(example("Once"), ending, encoder=True) == [*prompt, pairs[1][1]]
     text = Example("x", None, None, "Once upon", None, "rows.jsonl:1")
     assert masked(to_samples(text, tokenizer)[0], tokenizer) == ["Once upon"]
     assert to_samples(text, tokenizer)[0].mask[:2] == [False, True]

@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.errors import UserError
 from tests.test_data import tokenizer_with
-from train.data.chat import prompt_tokens, takes_tools, to_samples
+from train.data.chat import prompt_tokens, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import Duplicates, split_off, without_duplicates, without_refused
+from train.data.template import takes_tools
 
 CALL = {
     "role": "assistant",
@@ -274,6 +275,18 @@ def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path)
     for template, taken in ((ignores, False), (writes, True), (refuses, False)):
         taking = [takes_tools(e, with_template(template)) for e in examples]
         assert taking == [True, True, True, taken, True]
+    # DeepSeek's: a call only where content is null, and its arguments as text.
+    wants = (
+        "{% if m.content is none %}{% for c in m.tool_calls %}"
+        "{{ '<call>' + c.function.name + ' ARGUMENTS' }}{% endfor %}{% else %}{{ m.content }}"
+        "{% endif %}<|im_end|>"
+    )
+    for arguments in ("' + c.function.arguments + '", "' ~ c.function.arguments ~ '"):
+        asks = with_template(wants.replace("ARGUMENTS", arguments))
+        [sample] = to_samples(examples[3], asks)
+        written_text = asks.decode(sample.tokens)
+        assert '<call>look {"at": "x"}<|im_end|>blue' in written_text
+        assert prompt_tokens(examples[3], asks) == sample.tokens[: -len("it is blue") - 1]
     # How many may be left out is bounded.
     ignoring = with_template(ignores)
     assert len(without_refused(examples, lambda: ignoring, "train", 0.2)) == 4

@@ -21,6 +21,7 @@ from tests.test_data import example, sample_of, write
 from tests.tiny import tiny_target
 from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat import Sample
+from train.data.corpus import answers_of, read_answers, write_answers
 from train.data.read import Examples, read_examples
 from train.data.splits import require_same, split_off
 from train.data.stored_samples import (
@@ -31,6 +32,9 @@ from train.data.stored_samples import (
     take,
     write_samples,
 )
+from train.data.usable_rows import UsableRows
+from train.stage import StageInputs
+from train.stages.generate import GenerateStage
 
 
 def test_rows_are_read_again_from_every_kind_of_source(tmp_path: Path) -> None:
@@ -156,11 +160,133 @@ def test_answers_find_their_prompts_also_those_of_another_split(tmp_path: Path) 
     context = stage_context(tmp_path, tiny_target())
     generate = make_stage("generate", "answers", split="dev", max_new_tokens=3, part_prompts=3)
     run_stage(context, generate)
+    # Ids are unique in one split only: files of the same name have the same ones.
+    for split in ("train", "test"):
+        same = [replace(e, id=f"dev-{i}") for i, e in enumerate(examples(split, 6))]
+        context.corpus.examples[split] = same
     prompts = context.corpus.prompts(context.corpus.examples["dev"])
     samples = context.corpus.samples("answers")
     assert [s.id for s in samples] == [f"dev-{i}#answers-0" for i in range(4)]
     for sample, prompt in zip(samples, prompts, strict=True):
         assert sample.tokens[: len(prompt)] == prompt
+    # Of an earlier version, it is not known which split was asked.
+    for part in (context.directory / "answers").glob("part-*"):
+        write_answers(tmp_path / "old" / part.name, answers_of(part))
+    context.corpus.stages["answers"] = tmp_path / "old"
+    with pytest.raises(
+        UserError, match=r"part-0 answers the prompt 'dev-0', which is in 3 of train"
+    ):
+        context.corpus.samples("answers")
+
+
+def test_finished_answers_survive_a_mended_file_and_other_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part is known by its prompts and settings, not by its number."""
+    context = stage_context(tmp_path, tiny_target())
+    decoded: list[int] = []
+    answer = GenerateStage._answer
+
+    def counted(self: Any, prompts: list[list[int]], *rest: Any) -> Any:
+        decoded.append(len(prompts))
+        return answer(self, prompts, *rest)
+
+    monkeypatch.setattr(GenerateStage, "_answer", counted)
+
+    def answers(**settings: Any) -> dict[tuple[str, int], list[int]]:
+        settings = {"max_new_tokens": 3, "sampling": {"temperature": 1.0}, "samples": 2} | settings
+        run_stage(context, make_stage("generate", "answers", **settings))
+        found = list(read_answers(context.directory / "answers"))
+        assert not list((context.directory / "answers").glob("open-*"))
+        rows = {(e["id"], e["sample"]): e["tokens"] for e in found}
+        assert len(rows) == len(found)
+        return rows
+
+    first = answers(part_prompts=5)
+    assert len(first) == sum(decoded) == 20
+    rows = context.corpus.examples["train"]
+    mended = replace(rows[5], messages=examples("dev", 1)[0].messages)
+    context.corpus.examples["train"] = [*rows[:3], *rows[4:5], mended, *rows[6:]]
+    del decoded[:]
+    second = answers(part_prompts=4)
+    assert sum(decoded) == 2
+    assert {key: first[key] for key in second if key[0] != "train-5"} == {
+        key: tokens for key, tokens in second.items() if key[0] != "train-5"
+    }
+    assert len(second) == 18
+    del decoded[:]
+    assert len(answers(part_prompts=4, prompts=2)) == 4
+    assert not sum(decoded)
+    with pytest.raises(
+        UserError, match="part-0 were made with another max_new_tokens; set it back"
+    ):
+        answers(part_prompts=4, prompts=2, max_new_tokens=4)
+
+
+def usable(context: StageInputs, **settings: Any) -> StageInputs:
+    """With a judgement of the rows, as in a run."""
+    target = context.target
+    found = UsableRows(target.max_positions, target.vocab_size, **settings)
+    return replace(context, corpus=replace(context.corpus, usable=found))
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("sea " * 300, r"the prompt has \d+ tokens and the target's context holds 256"),
+        ("<new>", r"the prompt has token ids from \d+ to \d+; expected ids from 0 to"),
+        (None, "message to answer is from assistant"),
+    ],
+    ids=["long", "no embedding", "nobody asks"],
+)
+def test_a_row_that_cannot_be_asked_is_known_before_the_first_part(
+    tmp_path: Path, content: str | None, problem: str
+) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    context.target.tokenizer.add_tokens(["<new>"])
+    train = [replace(e, source=f"a.jsonl:{i}") for i, e in enumerate(examples("train", 70))]
+    train[67] = example(content or "a", *([] if content else ["b"] * 3))
+    if content is None:
+        turns = ({"role": "assistant", "content": "b"}, {"role": "assistant", "content": "c"})
+        train[67] = replace(train[67], messages=(*(train[67].messages or ())[:1], *turns))
+    train[67] = replace(train[67], source="a.jsonl:67")
+    context.corpus.examples["train"] = train
+    stage = make_stage("generate", "answers", max_new_tokens=1, batch_size=70)
+    with pytest.raises(UserError, match=rf"a\.jsonl:67: .*{problem}.*data\.on_bad: skip"):
+        plan_stage(usable(context), stage)
+    with pytest.raises(UserError, match=r"1 of 70 rows cannot be used for the prompts of train"):
+        plan_stage(usable(context, on_bad="skip"), stage)
+    said: list[str] = []
+    skipping = usable(context, on_bad="skip", max_bad_rate=0.02, say=said.append)
+    assert plan_stage(skipping, stage).what.startswith("69 answers")
+    assert run_stage(skipping, stage).summary["answers"] == 69
+    assert len(said) == 1
+    assert "1 of 70 rows. The first: a.jsonl:67: " in said[0]
+
+
+def test_a_row_that_cannot_be_trained_on_is_known_at_the_plan(tmp_path: Path) -> None:
+    context = stage_context(tmp_path, tiny_target())
+    context.target.tokenizer.add_tokens(["<new>"])
+    rows = context.corpus.examples["train"]
+    rows[8] = replace(example("a", "b <new>"), source="a.jsonl:8")
+    stage = make_stage("feature_cache", "cache")
+    with pytest.raises(UserError, match=r"a\.jsonl:8: has the token id \d+; expected ids from 0"):
+        plan_stage(usable(context), stage)
+    skipping = usable(context, on_bad="skip", max_bad_rate=0.1)
+    plan_stage(skipping, stage)
+    assert run_stage(skipping, stage).summary["samples"]["kept"] == 9
+
+
+def test_samples_fit_into_the_context(tmp_path: Path) -> None:
+    longest = max(
+        len(s.tokens) for s in stage_context(tmp_path, tiny_target()).corpus.samples("data")
+    )
+    context = stage_context(tmp_path, tiny_target(max_positions=longest - 1))
+    plan = plan_stage(context, make_stage("feature_cache", "cache", max_length=1024))
+    assert "max_length is 1024, but the target has" in str(context.reporter)
+    outcome = run_stage(context, make_stage("feature_cache", "cache", max_length=1024))
+    assert outcome.summary["samples"]["truncated"] > 0
+    assert outcome.summary["tokens"] == plan.tokens
 
 
 # --- batches -------------------------------------------------------------------------------------

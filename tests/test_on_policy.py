@@ -67,7 +67,9 @@ class Student:
             parameter += 0.3 * torch.randn(parameter.shape, generator=g)
 
 
-def text_of(context: StageInputs, student: Student, **settings: Any) -> OnPolicyText:
+def text_of(
+    context: StageInputs, student: Student, max_length: int = 256, **settings: Any
+) -> OnPolicyText:
     return OnPolicyText(
         OnPolicyConfig(**(SETTINGS | settings)),
         student.trainable,
@@ -77,6 +79,7 @@ def text_of(context: StageInputs, student: Student, **settings: Any) -> OnPolicy
         context.corpus.samples("data"),
         context.accelerator,
         context.directory / "rounds",
+        max_length=max_length,
         seed=3,
     )
 
@@ -119,6 +122,27 @@ def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, ta
     assert written == dict.fromkeys(ids, 2)
     assert given == dict.fromkeys(ids, 1)
     assert len(set(names)) == len(names)  # a remembering teacher would mix up what has one name
+
+
+def test_own_text_has_the_maximum_length_too(context, target):
+    """A prompt that leaves no room for an answer is not asked; given samples take its place."""
+    lengths = sorted(
+        len(prompt) for prompt in context.corpus.prompts(context.corpus.examples["train"])
+    )
+    longest = lengths[-1]
+    student = Student(target)
+    text = text_of(context, student, longest, samples=10, fraction=1.0)
+    samples = text.round(0, student.weights)
+    written = own(samples)
+    assert len(samples) == 10
+    assert len(written) == sum(length < longest for length in lengths) < 10
+    assert max(len(sample.tokens) for sample in written) == longest
+    assert all(any(sample.mask) for sample in written)
+    # A round that other settings made is made again; one of an earlier version is kept.
+    longer = text_of(context, student, longest + 2, samples=10, fraction=1.0)
+    again = longer.round(0, student.weights)
+    assert max(len(sample.tokens) for sample in own(again)) == longest + 2
+    assert longer.round(0, student.weights) == again
 
 
 def test_the_text_is_what_the_student_says_by_then(context, target):

@@ -517,8 +517,31 @@ def test_changed_data_are_refused(base, monkeypatch):
             start(base)
     path = base / "train.jsonl"
     path.write_text(path.read_text().replace("train-0", "train-zero"))
-    with pytest.raises(UserError, match="the data of train changed"):
+    with pytest.raises(UserError, match=r"the data of train changed .*stage words has begun"):
         start(base)
+
+
+def test_a_mended_file_keeps_the_answers_of_a_run_that_only_generates(base, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("train.stages.distill.DistillStage.run", cannot)
+        with pytest.raises(UserError):
+            start(base)
+    shutil.rmtree(base / "runs/tiny/stages/01-words")
+    path = base / "train.jsonl"
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    with pytest.raises(UserError, match=r"the data of train changed .*with --allow-changes, which"):
+        start(base)
+    made: list[int] = []
+    original = GenerateStage._answer
+
+    def answer(self: Any, prompts: Any, *rest: Any) -> Any:
+        made.append(len(prompts))
+        return original(self, prompts, *rest)
+
+    monkeypatch.setattr(GenerateStage, "_answer", answer)
+    report = start(base, allow_changes=True)
+    assert report["stages"][0]["summary"]["answers"] == 11
+    assert not sum(made)
 
 
 def test_splits_that_are_left_out_come_from_train(base):
@@ -573,7 +596,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
     elif what == "a prompt":
         rows = [{"id": "long", "prompt": "sea " * 300}]
         write_rows(base / "test.jsonl", rows)
-        message = r"prompt 0 has \d+ tokens and the target's context holds 256"
+        message = r"test.jsonl:1: the prompt has \d+ tokens and the target's context holds 256"
     elif what == "the disk":
         monkeypatch.setattr("decode.artifact.free_space", lambda directory: 1000)
         message = "all stages, with answers at full length, in .* need .* free some space"

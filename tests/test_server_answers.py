@@ -153,16 +153,17 @@ def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     journal = Journal(tmp_path / "part-0")
     answers = [Answer([number] * 50, "stop") for number in range(3)]
-    journal.add(0, answers[0])
+    journal.add(0, answers[0], "a")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (journal.path.stat().st_size + 20, limits[1]))
     try:
         with pytest.raises(UserError, match=r"cannot write .*open-part-0\.jsonl"):
-            journal.add(1, answers[1])
+            journal.add(1, answers[1], "b")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    journal.add(2, answers[2])  # of a request that was under way
-    assert journal.read(range(3)) == {0: answers[0], 2: answers[2]}
+    journal.add(2, answers[2], "c")  # of a request that was under way
+    assert journal.read({0: "a", 1: "b", 2: "c"}) == {0: answers[0], 2: answers[2]}
+    assert journal.read({0: "another prompt", 2: "c"}) == {2: answers[2]}
 
 
 def test_a_kill_loses_no_answer(
@@ -170,13 +171,13 @@ def test_a_kill_loses_no_answer(
 ) -> None:
     original, kept = Journal.add, []
 
-    def add(journal: Journal, row: int, answer: Any) -> None:
+    def add(journal: Journal, row: int, answer: Any, key: str) -> None:
         if len(kept) == 6:
             with open(journal.path, "a") as file:
                 file.write('{"row": 9, "tok')  # cut short
             raise Killed
         kept.append(row)
-        original(journal, row, answer)
+        original(journal, row, answer, key)
 
     with served(AnswerEngine().app()) as url, monkeypatch.context() as patch:
         patch.setattr(Journal, "add", add)

@@ -12,7 +12,7 @@ runs/NAME/config.json          the resolved config
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from accelerate.utils import set_seed
 from decode.artifact import recover, remove_directory, require_space, write_file
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.rows import require_prompts
 from decode.target.cache.cached_model import require_decoding, require_trees
 from decode.target.chat_template import set_template_args
 from decode.target.loading import Target, load_target
@@ -32,10 +31,10 @@ from decode.target.pretrained import decoder_start
 from decode.target.without_weights import load_config
 from train.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.console import Reporter
-from train.data.chat import prompt_tokens
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
+from train.data.usable_rows import UsableRows
 from train.directory_lock import LOCK_FILE, DirectoryLock
 from train.provenance import describe_process
 from train.report.report_files import NOTES_FILE, make_report
@@ -75,6 +74,7 @@ class Run:
     profile_steps: int | None = None
     # What `read_data` changed in the splits, in sentences.
     data_notes: list[str] = field(default_factory=list)
+    _usable: UsableRows | None = None
 
     def __post_init__(self) -> None:
         # `target` may be read after the accelerator has ended.
@@ -159,10 +159,29 @@ class Run:
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
         """Token ids of each example's prompt, written with the target's chat template."""
-        return [
-            prompt_tokens(example, self.target.tokenizer, self.config.data.system)
-            for example in examples
-        ]
+        return self.corpus({}).prompts(examples)
+
+    def corpus(self, examples: Splits, earlier: Mapping[str, Path] | None = None) -> Corpus:
+        """These splits, written with the target's tokenizer. earlier: the directories of stages."""
+        target, data = self.target, self.config.data
+        if self._usable is None:
+            self._usable = UsableRows(
+                target.max_positions,
+                target.vocab_size,
+                data.on_bad,
+                data.max_bad_rate,
+                Ranks.of(self.accelerator),
+                self.reporter.say,
+            )
+        return Corpus(
+            examples,
+            target.tokenizer,
+            data.system,
+            earlier or {},
+            decoder_start(target.model) if target.has_encoder else None,
+            target.eos_token_ids,
+            self._usable,
+        )
 
     def execute(self) -> dict[str, Any]:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
@@ -195,6 +214,7 @@ class Run:
             lambda: self.target,
             self.prompts,
             examples,
+            lambda split: self.corpus(examples).asked(split),
             self.accelerator,
             self.reporter,
         )
@@ -234,8 +254,8 @@ class Run:
         if Ranks.of(self.accelerator).main_only(lambda: all(map(Path.exists, records))):
             return
         settings, target = self.config.evaluation, self.target
-        prompts = self.prompts(spread(examples[settings.split], settings.prompts))
-        require_prompts(prompts, target.max_positions, target.vocab_size)
+        asked = self.corpus(examples).asked(settings.split)
+        self.prompts(spread(asked, settings.prompts))
         protocol = settings.protocol()
         if protocol.branches:
             require_trees(target.model)
@@ -282,6 +302,10 @@ class Run:
         self.reporter.follow(self.directory / "logs")
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent, alone=True)
+        stored = self.directory / "data.json"
+        if stored.exists() and json.loads(stored.read_text()) != fingerprints:
+            for stage in self.config.stages:  # no other kind has begun
+                (self.stage_directory(stage.name) / DONE).unlink(missing_ok=True)
         write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
         write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
@@ -358,11 +382,25 @@ class Run:
     def _require_data_unchanged(self, now: dict[str, str]) -> None:
         stored = json.loads((self.directory / "data.json").read_text())
         changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
-        if changed:
+        begun = [
+            stage.name
+            for stage in self.config.stages
+            if stage.kind != "generate" and self.stage_directory(stage.name).exists()
+        ]
+        if changed and (begun or not self.allow_changes or changed != ["train"]):
+            reason = f"stage {begun[0]} has begun with it" if begun else "figures are of it"
+            way_out = (
+                "or go on with --allow-changes, which keeps the answers to prompts that are the "
+                "same, "
+                if changed == ["train"] and not begun
+                else f"({reason}) "
+            )
             raise UserError(
                 f"the data of {', '.join(changed)} changed since run {self.directory} began; "
-                "restore it, or start a run with another name"
+                f"restore it, {way_out}or start a run with another name"
             )
+        for split in changed:
+            self.reporter.say(f"changed since the run began: the data of {split}")
 
     def _inputs(self, directory: Path, earlier: dict[str, Path], examples: Splits) -> StageInputs:
         earlier = dict(earlier)
@@ -372,13 +410,7 @@ class Run:
             self.reporter,
             directory,
             earlier,
-            Corpus(
-                examples,
-                self.target.tokenizer,
-                self.config.data.system,
-                earlier,
-                decoder_start(self.target.model) if self.target.has_encoder else None,
-            ),
+            self.corpus(examples, earlier),
             self.config.name,
             allow_changes=self.allow_changes,
             processes=self.processes,

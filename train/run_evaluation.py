@@ -72,13 +72,14 @@ class RunEvaluation:
     process measures times alone, while the other ranks wait.
 
     load_target: returns the run's target, loaded on first use. prompts: writes examples as token
-    ids.
+    ids. asked: the examples of a split whose prompts can be answered.
     """
 
     config: RunConfig
     load_target: Callable[[], Target]
     prompts: Callable[[Sequence[Example]], list[list[int]]]
     examples: dict[str, Sequence[Example]]
+    asked: Callable[[str], Sequence[Example]]
     accelerator: Accelerator
     reporter: Reporter
 
@@ -140,7 +141,7 @@ class RunEvaluation:
             return settings.gamma
         target = self.load_target()
         count = max(GAMMA_PROMPTS, settings.timed_batch_size)
-        prompts = self.prompts(spread(self.examples["dev"], count))
+        prompts = self.prompts(spread(self.asked("dev"), count))
         self.reporter.say(f"choosing γ for {name} on dev prompts")
         protocol = settings.protocol(trained=False)
         drafter = open_drafter(name, target)
@@ -151,7 +152,7 @@ class RunEvaluation:
         None: the run's γ. Every rank must call this."""
         ranks = Ranks.of(self.accelerator)
 
-        def needed() -> tuple[Path, int] | None:
+        def needed() -> Path | None:
             found = stored_rows(self.config.run_dir).get((row.stage, row.kind))
             if found is not None:
                 verify_directory(found)
@@ -159,13 +160,15 @@ class RunEvaluation:
                     return None
             # A stage may have the name of an untrained drafter.
             name = f"{BEFORE}-{row.label}" if row.stage == BEFORE else row.label
-            directory = found or self.config.run_dir / EVALUATIONS / name
-            return directory, gamma() if gamma else self.config.evaluation.gamma
+            return found or self.config.run_dir / EVALUATIONS / name
 
         begin = time.perf_counter()
-        chosen = ranks.main_only(needed)
-        if chosen is not None:
-            self._evaluate(row, *chosen, ranks, begin)
+        directory = ranks.main_only(needed)
+        if directory is not None:
+            if gamma and "dev" in self.examples:
+                self.asked("dev")  # all ranks together
+            chosen = ranks.main_only(gamma or (lambda: self.config.evaluation.gamma))
+            self._evaluate(row, directory, chosen, ranks, begin)
         self.accelerator.wait_for_everyone()
 
     def _changed(self, row: Row, found: Path) -> bool:
@@ -196,7 +199,7 @@ class RunEvaluation:
         if row.target is not None:
             verify_directory(row.target)
             target = load_like(target, row.target)
-        examples = spread(self.examples[settings.split], settings.prompts)
+        examples = spread(self.asked(settings.split), settings.prompts)
         prompts = self.prompts(examples)
         drafter = open_drafter(row.spec, target)
         protocol = settings.protocol(gamma, trained=row.spec != row.kind)

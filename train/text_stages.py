@@ -32,7 +32,7 @@ from train.data.stored_samples import (
 from train.plots.line_plots import agreement_plot, loss_plot
 from train.report.format_figures import format_share
 from train.schema import Losses, StageConfig, closest_stage
-from train.stage import ReportSection, Stage, StagePlan, StagePlot
+from train.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
 from train.training.live_window import LiveWindow
 from train.training.optimizer import OptimizerConfig
 from train.training.student_and_teacher import frequent_tokens, lost_mass
@@ -105,7 +105,16 @@ WritePart = Callable[[int, Sequence[Sample], list[tuple[str, str]]], int]
 
 
 class TextStage(Stage[T]):
-    """A stage that reads a text."""
+    """A stage that reads a text. Its samples are not longer than the target's context."""
+
+    def __init__(self, config: T, inputs: StageInputs) -> None:
+        longest = min(config.max_length, inputs.target.max_positions)
+        if longest < config.max_length:
+            inputs.reporter.say(
+                f"stage {config.name}: max_length is {config.max_length}, but the target has "
+                f"{longest} positions; samples have at most {longest} tokens"
+            )
+        super().__init__(config.model_copy(update={"max_length": longest}), inputs)
 
     @classmethod
     def check(cls, config: T, earlier: Sequence[StageConfig]) -> None:
@@ -136,7 +145,7 @@ class TextStage(Stage[T]):
     def _planned(self, tokens: Callable[[Sample], int]) -> int:
         """The sum of `tokens` over the samples of the data. Of long data a part is measured, spread
         evenly."""
-        examples = self.corpus.examples["train"]
+        examples = self.corpus.trained_on("train")
         few = spread(examples, PLANNED)
         return round(sum(map(tokens, self.corpus.samples_of(few))) * len(examples) / len(few))
 

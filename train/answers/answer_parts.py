@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode.errors import UserError
@@ -12,27 +11,12 @@ from decode.target.loading import Target
 from train.answers.answer_top_k import save_top_k
 from train.answers.ask_servers import REFUSED, ask_servers
 from train.answers.check_model import check_model
-from train.answers.journal import Journal
+from train.answers.known_parts import Part
 from train.answers.launch import launched
 from train.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.answers.server_config import ServerConfig
 from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
-
-
-@dataclass
-class Part:
-    """A part that is missing. jobs: the example and the number of the answer of each row. first:
-    the number of its first row. answers: those so far, by row number."""
-
-    directory: Path
-    jobs: Sequence[tuple[Example, int]]
-    first: int
-    answers: dict[int, Answer] = field(default_factory=dict)
-
-    @property
-    def journal(self) -> Journal:
-        return Journal(self.directory)
 
 
 class PartWriter:
@@ -57,8 +41,8 @@ class PartWriter:
     def rows(self) -> Iterator[Row]:
         """The rows without an answer, in order. A part is opened when its first row is wanted."""
         for part in self._parts:
-            numbers = range(part.first, part.first + len(part.jobs))
-            part.answers = part.journal.read(numbers)
+            numbers = list(part.keys)
+            part.answers = part.journal.read(part.keys)
             self._answered += len(part.answers)
             if self._finish(part):
                 continue
@@ -73,7 +57,7 @@ class PartWriter:
         """Keep an answer; write its part if that is whole. Raises UserError if too many of the
         part's answers cannot be used."""
         part = self._open.pop(row.number)
-        part.journal.add(row.number, answer)
+        part.journal.add(row.number, answer, part.keys[row.number])
         part.answers[row.number] = answer
         self._answered += 1
         self.tokens += len(answer.tokens)
@@ -83,7 +67,7 @@ class PartWriter:
     def _finish(self, part: Part) -> bool:
         if len(part.answers) < len(part.jobs):
             return False
-        answers = [part.answers[part.first + i] for i in range(len(part.jobs))]
+        answers = [part.answers[number] for number in part.keys]
         left_out = Counter(answer.left_out for answer in answers if answer.left_out)
         if left_out.total() > self._max_unusable * len(answers):
             said = {answer.finish_reason for answer in answers if answer.left_out == REFUSED}
@@ -97,10 +81,13 @@ class PartWriter:
             {
                 "id": example.id,
                 "sample": sample,
+                "key": key,
                 "tokens": answer.tokens,
                 "finish_reason": answer.finish_reason,
             }
-            for (example, sample), answer in zip(part.jobs, answers, strict=True)
+            for (example, sample), key, answer in zip(
+                part.jobs, part.keys.values(), answers, strict=True
+            )
             if not answer.left_out
         ]
         retokenized = sum(answer.retokenized for answer in answers if not answer.left_out)
@@ -113,7 +100,7 @@ class PartWriter:
         write_answers(
             part.directory,
             rows,
-            {"left_out": left_out, "retokenized": retokenized},
+            part.meta | {"left_out": left_out, "retokenized": retokenized},
             lambda path: save_top_k(path, signals),
         )
         part.journal.remove()

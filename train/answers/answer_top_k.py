@@ -5,11 +5,12 @@ import base64
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load, save, save_file
+from safetensors.torch import load, load_file, save, save_file
 
 from decode.errors import UserError
 from distill.teacher.teacher_signal import TopK
@@ -71,6 +72,19 @@ def save_top_k(directory: Path, signals: Sequence[str]) -> None:
     tensors = [load(base64.b64decode(signal)) for signal in signals]
     joined = {name: torch.cat([tensor[name] for tensor in tensors]) for name in _NAMES}
     save_file(joined, directory / FILE)
+
+
+def part_signals(part: Path, lengths: Sequence[int]) -> list[str]:
+    """The packed signals of a part's answers, in their order; empty if it has none. lengths: of the
+    answers in tokens."""
+    if not (part / FILE).exists():
+        return [""] * len(lengths)
+    tensors = load_file(part / FILE)
+    ends = list(accumulate(lengths))
+    return [
+        base64.b64encode(save({n: tensors[n][end - size : end].clone() for n in _NAMES})).decode()
+        for end, size in zip(ends, lengths, strict=True)
+    ]
 
 
 @dataclass(frozen=True)

@@ -329,7 +329,10 @@ def tokenized_prompts(
     from train.data.chat import prompt_tokens
     from train.data.read import spread
 
-    return [prompt_tokens(example, target.tokenizer) for example in spread(examples, limit)]
+    return [
+        prompt_tokens(example, target.tokenizer, encoder=target.has_encoder)
+        for example in spread(examples, limit)
+    ]
 
 
 def table(

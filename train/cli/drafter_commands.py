@@ -162,7 +162,7 @@ def generate(
     target = loading.load(encoder=True) if link is None else remote_target(link, loading)
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")
-    ids = prompt_tokens(example, target.tokenizer, system)
+    ids = prompt_tokens(example, target.tokenizer, system, encoder=target.has_encoder)
     stops = StopStrings(target.tokenizer, stop) if stop else None
     opened_drafter = open_drafter(drafter, target)
     client = None if link is None else edge_client(link, opened_drafter, settings, stops)

@@ -5,19 +5,24 @@ template: it finds the turns by asking the tokenizer.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
 from train.data.read import Example
-from train.data.rows import REASONING, Message
+from train.data.rows import REASONING
+from train.data.template import (
+    Messages,
+    apply,
+    has_template,
+    reasoning_field,
+    render,
+    written,
+)
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-Messages = Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,18 @@ class Sample:
 
 
 def prompt_tokens(
-    example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    system: str | None = None,
+    *,
+    encoder: bool = False,
 ) -> list[int]:
     """The prompt's token ids: the conversation up to its last unanswered user message.
 
     A final assistant message is removed: it is the reference answer. `system` is added in front
     unless the conversation has a system message. Without a chat template, the prompt is the plain
-    text with the special tokens (bos) that the tokenizer adds.
+    text with the special tokens that the tokenizer puts before it (bos). An encoder also reads
+    those that it puts after it.
 
     Raises UserError if there is nothing to answer, if the template refuses the conversation, or if
     a conversation or a system message needs a chat template and there is none.
@@ -68,8 +78,9 @@ def prompt_tokens(
             f"messages."
         )
     if not has_template(tokenizer):
-        return _plain(_plain_prompt(example, system), tokenizer)
-    messages = _with_system(example.messages, system)
+        return _plain_prompt(example, tokenizer, system, encoder)
+    example = written(example, tokenizer) or example
+    messages = _with_system(example.messages or (), system)
     if messages[-1]["role"] == "assistant":
         messages = messages[:-1]
     if messages[-1]["role"] not in ("user", "tool"):
@@ -77,7 +88,7 @@ def prompt_tokens(
             f"{example.source}: the message to answer is from {messages[-1]['role']}; expected a "
             f"message from user or tool."
         )
-    return _render(messages, tokenizer, example, add_generation_prompt=True)
+    return render(messages, tokenizer, example, add_generation_prompt=True)
 
 
 def to_sample(
@@ -85,6 +96,8 @@ def to_sample(
     tokenizer: PreTrainedTokenizerBase,
     response_tokens: Sequence[int],
     system: str | None = None,
+    *,
+    encoder: bool = False,
 ) -> Sample:
     """The sample with a response that the target generated, to train on.
 
@@ -92,12 +105,17 @@ def to_sample(
     are never decoded to text and encoded again, because that can change the ids. `system` must be
     the same as for the prompt. Raises UserError as prompt_tokens does.
     """
-    prompt = prompt_tokens(example, tokenizer, system)
+    prompt = prompt_tokens(example, tokenizer, system, encoder=encoder)
     return _sample(example, prompt, list(response_tokens))
 
 
 def to_samples(
-    example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None = None
+    example: Example,
+    tokenizer: PreTrainedTokenizerBase,
+    system: str | None = None,
+    *,
+    encoder: bool = False,
+    ends: Container[int] = (),
 ) -> list[Sample]:
     """The samples with an example's own responses, to train on.
 
@@ -107,6 +125,9 @@ def to_samples(
     target reads them when it answers. Without a chat template, the tokens are the prompt, the
     answer and eos. For a `text` example the mask is True on all tokens but the first.
 
+    ends: the target's EOS ids. If no special token closes a turn, but the next turn begins with one
+    of them, the target ends its turn with it (GLM), and it belongs to the response.
+
     Raises UserError as prompt_tokens does, if the turns cannot be found in the template's output,
     and if the template cannot write reasoning that the example has.
     """
@@ -114,28 +135,30 @@ def to_samples(
         return [_sample(example, [], _plain(example.text, tokenizer))]
     assert example.messages is not None
     thinks = any(REASONING[0] in message for message in example.messages)
-    if thinks and _reasoning_field(tokenizer) is None:
+    if thinks and reasoning_field(tokenizer) is None:
         raise UserError(
             f"{example.source}: the answer has reasoning in a field of its own, which the "
             "tokenizer's chat template does not write. Set data.reasoning: drop to train without "
             "it, or choose a target that reasons"
         )
     if not has_template(tokenizer):
-        prompt = _plain(_plain_prompt(example, system), tokenizer)
+        prompt = _plain_prompt(example, tokenizer, system, encoder)
         answer = example.messages[1:]
         if not answer:
             return [_sample(example, prompt, [])]
         ids = tokenizer(answer[0]["content"], add_special_tokens=False)["input_ids"]
         end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         return [_sample(example, prompt, [*ids, *end])]
-    messages = _with_system(example.messages, system)
+    example = written(example, tokenizer) or example
+    messages = _with_system(example.messages or (), system)
     # Templates mark the turns only for fast tokenizers: the marks are character positions.
     template = tokenizer.get_chat_template(tools=list(example.tools) or None)
-    if tokenizer.is_fast and GENERATION_BLOCK.search(template):
-        tokens, mask = _mask_by_blocks(messages, tokenizer, example)
+    marked = GENERATION_BLOCK.search(template) and all(m["content"] is not None for m in messages)
+    if tokenizer.is_fast and marked:
+        tokens, mask = _mask_by_blocks(messages, tokenizer, example, ends)
         mask[0] = False
         return [Sample(example.id, tokens, mask)]
-    return _samples_by_prefixes(messages, tokenizer, example)
+    return _samples_by_prefixes(messages, tokenizer, example, ends)
 
 
 def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> list[int]:
@@ -147,7 +170,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
     mark = "draftsmith-message"
     messages = _with_system([{"role": "user", "content": mark}], system)
     example = Example("", tuple(messages), None, None, None, "self_prompts")
-    rendered = str(_apply(messages, tokenizer, example, tokenize=False))
+    rendered = str(apply(messages, tokenizer, example, tokenize=False))
     before, place, _ = rendered.partition(mark)
     if not place:
         raise UserError(
@@ -155,34 +178,6 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
             "write one; leave self_prompts out"
         )
     return list(tokenizer(before, add_special_tokens=False)["input_ids"])
-
-
-def tool_messages(example: Example) -> list[Message]:
-    """The messages of a conversation that call a tool, or that a tool answered."""
-    return [m for m in example.messages or () if m["role"] == "tool" or "tool_calls" in m]
-
-
-def takes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes the tool calls and the tools' answers of a conversation.
-    True without any. Many templates leave them out without an error, or refuse them."""
-    uses = tool_messages(example)
-    if not uses:
-        return True
-    if not has_template(tokenizer):
-        return False
-    try:
-        text = str(_apply(example.messages or (), tokenizer, example, tokenize=False))
-    except UserError:
-        return False
-    names = [call["function"]["name"] for m in uses for call in m.get("tool_calls", ())]
-    answers = [m["content"].strip() for m in uses if m["role"] == "tool"]
-    # A template may write an answer as JSON, so its first word stands for it.
-    return all(part in text for part in [*names, *(a.split()[0] for a in answers if a)])
-
-
-def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer has a chat template. A base model's tokenizer usually has none."""
-    return bool(tokenizer.chat_template)
 
 
 def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
@@ -197,7 +192,9 @@ def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def _plain_prompt(example: Example, system: str | None) -> str:
+def _plain_prompt(
+    example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None, encoder: bool
+) -> list[int]:
     if example.prompt is None:
         raise UserError(
             f"{example.source}: the row is a conversation, but the tokenizer has no chat template "
@@ -208,7 +205,13 @@ def _plain_prompt(example: Example, system: str | None) -> str:
             "a system message is set, but the tokenizer has no chat template to format it. Leave "
             "the system message out, or give the tokenizer a chat_template."
         )
-    return example.prompt
+    tokens = _plain(example.prompt, tokenizer)
+    if encoder:
+        return tokens
+    # Some tokenizers end every text with eos or [SEP]. The answer goes on with the text.
+    text = list(tokenizer(example.prompt, add_special_tokens=False)["input_ids"])
+    ends = range(len(text), len(tokens) + 1)
+    return next((tokens[:end] for end in ends if tokens[end - len(text) : end] == text), tokens)
 
 
 def _with_system(messages: Messages, system: str | None) -> Messages:
@@ -217,50 +220,18 @@ def _with_system(messages: Messages, system: str | None) -> Messages:
     return [{"role": "system", "content": system}, *messages]
 
 
-def _reasoning_field(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The field from which the chat template reads an assistant's reasoning. None: from none."""
-    templates = tokenizer.chat_template or ""
-    text = "".join(templates.values()) if isinstance(templates, dict) else templates
-    return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", text)), None)
-
-
-def _apply(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
-) -> Any:
-    """What the chat template makes of messages, with the example's tools. Raises UserError if it
-    fails: a template is a program of others, and raises what it likes."""
-    name = _reasoning_field(tokenizer)
-    if name and name != REASONING[0]:
-        messages = [{name if k == REASONING[0] else k: v for k, v in m.items()} for m in messages]
-    tools = list(example.tools) or None
-    try:
-        return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-    except Exception as error:
-        raise UserError(
-            f"{example.source}: the tokenizer's chat template refuses the roles "
-            f"{', '.join(m['role'] for m in messages)} ({type(error).__name__}: {error})"
-        ) from error
-
-
-def _render(
+def _mask_by_blocks(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
     example: Example,
-    add_generation_prompt: bool = False,
-) -> list[int]:
-    options = {"add_generation_prompt": add_generation_prompt, "return_dict": True}
-    return list(_apply(messages, tokenizer, example, **options)["input_ids"])
-
-
-def _mask_by_blocks(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
+    ends: Container[int],
 ) -> tuple[list[int], list[bool]]:
     """The tokens and the mask for a template that marks the responses with {% generation %} blocks.
 
     Templates disagree on whether the end-of-turn token and the newline after it are inside the
-    block. Here the end-of-turn token always is, and the newline never is.
+    block. Here the end-of-turn token always is, and what comes after it never is.
     """
-    encoded = _apply(
+    encoded = apply(
         messages,
         tokenizer,
         example,
@@ -272,25 +243,32 @@ def _mask_by_blocks(
     mask = [bool(marked) for marked in encoded["assistant_masks"]]
     chars = encoded["offset_mapping"]
     starts = [t for t in range(len(mask)) if mask[t] and not (t and mask[t - 1])]
-    for start in starts:
+    contents = [m["content"] or "" for m in messages if m["role"] == "assistant"]
+    if len(contents) != len(starts):  # the template does not mark each answer once
+        contents = [""] * len(starts)
+    for start, content in zip(starts, contents, strict=True):
         end = next((t for t in range(start, len(mask)) if not mask[t]), len(mask))
         # transformers ends a block at the first token of its last character, but an emoji can have
         # several tokens.
         while end < len(mask) and chars[end][0] < chars[end - 1][1]:
             mask[end] = True
             end += 1
-        closing = [
-            t for t in _tail(tokens[:end], start, tokenizer) if _is_special(tokens[t], tokenizer)
-        ]
-        if closing:
-            mask[closing[-1] + 1 : end] = [False] * (end - closing[-1] - 1)
+        closed = _closed_end(tokens[:end], start, content, tokenizer)
+        if closed is not None:
+            mask[closed:end] = [False] * (end - closed)
         elif end < len(tokens) and _is_special(tokens[end], tokenizer):
             mask[end] = True
+        elif end == len(tokens):
+            follow = _next_turn(messages, tokenizer, example, ends)
+            tokens, mask = tokens + follow, mask + [True] * len(follow)
     return tokens, mask
 
 
 def _samples_by_prefixes(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    ends: Container[int],
 ) -> list[Sample]:
     """The samples for other templates. An assistant turn is everything that the template adds to
     the prompt of that turn.
@@ -300,14 +278,14 @@ def _samples_by_prefixes(
     end-of-turn token. If the complete conversation begins with the same ids for each turn, it is
     the only sample. Else a mask on it would be on the wrong tokens, so each turn is one.
     """
-    tokens = _render(messages, tokenizer, example)
+    tokens = render(messages, tokenizer, example)
     mask = [False] * len(tokens)
     turns: list[Sample] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = _render(messages[:i], tokenizer, example, add_generation_prompt=True)
-        answered = _render(messages[: i + 1], tokenizer, example)
+        prompt = render(messages[:i], tokenizer, example, add_generation_prompt=True)
+        answered = render(messages[: i + 1], tokenizer, example)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
             raise UserError(
@@ -317,14 +295,40 @@ def _samples_by_prefixes(
                 "tokenizer one with {% generation %} blocks, or let the target generate the "
                 "responses"
             )
-        end = _response_end(answered, start, message["content"], tokenizer)
+        end = _closed_end(answered, start, message["content"] or "", tokenizer)
+        if end is None:
+            answered = answered + _next_turn(messages[: i + 1], tokenizer, example, ends)
+            end = len(answered)
         name = f"{example.id}#turn-{i}"
         turns.append(Sample(name, answered[:end], [start <= t > 0 for t in range(end)]))
+        if i == len(messages) - 1:
+            tokens, mask = tokens + answered[len(tokens) :], mask + [False] * (end - len(tokens))
         mask[start:end] = [True] * (end - start)
     if any(tokens[: len(turn.tokens)] != turn.tokens for turn in turns):
         return turns
     mask[0] = False
     return [Sample(example.id, tokens, mask)]
+
+
+def _next_turn(
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    example: Example,
+    ends: Container[int],
+) -> list[int]:
+    """The id of `ends` with which the chat template begins the turn after the last message, if it
+    does so. Else it is empty."""
+    said = "next"
+    try:
+        tokens = render([*messages, {"role": "user", "content": said}], tokenizer, example)
+    except UserError:
+        return []
+    last = next((t for t in reversed(range(len(tokens))) if tokens[t] in ends), None)
+    if last is None or tokenizer.decode(tokens[last + 1 :]).strip() != said:
+        return []
+    answered = (messages[-1]["content"] or "").strip()
+    follows = tokenizer.decode(tokens[:last]).rstrip().endswith(answered[-20:])
+    return [tokens[last]] if follows else []
 
 
 def _response_start(
@@ -348,18 +352,18 @@ def _response_start(
     return end if written.startswith(rest) else None
 
 
-def _response_end(
+def _closed_end(
     tokens: list[int], start: int, content: str, tokenizer: PreTrainedTokenizerBase
-) -> int:
+) -> int | None:
     """The end (exclusive) of the last response in `tokens`, which starts at `start`.
 
     `tokens` ends in a tail of special and blank tokens. The first special token of the tail closes
     the response. The rest of the tail (a newline, the end of the text) is not part of the response.
-    A tail without a special token is kept, because nothing else then marks the end of the turn.
+    None for a tail without a special token: nothing closes the response.
     """
     special = [t for t in _tail(tokens, start, tokenizer) if _is_special(tokens[t], tokenizer)]
     if not special:
-        return len(tokens)
+        return None
     in_content = 0
     if len(special) > 1:
         # The reply's text may itself end in special tokens. These do not close it.

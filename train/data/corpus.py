@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -18,6 +18,7 @@ from decode.errors import UserError
 from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
+from train.data.usable_rows import UsableRows
 
 PART = "part-"
 ANSWERS = "answers.jsonl"  # in a part
@@ -31,7 +32,8 @@ class Corpus:
 
     examples: by split. system: a system message for every conversation that has none. stages: the
     directories of stages by name, with the answers of generate stages. start: the token that the
-    decoder starts with, if the target has an encoder.
+    decoder starts with, if the target has an encoder. ends: the target's EOS ids. usable: finds the
+    rows that can be used. None: all can.
     """
 
     examples: dict[str, Sequence[Example]]
@@ -39,10 +41,17 @@ class Corpus:
     system: str | None
     stages: Mapping[str, Path]
     start: int | None = None
+    ends: Collection[int] = ()
+    usable: UsableRows | None = None
 
     def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The token ids of each example's prompt."""
-        return [prompt_tokens(example, self.tokenizer, self.system) for example in examples]
+        return [self.prompt(example) for example in examples]
+
+    def prompt(self, example: Example) -> list[int]:
+        """The token ids of an example's prompt."""
+        encoder = self.start is not None
+        return prompt_tokens(example, self.tokenizer, self.system, encoder=encoder)
 
     def answerable(self, split: str, stage: str) -> Sequence[Example]:
         """The examples of a split that have a prompt. Raises UserError with the name of the stage
@@ -52,7 +61,7 @@ class Corpus:
                 f"stage {stage} needs the prompts of split {split}, but data has no such split; "
                 f"set data.{split}, or name another split"
             )
-        examples = self.examples[split]
+        examples = self.asked(split)
         asks = np.fromiter((e.messages is not None for e in examples), bool, len(examples))
         if not asks.any():
             raise UserError(
@@ -60,6 +69,18 @@ class Corpus:
                 "with prompt or messages"
             )
         return select(examples, np.flatnonzero(asks))
+
+    def asked(self, split: str) -> Sequence[Example]:
+        """The examples of a split without those whose prompts cannot be answered. All ranks call
+        this together. Raises UserError for too many of them."""
+        examples = self.examples[split]
+        return self.usable.asked(split, examples, self.prompt) if self.usable else examples
+
+    def trained_on(self, split: str) -> Sequence[Example]:
+        """The examples of a split without those whose own responses cannot be trained on. All ranks
+        call this together. Raises UserError for too many of them."""
+        examples = self.examples[split]
+        return self.usable.trained_on(split, examples, self.samples_of) if self.usable else examples
 
     def self_prompts(self, stage: str) -> Sequence[Example]:
         """The prompts that the target wrote in a generate stage. Empty if it wrote none."""
@@ -80,19 +101,19 @@ class Corpus:
         """The samples of `samples` in at least one share, so that each rank can make some of
         them."""
         if text == "data":
-            examples = self.examples[split]
+            examples = self.trained_on(split)
             firsts = range(0, len(examples), SHARE_EXAMPLES)
             return [
                 partial(self.samples_of, examples[first : first + SHARE_EXAMPLES])
                 for first in firsts
             ]
         shares: list[Callable[[], Iterator[Sample]]] = []
-        stages = stages_of(text)
-        examples_by_id = _ById([*self.examples.values(), *map(self.self_prompts, stages)])
-        for stage in stages:
+        splits = {name: _ById(examples) for name, examples in self.examples.items()}
+        for stage in stages_of(text):
             parts = answer_parts(self.stages[stage])
+            asked = splits | {SELF_PROMPTS: _ById(self.self_prompts(stage))}
             shares += [
-                partial(self._answered, stage, parts[first : first + SHARE_PARTS], examples_by_id)
+                partial(self._answered, stage, parts[first : first + SHARE_PARTS], asked)
                 for first in range(0, max(1, len(parts)), SHARE_PARTS)
             ]
         return shares
@@ -105,16 +126,36 @@ class Corpus:
                     f"{example.source}: the row has text without a prompt, but the target has "
                     "an encoder, which reads prompts; give rows with prompt and response"
                 )
-            for sample in to_samples(example, self.tokenizer, self.system):
+            for sample in to_samples(
+                example,
+                self.tokenizer,
+                self.system,
+                encoder=self.start is not None,
+                ends=self.ends,
+            ):
                 yield sample if self.start is None else sample.under_encoder(self.start)
 
-    def _answered(self, stage: str, parts: Sequence[Path], examples: "_ById") -> Iterator[Sample]:
-        for answer in chain.from_iterable(map(_answers_of, parts)):
-            example = examples[answer["id"]]
-            sample = to_sample(example, self.tokenizer, answer["tokens"], self.system)
-            name = f"{sample.id}#{stage}-{answer['sample']}"
-            sample = Sample(name, sample.tokens, sample.mask)
-            yield sample if self.start is None else sample.under_encoder(self.start)
+    def _answered(
+        self, stage: str, parts: Sequence[Path], asked: Mapping[str, "_ById"]
+    ) -> Iterator[Sample]:
+        for part in parts:
+            # Ids are unique in one split only. Parts of earlier versions do not name theirs.
+            split = verify_directory(part, deep=False).get("split")
+            places = asked if split is None else {split: asked[split]}
+            for answer in answers_of(part):
+                yield self._answered_sample(stage, answer, _find(answer["id"], places, part))
+
+    def _answered_sample(self, stage: str, answer: Mapping[str, Any], example: Example) -> Sample:
+        sample = to_sample(
+            example,
+            self.tokenizer,
+            answer["tokens"],
+            self.system,
+            encoder=self.start is not None,
+        )
+        name = f"{sample.id}#{stage}-{answer['sample']}"
+        sample = replace(sample, id=name)
+        return sample if self.start is None else sample.under_encoder(self.start)
 
     def sha256(self, text: str | list[str], split: str = "train") -> str:
         """A hash of what decides the samples of a text, but not of the rows' content: a run's data
@@ -131,24 +172,35 @@ class Corpus:
 
 
 class _ById:
-    """Finds examples by id. A later sequence takes the place of an earlier one."""
+    """Finds examples by id."""
 
-    def __init__(self, sequences: Iterable[Sequence[Example]]) -> None:
-        self._sorted = []
-        for examples in sequences:
-            keys = id_keys(examples)
-            order = np.argsort(keys)
-            self._sorted.append((examples, keys[order], order))
+    def __init__(self, examples: Sequence[Example]) -> None:
+        keys = id_keys(examples)
+        self._examples, self._order = examples, np.argsort(keys)
+        self._keys = keys[self._order]
 
-    def __getitem__(self, name: str) -> Example:
+    def find(self, name: str) -> Example | None:
+        """The example with this id. None: there is none."""
         key = np.uint64(id_key(name))
-        for examples, keys, order in reversed(self._sorted):
-            first, end = np.searchsorted(keys, key, "left"), np.searchsorted(keys, key, "right")
-            for place in range(first, end):
-                example = examples[int(order[place])]
-                if example.id == name:
-                    return example
-        raise KeyError(name)
+        first, end = (
+            np.searchsorted(self._keys, key, "left"),
+            np.searchsorted(self._keys, key, "right"),
+        )
+        found = (self._examples[int(self._order[place])] for place in range(first, end))
+        return next((example for example in found if example.id == name), None)
+
+
+def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:
+    """The example that an answer of a part answers. Raises UserError unless one of the places has
+    it."""
+    found = [example for place in places.values() if (example := place.find(name)) is not None]
+    if len(found) != 1:
+        raise UserError(
+            f"{part} answers the prompt {name!r}, which is in {len(found)} of "
+            f"{', '.join(places)}; expected one. Delete the directory of its stage to make all "
+            "answers again"
+        )
+    return found[0]
 
 
 def stages_of(text: str | list[str]) -> list[str]:
@@ -179,10 +231,11 @@ def read_answers(directory: Path) -> Iterator[dict[str, Any]]:
 
     Raises UserError (CorruptArtifact) with the name of a damaged part.
     """
-    return chain.from_iterable(map(_answers_of, answer_parts(directory)))
+    return chain.from_iterable(map(answers_of, answer_parts(directory)))
 
 
-def _answers_of(part: Path) -> Iterator[dict[str, Any]]:
+def answers_of(part: Path) -> Iterator[dict[str, Any]]:
+    """The answers of one part, as `read_answers`."""
     verify_directory(part)
     with (part / ANSWERS).open() as lines:
         yield from map(json.loads, lines)

@@ -20,8 +20,9 @@ from decode.errors import UserError
 from decode.loop import Decoder
 from decode.sampling import Sampling
 from decode.target.loading import Target
-from train.data.chat import has_template, user_prefix
+from train.data.chat import user_prefix
 from train.data.read import Examples, read_examples
+from train.data.template import has_template
 
 FILE = "prompts.jsonl"
 # A message is left out if it has so many words in a row in common with a held-out prompt.

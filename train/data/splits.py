@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.errors import UserError
-from train.data.chat import takes_tools, tool_messages
 from train.data.read import Example, select
+from train.data.template import takes_tools, tool_messages
 
 # Words in a row that are compared (GPT-3, 2005.14165, appendix C). A shorter text is compared as a
 # whole.

@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.artifact import verify_directory, write_directory
+from decode.artifact import remove_directory, verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.loop import Decoder
 from decode.measure.ranks import Ranks
@@ -106,10 +106,12 @@ class OnPolicyText:
         accelerator: Accelerator,
         directory: Path,
         *,
+        max_length: int,
         seed: int,
     ) -> None:
-        """prompts: the examples that the student answers. samples: the fixed text."""
-        self.settings, self.seed = settings, seed
+        """prompts: the examples that the student answers. samples: the fixed text. max_length: of a
+        sample in tokens; longer ones are cut."""
+        self.settings, self.max_length, self.seed = settings, max_length, seed
         self.student, self.target, self.accelerator = student, target, accelerator
         self.corpus, self.prompts, self.samples = corpus, prompts, samples
         self.directory = directory
@@ -118,9 +120,20 @@ class OnPolicyText:
     def round(self, number: int, weights: Weights) -> Sequence[Sample]:
         """See `train.data.training_text.Text`. Generates the round unless it already exists."""
         path, ranks = self.directory / f"round-{number}", Ranks.of(self.accelerator)
-        if not ranks.main_only(path.exists):
+        made_by = [self.settings.model_dump(mode="json"), self.max_length, self.seed]
+
+        def is_made() -> bool:
+            # Rounds of earlier versions do not know their settings.
+            return path.exists() and verify_directory(path).get("made_by", made_by) == made_by
+
+        def store(written: list[Sample]) -> None:
+            if path.exists():  # the settings were changed
+                remove_directory(path)
+            write_directory(path, lambda tmp: _store(tmp, written), meta={"made_by": made_by})
+
+        if not ranks.main_only(is_made):
             written = self._write(number, weights)
-            ranks.main_only(lambda: write_directory(path, lambda tmp: _store(tmp, written)))
+            ranks.main_only(lambda: store(written))
         generated = ranks.together(lambda: _read(path))
         others = self.settings.samples - len(generated)
         return generated + _dealt(self.samples, others, number, f"{self.seed} text")
@@ -137,14 +150,21 @@ class OnPolicyText:
         model.to(accelerator.device, self.target.dtype)
         indices = range(rank, count, world)
         prompts = self.corpus.prompts(examples[index] for index in indices)
+        # An answer would not fit behind the others. Given samples take their place.
+        fitting = [
+            (index, prompt)
+            for index, prompt in zip(indices, prompts, strict=True)
+            if len(prompt) < self.max_length
+        ]
         # Prompts of similar length come together: less padding.
-        share = sorted(zip(indices, prompts, strict=True), key=lambda item: len(item[1]))
+        share = sorted(fitting, key=lambda item: len(item[1]))
         written: list[tuple[int, Sample]] = []
         if self.drafter is None:
             self.drafter = self._faster(model, share[: settings.batch_size], number)
         answers = self._decode(model, share, number, self.drafter) if share else []
         for (index, prompt), answer in zip(share, answers, strict=True):
             name = f"{examples[index].id}#round-{number}-{index}"
+            answer = answer[: self.max_length - len(prompt)]
             mask = [False] * len(prompt) + [True] * len(answer)
             written.append((index, Sample(name, prompt + answer, mask)))
         return [sample for _, sample in sorted(gather_object(written))]
@@ -177,11 +197,11 @@ class OnPolicyText:
         """The drafter that is faster on the first batch, measured by the main process for all."""
         seconds = {}
         if self.accelerator.is_main_process:
-            for drafter in ("none", "ngram"):
+            for drafter in ("none", "ngram") if batch else ():
                 begin = time.perf_counter()
                 self._decode(model, batch, number, drafter)
                 seconds[drafter] = time.perf_counter() - begin
-        choice = [min(seconds, key=lambda name: seconds[name]) if seconds else ""]
+        choice = [min(seconds, key=lambda name: seconds[name], default="none")]
         broadcast_object_list(choice)
         return choice[0]
 

@@ -346,6 +346,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             samples,
             self.accelerator,
             self.directory / "rounds",
+            max_length=self.config.max_length,
             seed=self.config.loop.seed,
         )
 

@@ -2,11 +2,10 @@
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
-import numpy as np
 import torch
 from pydantic import Field, model_validator
 
@@ -23,6 +22,9 @@ from decode.target.generation_config import (
     stated_config,
 )
 from decode.target.loading import Target
+from train.answers.jobs import Jobs
+from train.answers.journal import Journal
+from train.answers.known_parts import Part, part_meta, prompt_key, take_over
 from train.answers.launch import require_server
 from train.answers.protocols import AskSettings
 from train.answers.server_config import ServerConfig
@@ -39,38 +41,6 @@ from train.data.self_prompts import read_prompts, require_template, save_prompts
 from train.schema import SamplingConfig, Seed, StageConfig
 from train.stage import STAGES, Outcome, Stage, StagePlan
 from train.training.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
-
-Job = tuple[Example, int]  # a prompt, and the number of its answer
-
-
-class Jobs(Sequence[Job]):
-    """All prompts with the number 0, then all with the number 1, and so on. Prompts are read when
-    they are asked for."""
-
-    def __init__(self, examples: Sequence[Example], numbers: range) -> None:
-        """numbers: of the jobs, counted over all answers."""
-        self.examples, self._numbers = examples, numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __iter__(self) -> Iterator[Job]:
-        prompts = len(self.examples)
-        rows = np.asarray(self._numbers) % prompts
-        for number, example in zip(self._numbers, select(self.examples, rows), strict=True):
-            yield example, number // prompts
-
-    @overload
-    def __getitem__(self, index: int) -> Job: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "Jobs": ...
-
-    def __getitem__(self, index: int | slice) -> "Job | Jobs":
-        if isinstance(index, slice):
-            return Jobs(self.examples, self._numbers[index])
-        sample, row = divmod(self._numbers[index], len(self.examples))
-        return self.examples[row], sample
 
 
 class SelfPromptSampling(SamplingConfig):
@@ -259,36 +229,65 @@ class GenerateStage(Stage[GenerateConfig]):
     def _generate(self, jobs: Jobs) -> int:
         """Write every missing part, with all ranks together. Returns the number of tokens that they
         generated."""
-        size = self.config.part_prompts
         ranks = Ranks.of(self.accelerator)
-        world, rank = ranks.world, ranks.rank
+        parts = self._parts(jobs, ranks)
+
+        def take_apart() -> None:
+            if count := take_over(self.directory, parts, self._made_by):
+                self.reporter.say(
+                    f"  the rows of {count} parts changed; answers to the same prompts are kept"
+                )
+
+        ranks.together(lambda: take_apart() if ranks.is_main else None)
         # Each rank writes complete parts without communication, so no rank waits.
-        numbers = [n for n in range(-(-len(jobs) // size)) if n % world == rank]
-        missing = [n for n in numbers if not _is_complete(self.directory / f"{PART}{n}")]
+        missing = [part for part in ranks.share(parts) if not part.directory.exists()]
         generated = 0
         with self.reporter.bar("generating", len(jobs)) as bar:
             if self.config.server:
                 generated = self._ask_server(jobs, missing, bar)
             else:
-                for number in missing:
-                    first = number * size
-                    part = list(jobs[first : first + size])
-                    directory = self.directory / f"{PART}{number}"
-                    generated += self._write_part(directory, part, first, bar)
+                generated = sum(self._write_part(part, bar) for part in missing)
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
         return sum(ranks.gather(generated))
 
-    def _ask_server(self, jobs: Jobs, missing: list[int], bar: Bar) -> int:
-        """Write the parts with these numbers from a server's answers."""
-        from train.answers.answer_parts import Part, write_server_parts  # needs the extra serve
+    @property
+    def _made_by(self) -> dict[str, Any]:
+        """The settings that decide what is answered to a prompt."""
+        names = {"sampling", "max_new_tokens", "num_beams", "seed"}
+        return self.config.model_dump(mode="json", include=names)
 
-        config, size = self.config, self.config.part_prompts
+    def _parts(self, jobs: Jobs, ranks: Ranks) -> list[Part]:
+        """All parts. Every prompt is written now: a row is known by it, and one that cannot be
+        written is found before the first part begins."""
+
+        def prompt_keys() -> list[str]:
+            rows = range(ranks.rank, len(jobs.examples), ranks.world)
+            mine = select(jobs.examples, rows)
+            return [prompt_key(self.corpus.prompt(example)) for example in mine]
+
+        shares = ranks.gather(ranks.together(prompt_keys))
+        keys = [shares[row % ranks.world][row // ranks.world] for row in range(len(jobs.examples))]
+        split, size = self.config.split, self.config.part_prompts
+        parts = list[Part]()
+        for first in range(0, len(jobs), size):
+            part = jobs[first : first + size]
+            named = {
+                row: f"{keys[row % len(keys)]}-{row // len(keys)}"
+                for row in range(first, first + len(part))
+            }
+            meta = part_meta(
+                named.values(), self._made_by, SELF_PROMPTS if self.config.self_prompts else split
+            )
+            parts.append(Part(self.directory / f"{PART}{len(parts)}", part, named, meta))
+        return parts
+
+    def _ask_server(self, jobs: Jobs, parts: list[Part], bar: Bar) -> int:
+        """Write these parts from a server's answers."""
+        from train.answers.answer_parts import write_server_parts  # needs the extra serve
+
+        config = self.config
         assert config.server is not None
-        parts = [
-            Part(self.directory / f"{PART}{n}", jobs[n * size : (n + 1) * size], n * size)
-            for n in missing
-        ]
         done = len(jobs) - sum(len(part.jobs) for part in parts)
         return write_server_parts(
             parts,
@@ -309,30 +308,36 @@ class GenerateStage(Stage[GenerateConfig]):
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )
 
-    def _write_part(self, directory: Path, part: list[Job], first: int, bar: Bar) -> int:
-        """first: the number of the part's first job. Returns the number of tokens."""
-        prompts = self.corpus.prompts(example for example, _ in part)
-        answers: list[list[int]] = [[] for _ in part]
+    def _write_part(self, part: Part, bar: Bar) -> int:
+        """Returns the number of tokens that were generated."""
+        journal = Journal(part.directory)  # with answers that other parts had
+        answers = {row: answer.tokens for row, answer in journal.read(part.keys).items()}
+        jobs = list(zip(part.keys, part.jobs, strict=True))
+        missing = [(row, self.corpus.prompt(e)) for row, (e, _) in jobs if row not in answers]
         # Prompts of similar length come together: less padding.
-        order = sorted(range(len(part)), key=lambda i: len(prompts[i]))
-        row_ids = [first + i for i in order]
-        outputs = self._answer([prompts[i] for i in order], row_ids, first, bar)
-        for index, answer in zip(order, outputs, strict=True):
-            answers[index] = answer
+        missing.sort(key=lambda item: len(item[1]))
+        row_ids = [row for row, _ in missing]
+        first = min(part.keys) + len(answers)
+        outputs = self._answer([prompt for _, prompt in missing], row_ids, first, bar)
+        answers |= dict(zip(row_ids, outputs, strict=True))
         write_answers(
-            directory,
+            part.directory,
             (
-                {"id": example.id, "sample": sample, "tokens": answer}
-                for (example, sample), answer in zip(part, answers, strict=True)
+                {"id": e.id, "sample": sample, "key": part.keys[row], "tokens": answers[row]}
+                for row, (e, sample) in jobs
             ),
+            part.meta,
         )
-        return sum(len(answer) for answer in answers)
+        journal.remove()
+        return sum(map(len, outputs))
 
     def _answer(
         self, prompts: list[list[int]], row_ids: list[int], first: int, bar: Bar
     ) -> list[list[int]]:
         config, target = self.config, self.target
         answers: list[list[int]] = []
+        if not prompts:
+            return answers
         if config.num_beams > 1:
             for begin in range(0, len(prompts), config.batch_size):
                 answers += _beam_search(target, prompts[begin : begin + config.batch_size], config)

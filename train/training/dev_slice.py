@@ -93,9 +93,9 @@ class DevSlice:
         self.batches = Batches(
             [len(sample.tokens) for sample in self.samples], tokens_per_batch=2048, seed=0, epoch=0
         )
-        examples = spread(corpus.examples.get("dev", []), settings.decode_prompts)
-        self.prompts = corpus.prompts(examples)
-        if self.prompts:
+        self.prompts = []
+        if settings.decode_prompts:
+            self.prompts = corpus.prompts(spread(corpus.asked("dev"), settings.decode_prompts))
             require_prompts(self.prompts, target.max_positions, target.vocab_size)
 
     @torch.no_grad()

@@ -55,7 +55,7 @@ def require_tree(settings: TreeConfig, target: Target, corpus: Corpus, *, stage:
 
 
 def _prompts(settings: TreeConfig, corpus: Corpus) -> list[list[int]]:
-    return corpus.prompts(spread(corpus.examples["dev"], settings.prompts))
+    return corpus.prompts(spread(corpus.asked("dev"), settings.prompts))
 
 
 def calibrated_tree(

@@ -1,0 +1,104 @@
+"""Which rows of a run's data its target can use, known before the first stage begins.
+
+Every row that a stage will read is written with the target's tokenizer and chat template once. A
+row that cannot be written would end the stage when it is reached, after hours.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from decode.errors import UserError
+from decode.measure.ranks import ALONE, Ranks
+from decode.rows import prompt_problem
+from train.data.chat import Sample
+from train.data.read import Example, select
+
+
+@dataclass
+class UsableRows:
+    """Finds the rows that can be used, and remembers them.
+
+    positions, vocab_size: of the target. on_bad, max_bad_rate: of the data; bad rows are left out
+    under "skip". ranks: the processes that share the work. say: called with what was left out.
+    """
+
+    positions: int
+    vocab_size: int
+    on_bad: Literal["stop", "skip"] = "stop"
+    max_bad_rate: float = 0.01
+    ranks: Ranks = ALONE
+    say: Callable[[str], None] = lambda line: None
+    _known: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def asked(
+        self, split: str, examples: Sequence[Example], prompt: Callable[[Example], list[int]]
+    ) -> Sequence[Example]:
+        """The examples whose prompts can be answered. Text without a prompt stays: who needs a
+        prompt says so."""
+
+        def problem(example: Example) -> str | None:
+            if example.messages is None:
+                return None
+            found = prompt_problem(prompt(example), self.positions, self.vocab_size)
+            return f"the prompt {found}" if found else None
+
+        return self._usable(f"prompts of {split}", examples, problem)
+
+    def trained_on(
+        self,
+        split: str,
+        examples: Sequence[Example],
+        samples: Callable[[Iterable[Example]], Iterable[Sample]],
+    ) -> Sequence[Example]:
+        """The examples whose own responses can be trained on."""
+
+        def problem(example: Example) -> str | None:
+            ids = [t for sample in samples([example]) for t in (*sample.tokens, *sample.source)]
+            if max(ids, default=0) < self.vocab_size:
+                return None
+            return f"has the token id {max(ids)}; expected ids from 0 to {self.vocab_size - 1}"
+
+        return self._usable(f"responses of {split}", examples, problem)
+
+    def _usable(
+        self, what: str, examples: Sequence[Example], problem: Callable[[Example], str | None]
+    ) -> Sequence[Example]:
+        """All ranks call this together. Raises UserError on all of them."""
+        if what not in self._known:
+            mine = np.arange(self.ranks.rank, len(examples), self.ranks.world)
+            bad = dict[int, str]()
+            for row, example in zip(mine.tolist(), select(examples, mine), strict=True):
+                if (found := _problem(example, problem)) is not None:
+                    bad[row] = found
+            for other in self.ranks.gather(bad):
+                bad |= other
+            self._require_few(what, len(examples), bad)
+            self._known[what] = np.setdiff1d(np.arange(len(examples)), list(bad))
+        return select(examples, self._known[what])
+
+    def _require_few(self, what: str, count: int, bad: dict[int, str]) -> None:
+        if not bad:
+            return
+        first = bad[min(bad)]
+        if self.on_bad == "stop":
+            raise UserError(f"{first}. Mend the row, or leave such rows out with data.on_bad: skip")
+        if len(bad) > self.max_bad_rate * count or len(bad) == count:
+            raise UserError(
+                f"{len(bad)} of {count} rows cannot be used for the {what}, more than the "
+                f"{self.max_bad_rate:.2%} that data.max_bad_rate allows. The first: {first}"
+            )
+        self.say(f"left out of the {what}: {len(bad)} of {count} rows. The first: {first}")
+
+
+def _problem(example: Example, problem: Callable[[Example], str | None]) -> str | None:
+    """What is wrong with an example, with its place."""
+    try:
+        found = problem(example)
+    except UserError as error:
+        found = str(error).rstrip(".")
+    if found is None or example.source in found:
+        return found
+    return f"{example.source}: {found}"
