@@ -258,7 +258,7 @@ def test_a_tree_is_drafted_whole_whatever_gamma_says(base: Path, drafters: Path)
     # Whoever wants less of it says so by a policy, and is told what is left.
     said, figures = evaluate(base, drafters / "small", file, "--policy", "fixed:max_depth=2")
     assert (figures["drafts"], figures["gamma"]) == (f"{WHOLE}, cut to 6 nodes, 2 deep", 2)
-    assert f"default, a {WHOLE}, cut to 6 nodes, 2 deep" in said
+    assert f"drafts: {WHOLE}, cut to 6 nodes, 2 deep" in said
     assert figures["nodes_per_step"] < found[0][1]["nodes_per_step"]
     # Beside drafts that are as deep as γ says, the deeper of both.
     for gamma, most in (("2", 3), ("5", 5)):
