@@ -15,6 +15,7 @@ and without drafts. A drafter directory with `:window=512` sees only a window of
 (`eagle1`, `eagle1:window=512`), on a target of the same sizes with random weights.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ from benchmarks.common import (
     PromptsOption,
     TargetOption,
     describe_machine,
+    format_figure,
     format_interval,
     rows_table,
     run_command,
@@ -151,8 +153,8 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "context": f"{row['context']:.0f}",
         "tokens/step": f"{row['tokens_per_step']:.2f}",
         "α": f"{row['acceptance_rate']:.2f}",
-        "c": f"{row['c']:.3f}",
-        "v": f"{row['v']:.2f}",
+        "c": format_figure(row["c"], ".3f"),
+        "v": format_figure(row["v"], ".2f"),
         "speed-up without prefill": format_interval(row["speedup_without_prefill"], 2),
         "same text": f"{row['identical_within_rounding']:.0%}",
     }
@@ -182,7 +184,9 @@ def plot_rows(rows: Sequence[dict[str, Any]], panels: dict[str, str], file: Path
         for name in dict.fromkeys(row["drafter"] for row in rows):
             of_one = [row for row in rows if row["drafter"] == name]
             contexts, values = ([row[x] for row in of_one] for x in ("context", key))
-            axes.plot(contexts, values, marker="o", label=name)
+            # Of the path of a stage's drafter only the stage.
+            short = re.sub(r"[^+]*/([^/+]+)/[^/+]+", r"\1", name)
+            axes.plot(contexts, values, marker="o", label=short)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel(label)
         axes.set_ylim(bottom=1 if key == "tokens_per_step" else 0)
