@@ -13,7 +13,7 @@ from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.parts import Part
 from decode.policies import Policy
-from decode.rows import Rows, RowSettings, require_prompts
+from decode.rows import Rows, RowSettings, require_prompts, token_ids
 from decode.rules import Rule
 from decode.setup import Setup
 from decode.start import new_rows, start_drafter
@@ -333,6 +333,7 @@ class Decoder(Setup):
         batch_size: how many are decoded together. When texts have ended, the next prompts take
         their places, some at a time: reading several costs little more than reading one. None: all.
         """
+        prompts = token_ids(prompts)
         require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; expected at least 1")

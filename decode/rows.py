@@ -3,8 +3,9 @@
 Shapes: B rows, C tokens of space.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -158,6 +159,31 @@ def compacted(stays: np.ndarray) -> np.ndarray:
     order = np.arange(len(kept))
     order[~stays[: len(kept)]] = kept[kept >= len(kept)]
     return order
+
+
+def token_ids(prompts: Any) -> list[list[int]]:
+    """The token ids of prompts as lists: of lists, arrays or tensors, or what a tokenizer returns
+    (`input_ids`, without what `attention_mask` leaves out). Raises UserError for anything else."""
+    mask = None
+    if isinstance(prompts, Mapping):
+        if "input_ids" not in prompts:
+            raise UserError(f"the prompts have {', '.join(prompts)}; expected input_ids")
+        prompts, mask = prompts["input_ids"], prompts.get("attention_mask")
+    each = [_whole_numbers(index, prompt) for index, prompt in enumerate(prompts)]
+    if mask is not None:
+        kept = [np.asarray(row).astype(bool) for row in mask]
+        each = [ids[row] for ids, row in zip(each, kept, strict=True)]
+    return [ids.tolist() for ids in each]
+
+
+def _whole_numbers(index: int, prompt: Any) -> np.ndarray:
+    ids = np.asarray(prompt) if np.ndim(prompt) else np.zeros(())
+    if ids.ndim == 1 and (not ids.size or ids.dtype.kind in "iu"):
+        return ids.astype(np.int64) if not ids.size else ids
+    raise UserError(
+        f"prompt {index} is of the type {type(prompt).__name__}; expected a list of prompts, each "
+        "a list of token ids"
+    )
 
 
 def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_size: int) -> None:

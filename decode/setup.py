@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.logits import LogitsProcessor
 from decode.parts import Part, Parts
 from decode.policies import Policy
@@ -20,11 +20,23 @@ from decode.text_stream import Stop
 from decode.verification import Observer
 
 
+def eos_ids(given: Sequence[int] | int | None) -> list[int]:
+    """The ids that end a text, given as in a generation config. Raises UserError unless they are
+    whole numbers."""
+    if given is None:
+        return []
+    ids = list(given) if isinstance(given, Sequence) else [given]
+    for token in ids:
+        require_whole(0, eos_token_id=token)
+    return [int(token) for token in ids]
+
+
 class Setup:
     """A target, a drafter, a rule and a draft-length policy that fit each other.
 
     model: the target, or an object in the place of its `CachedLM`, such as a target on another
         machine.
+    eos_token_ids: the ids that end a text; one id, or None, as in a generation config, too.
     gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
         (`Drafter.max_depth`), and if a policy is given.
     policy, rule: an instance, or a name with options (`decode.parts`). policy None: `fixed`.
@@ -58,7 +70,7 @@ class Setup:
         model: PreTrainedModel | CachedLM,
         drafter: Drafter,
         *,
-        eos_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] | int | None = (),
         gamma: int = 4,
         rule: Part | Rule | None = None,
         sampling: Sampling | None = None,
@@ -89,7 +101,7 @@ class Setup:
         self.stop = stop
         self.processors, self.observers = list(processors), list(observers)
         self.prefixes, self.first_target = prefixes, first_target
-        self.eos = np.array(sorted(eos_token_ids), dtype=np.int64)
+        self.eos = np.array(sorted(eos_ids(eos_token_ids)), dtype=np.int64)
 
     def use(self, parts: Parts) -> None:
         """Decode with these parts, which fit."""

@@ -1,10 +1,12 @@
 """Text in, text out: a `generate` call as in `transformers`, over the speculative loop."""
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any, cast
 
+import numpy as np
 import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -18,7 +20,9 @@ from decode.logits import LogitsProcessor
 from decode.loop import Decoded, Decoder
 from decode.parts import Part, make_policy, make_shape
 from decode.policies import Policy
+from decode.rows import token_ids
 from decode.rules import Rule
+from decode.setup import eos_ids
 from decode.target.cache.prefix_cache import prefix_cache
 from decode.target.generation_config import decoder_processors, sampling_as_generate
 from decode.target.identity import eos_token_ids, fingerprint
@@ -80,12 +84,14 @@ class SpeculativeGenerator:
         rule: Part | Rule | None = None,
         policy: Part | Policy | None = None,
         shape: Part | Shape | None = None,
-        eos_token_ids: Sequence[int] | None = None,
+        eos_token_ids: Sequence[int] | int | None = None,
         prefix_cache_bytes: int | None = None,
         exact_bits: bool = True,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
-        self.eos_token_ids = _eos(model, tokenizer) if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = _eos(model, tokenizer)
+        if eos_token_ids is not None:
+            self.eos_token_ids = tuple(eos_ids(eos_token_ids))
         if isinstance(drafter, str):
             drafter = open_drafter(drafter, _target(model, tokenizer))
         elif not isinstance(drafter, Drafter):
@@ -118,7 +124,7 @@ class SpeculativeGenerator:
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[LogitsProcessor] = (),
         streamer: BaseStreamer | None = None,
-        seed: int = 0,
+        seed: int | None = 0,
         batch_size: int | None = None,
         num_beams: int | None = None,
         observers: Sequence[Observer] = (),
@@ -141,8 +147,9 @@ class SpeculativeGenerator:
         stop: strings that end a text. They stay in it, with the full token that completes one.
         logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
         It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
-        the index of its prompt, not on the batch. batch_size: how many prompts are decoded at once;
-        when a text ends, the next prompt takes its place. None: all. observers: as for `Decoder`.
+        the index of its prompt, not on the batch. None: a random seed. batch_size: how many prompts
+        are decoded at once; when a text ends, the next prompt takes its place. None: all.
+        observers: as for `Decoder`.
 
         For beam search use `model.generate()`. Raises UserError for num_beams other than 1, for a
         streamer with several prompts, for messages without a chat template, and for a setting of
@@ -166,8 +173,10 @@ class SpeculativeGenerator:
             repetition_penalty=repetition_penalty,
             encoder=has_encoder(self.model),
         )
-        if isinstance(prompts, torch.Tensor):
+        if isinstance(prompts, torch.Tensor | np.ndarray):
             prompts = prompts.tolist()
+        elif isinstance(prompts, Mapping):
+            prompts = token_ids(prompts)
         single = _is_one(prompts)
         ids = [self.tokens(prompt) for prompt in cast(Any, [prompts] if single else prompts)]
         if streamer is not None and len(ids) != 1:
@@ -195,6 +204,7 @@ class SpeculativeGenerator:
 
         if streamer is not None:
             streamer.put(torch.tensor(decoder.lm.texts_and_sources(ids)[0]))
+        seed = secrets.randbits(62) if seed is None else seed
         self.decoded = decoder.decode(
             ids, max_new_tokens, seed=seed, batch_size=batch_size, on_tokens=on_tokens
         )
@@ -247,7 +257,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: An
         ids: list[int] = tokenizer(prompt, **options).input_ids
         return ids
     if not len(prompt) or not isinstance(prompt[0], Mapping):
-        return [int(cast(int, token)) for token in prompt]
+        return token_ids([prompt])[0]
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "the tokenizer has no chat template to format messages; give the prompt as text"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import BatchEncoding
 
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Drafter
@@ -472,3 +473,29 @@ def test_texts_do_not_depend_on_torchs_default_dtype(kind: str) -> None:
         assert which.decode(PROMPTS, NEW, seed=3).outputs == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# --- prompts and ids as transformers gives them ---------------------------------------------------
+
+
+def test_prompts_and_eos_as_transformers_gives_them() -> None:
+    target, prompts = tiny_model("llama"), [[5, 9, 12], [7]]
+    expected = Decoder(target, DRAFTERS["none"]()).decode(prompts, 6).outputs
+    padded = {"input_ids": torch.tensor([[5, 9, 12], [0, 0, 7]])}
+    padded["attention_mask"] = torch.tensor([[1, 1, 1], [0, 0, 1]])
+    forms: list[Any] = [
+        BatchEncoding(padded),
+        [np.array(prompts[0]), torch.tensor(prompts[1])],
+        [tuple(prompts[0]), prompts[1]],
+    ]
+    for eos in (None, [], VOCAB - 1):
+        decoder = Decoder(target, DRAFTERS["none"](), eos_token_ids=eos)
+        assert [decoder.decode(form, 6).outputs for form in forms] == [expected] * 3
+    for bad in ([5, 9, 12], torch.tensor([5, 9]), [[1.5]], [["a"]], [[[1]]], "text", [None]):
+        with pytest.raises(UserError, match=r"prompt 0 is of the type .* a list of"):
+            decoder.decode(bad, 6)
+    for eos in (1.5, "a", [None]):
+        with pytest.raises(UserError, match=r"eos_token_id is .*; expected"):
+            Decoder(target, DRAFTERS["none"](), eos_token_ids=eos)
+    with pytest.raises(UserError, match=r"seed is 1.5; expected a whole number"):
+        decoder.decode(prompts, 6, seed=1.5)

@@ -14,8 +14,10 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop import Decoder, Decoding
+from decode.rows import RowSettings
 from decode.sampling import CounterRNG, Sampling, argmax, draw, draw_of, top
+from decode.trees.static import Static
 from tests.enumeration import by_cdf
 from tests.tiny import tiny_model
 
@@ -355,6 +357,49 @@ def test_a_row_says_the_same_alone_and_in_any_batch(name: str, rule: str) -> Non
         assert decoder.decode([prompt], 16, seed=3, row_ids=[row]).outputs == [together[row]]
     turned = decoder.decode(PROMPTS[::-1], 16, seed=3, row_ids=[3, 2, 1, 0]).outputs
     assert turned == together[::-1]
+
+
+SEEDED = {
+    "none": ("exact", lambda: drafter("none")),
+    "chain": ("speculative", lambda: drafter("small_lm")),
+    "tree": (
+        "traversal",
+        lambda: drafter("small_lm").with_shape(Static(widths=[2, 1], draw="distinct")),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "count", [12, pytest.param(200, marks=pytest.mark.slow)], ids=["few", "many"]
+)
+@pytest.mark.parametrize("kind", list(SEEDED))
+def test_seeded_texts_do_not_depend_on_their_neighbours(kind: str, count: int) -> None:
+    """Alone and beside 16 others that join and leave, of other lengths and with other settings. Of
+    8,000 tokens none may differ: their logits differ by about 1e-6, so that a tie within rounding
+    is expected once in more than 10,000 tokens."""
+    rule, make = SEEDED[kind]
+    sampling, random = Sampling(1.0), np.random.default_rng(count)
+    prompts = [random.integers(3, 300, random.integers(1, 12)).tolist() for _ in range(count)]
+    decoder = Decoder(model("llama"), make(), gamma=3, rule=rule, sampling=sampling)
+    alone = [
+        decoder.decode([prompt], 40, seed=9, row_ids=[row]).outputs[0]
+        for row, prompt in enumerate(prompts)
+    ]
+    others = [Sampling(), Sampling(0.7, top_k=20), Sampling(1.3, top_p=0.9)]
+    decoding = Decoding(decoder)
+    rows: dict[int, int] = {}
+    while len(rows) < count or not decoding.finished:
+        if len(decoding.rows) < 17 and len(rows) < count:
+            text = len(rows)
+            own = RowSettings(sampling, seed=9)
+            rows[decoding.admit([prompts[text]], 40, row_ids=[text], settings=own)[0]] = text
+            if len(decoding.rows) < 17:
+                other = RowSettings(others[text % 3], seed=text)
+                decoding.admit([[3 + text % 250] * (1 + text % 40)], 20, settings=other)
+        decoding.step()
+    differ = [text for row, text in rows.items() if decoding.outputs[row] != alone[text]]
+    print(kind, count, "texts,", len(differ), "differ")
+    assert not differ
 
 
 def test_texts_differ_by_seed_and_by_row() -> None:

@@ -1,6 +1,7 @@
 """`evaluate`, `generate` and `inspect` a drafter; `coverage` of a reduced draft vocabulary."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -195,10 +196,11 @@ def generate(
     if gamma is not None and decoder.drafter.max_depth(gamma) != gamma:
         drafts += f" (γ {gamma} does not apply, because the drafter sets the depth)"
     rule = settings.for_drafter(opened_drafter).rule if link is None else link.welcome["rule"]
+    rate = counts.acceptance_rate
+    accepted = "no drafts" if math.isnan(rate) else f"acceptance rate {rate:.2f}"
     typer.echo(
         f"\n[{len(decoded.outputs[0])} tokens in {seconds:.2f} s, {counts.tokens_per_step:.2f} "
-        f"tokens per step, acceptance rate {counts.acceptance_rate:.2f}; drafts: {drafts}; rule "
-        f"{rule}]",
+        f"tokens per step, {accepted}; drafts: {drafts}; rule {rule}]",
         err=True,
     )
     if json_file:
