@@ -70,6 +70,7 @@ class HeadTraining(nn.Module):
         self.register_buffer("label_rows", rows, persistent=False)
         # A tuple, so that no parameter of the frozen target is registered in this module.
         self._teacher_layer = _detached(*output_rows(layer, ids))
+        self._all_tokens = _detached(layer.weight, layer.bias)
 
     @contextmanager
     def following(self, layer: nn.Linear) -> Iterator[None]:
@@ -77,14 +78,15 @@ class HeadTraining(nn.Module):
 
         For a target that is trained too. If the heads borrow this layer, their loss trains it.
         """
-        frozen_layer = self._teacher_layer
+        frozen_layers = self._teacher_layer, self._all_tokens
         weight, bias = output_rows(layer, self.heads.vocabulary)
         self._teacher_layer = _detached(weight, bias)
+        self._all_tokens = _detached(layer.weight, layer.bias)
         try:
             with self.heads.output.using(weight, bias):
                 yield
         finally:
-            self._teacher_layer = frozen_layer
+            self._teacher_layer, self._all_tokens = frozen_layers
 
     @property
     def captured_layers(self) -> tuple[int, ...]:
@@ -175,7 +177,8 @@ class HeadTraining(nn.Module):
             values=values,
         )
         if prediction.confidence is not None and values is not None:
-            errors = self._confidence_errors(prediction.confidence, values)
+            accepted = self._accepted(prediction, batch, values)
+            errors = self._confidence_errors(prediction.confidence, accepted)
             loss = loss + (errors if weights is None else errors * weights).sum()
             term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
         if prediction.extra_loss is not None:
@@ -184,12 +187,37 @@ class HeadTraining(nn.Module):
         sums = [torch.stack([count.sum() for count in counts]).double(), term_sums]
         return loss, torch.cat(sums), ranks == 0
 
-    def _confidence_errors(self, logits: Tensor, values: Tensor) -> Tensor:
+    def _confidence_errors(self, logits: Tensor, accepted: Tensor) -> Tensor:
         """float32 [n]: the cross-entropy of the estimated acceptance, whose logits are [n], with
-        the acceptance rate 1 − ½‖q − p‖₁. values: [n, terms], those of `weighted_loss`."""
-        rejected = values[:, list(self.weighted_loss.names).index("total_variation")]
-        accepted = (1 - rejected).clamp(0, 1)
+        the acceptance rate `accepted`, [n]."""
+        accepted = accepted.clamp(0, 1)
         return binary_cross_entropy_with_logits(logits.float(), accepted, reduction="none")
+
+    @torch.no_grad()
+    def _accepted(self, prediction: Prediction, batch: HeadBatch, values: Tensor) -> Tensor:
+        """float32 [n]: the acceptance rate Σ min(p, q) of each token (2607.05147). values: [n,
+        terms], those of `weighted_loss`.
+
+        Over all tokens it is 1 − ½‖q − p‖₁. The losses over a draft vocabulary renormalise p, but
+        the target accepts by the p of all its tokens.
+        """
+        ids = self.heads.vocabulary
+        if ids is None:
+            return 1 - values[:, list(self.weighted_loss.names).index("total_variation")]
+        own = self.heads.output.of(prediction.depth)
+        weight, bias = self._all_tokens
+        states = shift_left(batch.features[FINAL], prediction.depth)[prediction.positions]
+        states = states.to(weight.dtype)
+        accepted = states.new_zeros(len(states), dtype=torch.float32)
+        for begin in range(0, len(states), self.chunk):
+            part = slice(begin, begin + self.chunk)
+            logits = linear(prediction.states[part], *own)
+            if prediction.added is not None:
+                rows, added = prediction.added
+                logits = logits + linear(rows[part], added)
+            p = linear(states[part], weight, bias).float().softmax(-1)[:, ids]
+            accepted[part] = torch.minimum(logits.float().softmax(-1), p).sum(-1)
+        return accepted
 
     def _labels(self, prediction: Prediction, input_ids: Tensor) -> Tensor:
         """int64 [n]: the output rows of the tokens that a head predicts; −100 for none."""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
@@ -31,7 +32,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from heads.dflash_heads import even_taps
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch, HeadOptions, shift_left
 from heads.layers import block_layer
 from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
 from heads.layers.llama_layer import Rotary
@@ -462,6 +463,39 @@ def test_a_draft_ends_where_the_confidence_head_says() -> None:
     ):
         with pytest.raises(UserError, match=message):
             Decoder(target().model, drafter_of(kind, shape), policy="reach", gamma=DEPTH)
+
+
+@pytest.mark.parametrize("coverage", [1.0, 0.86, 0.67])
+def test_the_confidence_learns_the_acceptance_of_the_full_target(coverage: float) -> None:
+    """A table of the label by place, against Σ min(p, q) over all tokens of p in float64."""
+    generator = torch.Generator().manual_seed(2)
+    ids = None if coverage == 1 else torch.arange(int(coverage * VOCAB))
+    heads = new_heads(HeadOptions.of(KINDS["dspark"]), target(), ids)
+    heads.borrow(target().model, torch.float32)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    training = HeadTraining(
+        heads, WeightedLoss({"total_variation": 1.0}), target().model, chunk=5
+    ).eval()
+    labels: list[Tensor] = []
+    training._confidence_errors = lambda logits, accepted: labels.append(accepted) or accepted
+    tokens = torch.randint(3, VOCAB, (2, 24), generator=generator)
+    features = features_of(target().model, heads, tokens)
+    batch = HeadBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), features)
+    places = range(1, heads.depth + 1)
+    with torch.no_grad():
+        training(tokens, batch.loss_mask, features, dict.fromkeys(places, 1.0))
+        predictions = list(heads.predictions(batch, list(places)))
+    layer = target().model.get_output_embeddings()
+    for prediction, found in zip(predictions, labels, strict=True):
+        states = shift_left(features[FINAL], prediction.depth)[prediction.positions]
+        p = (states.double() @ layer.weight.double().T).softmax(-1)
+        weight, _ = heads.output.of(prediction.depth)
+        logits = prediction.states.double() @ weight.double().T
+        if prediction.added is not None:
+            logits += prediction.added[0].double() @ prediction.added[1].double().T
+        expected = torch.minimum(p if ids is None else p[:, ids], logits.softmax(-1)).sum(-1)
+        torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
 
 
 @kinds

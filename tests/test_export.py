@@ -21,7 +21,7 @@ from decode.errors import UserError
 from decode.target.loading import Target, load_model_and_tokenizer, load_target
 from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
-from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
+from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from train.cli import main as cli
 from train.export import ExportOptions, export_directory
 from train.export.export_directory import (
@@ -34,6 +34,7 @@ from train.export.export_directory import (
 from train.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
 from train.export.formats import EXPORT_FILE, FORMATS, format_for
 from train.export.model_card import drafter_card
+from train.export.trained_drafter import read_small_lm
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -91,6 +92,26 @@ def reloaded_logits(out: Path, target: Target) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = drafter.lm.model(IDS).logits
     return found
+
+
+@pytest.mark.parametrize("rows", [300, 304, 320])
+@pytest.mark.parametrize("tie", [True, False])
+def test_an_export_has_the_targets_number_of_rows(rows: int, tie: bool, tmp_path: Path) -> None:
+    """Models of one family pad the same tokens to different sizes."""
+    padded_target = tiny_target(vocab=304)
+    model = make_drafter(tmp_path / "drafter", padded_target, vocab=rows, tie=tie)
+    source = read_small_lm(tmp_path / "drafter", None)
+    found = source.model(IDS).logits
+    assert source.config.vocab_size == found.shape[-1] == 304
+    torch.testing.assert_close(found[..., :300], model(IDS).logits[..., :300])
+    if rows == 300:  # the rows that are added repeat the last one
+        assert torch.equal(found[..., 300:], found[..., 299:300].expand(-1, -1, 4))
+
+
+def test_an_export_needs_a_row_for_each_token(tmp_path: Path) -> None:
+    make_drafter(tmp_path / "drafter", tiny_target(vocab=290))
+    with pytest.raises(UserError, match="300 rows for 300 tokens, its target 290"):
+        read_small_lm(tmp_path / "drafter", None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,9 @@ def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, 
     plans = plan(path, "target.device=cpu")
     assert [kind for _, kind, _ in plans][-1] == {"small-lm": "distill"}.get(goal, goal)
     assert all(p.tokens > 0 and p.memory.total > 0 and p.disk_bytes > 0 for _, _, p in plans)
+    # What engines read: vLLM's EAGLE-1 has no draft vocabulary.
+    assert goal != "heads" or config.stages[-1].draft_vocabulary is None
+    assert "all in the warm-up" not in " ".join(p.what for _, _, p in plans)
     # Comments name the sources of what is chosen.
     assert "2310.08461" in path.read_text()
     again = write(place, goal)
@@ -207,6 +211,8 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     parts = {name: vars(stage_plan.memory) for name, _, stage_plan in complete}
     assert all(parts["live"].values())
     assert [part for part, size in parts["states"].items() if size] == ["target", "activations"]
+    short = plan(place / "config.yaml", "stages.first.optimizer.warmup_steps=500")[3][2].what
+    assert re.search(r"about \d+ steps, all in the warm-up: lower .*, which is 500", short)
     # max_steps ends a training before its epochs do.
     shorter = plan(place / "config.yaml", "stages.first.loop={max_steps: 1, tokens_per_batch: 100}")
     assert shorter[3][2].tokens == 100 < first.tokens

@@ -221,7 +221,7 @@ class RunConfig(Strict):
     `logs/curves.jsonl`. None: tensorboard, if it is installed. `[]`: nowhere else."""
     tracking: TrackingConfig = TrackingConfig()
     """How the run appears there."""
-    precision: Literal["no", "bf16", "fp16", "fastest"] | None = None
+    precision: Literal["no", "bf16", "fastest"] | None = None
     """The precision of the training's matrix products; weights stay float32. fastest: bf16 where
     the device multiplies faster in it (a CPU is timed), else no. None: the precision given to
     `accelerate launch`."""

@@ -134,6 +134,11 @@ def start_accelerator(settings: RunConfig) -> Accelerator:
         log_with=trackers or None,
         project_dir=str(settings.run_dir / "logs"),
     )
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UserError(
+            f"the launcher's mixed precision is {accelerator.mixed_precision}, in which trainings "
+            "here are not scaled; launch with --mixed_precision bf16 or no"
+        )
     if accelerator.device.type == "cpu":
         share = max(1, cores() // local_processes())
         torch.set_num_threads(settings.threads or share)

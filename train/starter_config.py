@@ -143,6 +143,8 @@ class Starter:
 
     @property
     def _vocabulary(self) -> int | None:
+        if self.goal == "heads":
+            return None  # vLLM's reader of EAGLE-1 has no draft vocabulary
         size = 32000 if self.machine.cuda else 8000
         return size if self.shapes.vocab_size >= 2 * size else None
 
@@ -265,6 +267,11 @@ stages:
         what = "  # Its answers to dev prompts: agreement with them is logged during training.\n"
         return what + self._answers("dev-answers", "  split: dev", "  prompts: 24")
 
+    def _warm_up(self, epochs: int) -> int:
+        """A tenth of the optimizer steps if texts have their full length, at most 20."""
+        rows = min(self.rows or self.machine.rows, self.machine.rows)
+        return min(20, epochs * rows * self._length // self._batch // 10)
+
     def _loop(self, epochs: int, rate: str) -> str:
         vocabulary = (
             f"    draft_vocabulary: {self._vocabulary}  # {self._vocabulary_source}\n"
@@ -275,7 +282,7 @@ stages:
 {vocabulary}\
     max_length: {self._length}
     loop: {{epochs: {epochs}, tokens_per_batch: {self._batch}}}  # all processes together
-    optimizer: {{lr: {rate}, warmup_steps: 20}}
+    optimizer: {{lr: {rate}, warmup_steps: {self._warm_up(epochs)}}}
 """
 
     def _distill(self, epochs: int, dev: bool) -> str:

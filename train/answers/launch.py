@@ -45,13 +45,14 @@ def require_server(config: EngineServer, target: Target) -> None:
             "server.launch starts one engine on this machine, but the run's processes are on "
             "several; start the engine yourself and set server.url"
         )
-    if config.launch == "vllm" and not python_of("vllm").exists():
+    # A plan without weights may be made on another machine than the run's.
+    if config.launch == "vllm" and target.has_weights and not python_of("vllm").exists():
         raise UserError(
             f"server.launch: vllm needs {python_of('vllm')}; make it with make engine-vllm, or "
             "start a server yourself and set server.url"
         )
     if config.launch == "llama-server":
-        if program() is None:
+        if target.has_weights and program() is None:
             raise UserError(
                 "llama-server is not installed; install it with make engine-llama, or start a "
                 "server yourself and set server.url"

@@ -19,6 +19,7 @@ from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
+from decode.target.identity import token_count
 from decode.target.loading import (
     DTYPES,
     EMBEDDED,
@@ -93,6 +94,8 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
         raise UserError(f"{path} has weights in {dtype}; expected one of {', '.join(DTYPES)}")
     model, tokenizer, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
     reduced = load_vocabulary(path, model)
+    made_for = describe_drafter(path)["target"]["fingerprint"]
+    _resize(model, tokenizer, made_for["vocab_size"], reduced is None)
     if reduced is None:
         return SmallLMSource(model, tokenizer, dtype)
     layer, full_layer = model.get_output_embeddings(), reduced.full
@@ -118,6 +121,31 @@ def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
         model.set_output_embeddings(filled_layer.requires_grad_(False))
         model.config.tie_word_embeddings = False
     return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
+
+
+def _resize(model: PreTrainedModel, tokenizer: Any, rows: int, is_complete: bool) -> None:
+    """Give embeddings and output layer the target's number of rows, because engines compare it.
+
+    Rows past the tokenizer's last id are no tokens. Those that are added repeat the last row, which
+    is padding or the last special token, so they are as unlikely. Raises UserError for a drafter
+    with a reduced output layer, and if there are fewer rows than tokens.
+    """
+    config = model.config.get_text_config()
+    before: int = config.vocab_size
+    if before == rows:
+        return
+    tokens = token_count(tokenizer, before)
+    if not is_complete or rows < tokens:
+        raise UserError(
+            f"the drafter has {before} rows for {tokens} tokens, its target {rows}, and engines "
+            "need the same number; train one without a reduced draft vocabulary, on this target"
+        )
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in (layer.weight, getattr(layer, "bias", None)):
+                if weight is not None and rows > before:
+                    weight[before:] = weight[before - 1]
 
 
 def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:

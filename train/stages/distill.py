@@ -63,7 +63,12 @@ from train.training.boosting import (
     stored_guesses,
 )
 from train.training.dev_slice import DevConfig, DevSlice, Judging
-from train.training.estimates import planned_tokens, time_limit, training_disk_bytes
+from train.training.estimates import (
+    planned_tokens,
+    steps_in_words,
+    time_limit,
+    training_disk_bytes,
+)
 from train.training.live_window import LiveWindow, look_ahead_of
 from train.training.meters.stage_flops import distill_flops
 from train.training.open_caches import Cache, open_cache
@@ -112,7 +117,8 @@ class DistillStage(TrainingStage[DistillConfig]):
             if name not in plans:
                 check_earlier_drafter(Path(name), self.target)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
-        amount = f"{config.loop.epochs} epochs"
+        steps = steps_in_words(tokens, config.loop, config.optimizer.warmup_steps)
+        amount = f"{config.loop.epochs} epochs, {steps}"
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"

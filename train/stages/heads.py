@@ -42,7 +42,12 @@ from train.states.states_config import ServedFeatures
 from train.text_stages import TrainingStage, complete_target_part
 from train.training.backbone import Backbone, FrozenBackbone, Source
 from train.training.dev_slice import DevSlice, Judging
-from train.training.estimates import planned_tokens, time_limit, training_disk_bytes
+from train.training.estimates import (
+    planned_tokens,
+    steps_in_words,
+    time_limit,
+    training_disk_bytes,
+)
 from train.training.head_tree import calibrated_tree, require_tree
 from train.training.meters.stage_flops import heads_flops
 from train.training.trained_backbone import TrainedBackbone
@@ -118,10 +123,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 held_out_samples(config.backbone, self.corpus, config.name, PREFIX)
             trained += config.backbone.trained_parameters(target)
             what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
+        tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(
-            f"{what}{source}{config.loop.epochs} epochs",
+            f"{what}{source}{config.loop.epochs} epochs, "
+            f"{steps_in_words(tokens, loop, config.optimizer.warmup_steps)}",
             trained_parameters=trained,
-            tokens=planned_tokens(self.planned_tokens(plans), loop),
+            tokens=tokens,
             memory=memory,
             disk_bytes=disk,
             max_seconds=time_limit(loop),

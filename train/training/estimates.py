@@ -145,6 +145,15 @@ def planned_tokens(tokens: int, loop: LoopConfig) -> int:
     return min(total, loop.max_steps * loop.tokens_per_batch * loop.accumulation)
 
 
+def steps_in_words(tokens: int, loop: LoopConfig, warmup_steps: int) -> str:
+    """The number of optimizer steps over `tokens`, with a warning if the warm-up needs more."""
+    steps = max(1, -(-tokens // (loop.tokens_per_batch * loop.accumulation)))
+    words = f"about {steps} steps"
+    if steps <= warmup_steps:
+        words += f", all in the warm-up: lower optimizer.warmup_steps, which is {warmup_steps}"
+    return words
+
+
 def read_speeds(option: str) -> dict[str, float]:
     """Tokens per second by stage or kind of stage, and those of all evaluations as `evaluation`,
     from `generate=900,distill=4000` or from the directory of a run that measured them. Raises

@@ -28,7 +28,8 @@ class OptimizerConfig(Strict):
     lr: float = Field(3e-4, gt=0)
     """The learning rate after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
-    """The decoupled weight decay of AdamW (1711.05101)."""
+    """The decoupled weight decay of AdamW (1711.05101). It also holds for norms and biases, which
+    Hugging Face's Trainer leaves out; `groups` with `*norm*` and `*bias` does the same here."""
     beta1: float = Field(0.9, ge=0, lt=1)
     """The decay of the mean of the gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)

@@ -83,7 +83,7 @@ class HuggingFace(Format):
         problems = key_problems(drafting, generation or {}, "generation_config.json")
         config = read_json(directory / "config.json") or {}
         legacy_names: dict[str, Any] = {"torch_dtype": config.get("dtype")}
-        if "rope_parameters" in config:
+        if "rope_theta" in (config.get("rope_parameters") or {}):  # not by kind of layer
             legacy_names["rope_theta"] = is_positive
         problems += key_problems(legacy_names, config, "config.json")
         return problems + model_problems(directory)

@@ -22,7 +22,6 @@ PEAKS = {
     "RTX 3090": 71.0,
     "MI300X": 1307.4,
 }
-HALF = ("bf16", "fp16")
 
 
 def peak_of(name: str) -> float | None:
@@ -43,6 +42,6 @@ def peak_of(name: str) -> float | None:
 def device_peak(device: torch.device, precision: str) -> float | None:
     """The peak of `device` for matrix products in this precision (accelerate's name of it). None if
     it is not known, which is so for CPUs and for float32."""
-    if device.type != "cuda" or precision not in HALF:
+    if device.type != "cuda" or precision != "bf16":
         return None
     return peak_of(torch.cuda.get_device_name(device))
