@@ -1,5 +1,6 @@
 """`serve`: answers over HTTP, in the shape of OpenAI's API."""
 
+import secrets
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,16 @@ class LearnSource(StrEnum):
 
     STORE = "store"
     ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeDecodeOptions(DecodeOptions):
+    """`DecodeOptions`, with other numbers after each start."""
+
+    seed: Annotated[
+        int | None,
+        typer.Option(help="for requests without a seed; default: random, printed at the start"),
+    ] = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +96,7 @@ def serve(
     *,
     loading: Loading,
     drafter: DrafterOption = "ngram",
-    decoding: DecodeOptions,
+    decoding: ServeDecodeOptions,
     host: Annotated[
         str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine")
     ] = "127.0.0.1",
@@ -182,6 +193,7 @@ def serve(
     from train.serve.server import Server, make_service
 
     quieten()
+    seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
     settings = DecodeSettings(**decoding.settings)
     bounds = Bounds(
@@ -207,7 +219,7 @@ def serve(
             model_name=model_name,
             guard=guard,
             max_tokens=max_tokens,
-            seed=decoding.seed,
+            seed=seed,
             dynamic_lenience=dynamic_lenience,
             drafters=drafters,
             student=student,
@@ -220,7 +232,8 @@ def serve(
         service = compute_apart(prepare).result()
         address = f"http://{address_of(host, bound)}/v1"
         what = f"{service.names[0]} with the drafter {drafter}"
-        server = Server(service, drain_seconds, lambda: typer.echo(f"{what} is at {address}"))
+        started = f"{what} is at {address}\nthe seed for requests without one is {seed}"
+        server = Server(service, drain_seconds, lambda: typer.echo(started))
         try:
             server.run(sockets=[bound])
         finally:

@@ -246,11 +246,8 @@ class Verifier:
             (text.row,) = self._decoding.begin(
                 [text.ids], text.end - len(text.ids), row_ids=[text.row_id], settings=text.settings
             )
-        except UserError as error:
-            self._refuse(session, text, "refused", str(error))
-            return
-        except Exception as error:
-            self._begin_anew([(session, text)], error)
+        except Exception as error:  # the other rows are as they were
+            self._refuse(session, text, *_reason(error))
             return
         self._rows[text.row] = session, text
 
@@ -266,12 +263,9 @@ class Verifier:
         started = time.monotonic()
         try:
             self._decoding.read(text.row, tokens)
-        except UserError as error:
+        except Exception as error:  # the other rows are as they were
             self._forget(text)
-            self._refuse(session, text, "refused", str(error))
-            return
-        except Exception as error:
-            self._begin_anew([(session, text)], error)
+            self._refuse(session, text, *_reason(error))
             return
         text.read = text.used = time.monotonic()
         text.prefill_s += text.read - started
@@ -417,6 +411,14 @@ class Verifier:
         session.send(text.verdict)
         if text.ended:
             self._forget(text)
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    """The code of an error at one text, and its message."""
+    if isinstance(error, UserError):
+        return "refused", str(error)
+    logger.error("a text ends with an error", exc_info=error)
+    return "failed", f"the server failed at the text: {error}"
 
 
 def _send_error(connection: Connection, error: ProtocolError) -> None:

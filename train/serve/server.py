@@ -19,6 +19,7 @@ from decode.target.loading import Target
 from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from train.net.guard import LOCAL, Guard
+from train.net.listen import bind as bind
 from train.serve.api import Service
 from train.serve.engine import Engine
 from train.serve.metrics import Metrics
