@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -27,8 +28,10 @@ def target(ends: int = 40) -> Any:
 
 
 def written(count: int = 6, held_out: tuple[str, ...] = (), **options: Any) -> SelfPrompts:
-    settings: dict[str, Any] = {"max_tokens": 60, "batch_size": 4, "seed": 1} | options
-    return write_prompts(target(), None, held_out, count, DRAWN, **settings)
+    settings: dict[str, Any] = {"max_tokens": 60, "batch_size": 4, "seed": 2} | options
+    with TemporaryDirectory() as drawn:
+        settings = {"directory": Path(drawn)} | settings
+        return write_prompts(target(), None, held_out, count, DRAWN, **settings)
 
 
 def test_a_message_stands_where_the_users_would() -> None:
@@ -45,7 +48,16 @@ def test_messages_are_different_and_the_same_at_every_call() -> None:
     assert all(len(text) >= self_prompts.SHORTEST for text in first.texts)
     assert first.dropped["too short"] > 0
     assert written(batch_size=3).texts == first.texts
-    assert written(seed=2).texts != first.texts
+    assert written(count=3, seed=1).texts != first.texts
+
+
+def test_what_was_drawn_is_not_drawn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill loses one batch of draws, and other settings draw anew."""
+    first = written(directory=tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(self_prompts.Decoder, "decode", None)
+        assert written(directory=tmp_path) == first
+    assert written(count=3, directory=tmp_path, seed=1).texts != first.texts
 
 
 def test_held_out_prompts_are_not_quoted() -> None:

@@ -9,15 +9,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.artifact import verify_directory, write_directory
+from decode.artifact import remove_directory, verify_directory, write_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.measure.ranks import ALONE, Ranks
 from decode.sampling import Sampling
 from decode.target.loading import Target
 from train.data.chat import user_prefix
@@ -61,13 +64,17 @@ def write_prompts(
     max_tokens: int,
     batch_size: int,
     seed: int,
+    directory: Path,
+    ranks: Ranks = ALONE,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SelfPrompts:
     """Let the target write `count` different user messages.
 
     system: the run's system message. held_out: texts that no message may quote, the users' of the
-    dev and test splits. max_tokens: a message that is longer is left out. progress: called with the
-    number of messages kept so far. Raises UserError if the target writes too few usable messages.
+    dev and test splits. max_tokens: a message that is longer is left out. directory: for what was
+    drawn so far, so that a kill loses little. ranks: the processes that share the draws; all call
+    this together, and the messages do not depend on their number. progress: called with the number
+    of messages kept so far. Raises UserError if the target writes too few usable messages.
     """
     prefix = user_prefix(target.tokenizer, system)
     decoder = Decoder(
@@ -84,16 +91,23 @@ def write_prompts(
     drawn = 0
     while len(written.texts) < count and drawn < ATTEMPTS * count:
         missing = count - len(written.texts)
-        rows = range(drawn, drawn + min(max(missing, 8), 8 * batch_size))
+        rows = range(drawn, drawn + min(max(missing, 8), 8 * batch_size * ranks.world))
         drawn = rows.stop
-        outputs = decoder.decode(
-            [prefix] * len(rows),
-            max_tokens,
-            seed=seed,
-            row_ids=[FIRST_ROW + row for row in rows],
-            batch_size=batch_size,
-        ).outputs
-        for output in outputs:
+        mine = rows[ranks.rank :: ranks.world]
+        stored = directory / f"{rows.start}-{rows.stop}-{ranks.rank}-of-{ranks.world}"
+        made_by = [prefix, asdict(sampling), max_tokens, seed]
+
+        def draw(mine: range = mine) -> list[list[int]]:
+            return decoder.decode(
+                [prefix] * len(mine),
+                max_tokens,
+                seed=seed,
+                row_ids=[FIRST_ROW + row for row in mine],
+                batch_size=batch_size,
+            ).outputs
+
+        shares = ranks.gather(ranks.together(partial(_kept, stored, made_by, draw)))
+        for output in (shares[i % ranks.world][i // ranks.world] for i in range(len(rows))):
             text = target.tokenizer.decode(output[:-1], skip_special_tokens=True).strip()
             reason = _reason_against(text, output[-1] in ends, known, forbidden)
             if reason:
@@ -109,6 +123,21 @@ def write_prompts(
             "prompts of your own"
         )
     return written
+
+
+def _kept(path: Path, made_by: list[Any], draw: Callable[[], list[list[int]]]) -> list[list[int]]:
+    """What `draw` returns, or what it returned at an earlier start with the same settings."""
+    if not path.exists() or verify_directory(path)["made_by"] != made_by:
+        outputs = draw()
+        if path.exists():
+            remove_directory(path)
+
+        def fill(tmp: Path) -> None:
+            (tmp / FILE).write_text(json.dumps(outputs))
+
+        write_directory(path, fill, meta={"made_by": made_by})
+    stored: list[list[int]] = json.loads((path / FILE).read_text())
+    return stored
 
 
 def _reason_against(text: str, ended: bool, known: set[str], forbidden: set[str]) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from decode.artifact import verify_directory
+from decode.artifact import remove_directory, verify_directory
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.loop import Decoder
@@ -202,7 +202,8 @@ class GenerateStage(Stage[GenerateConfig]):
         config, directory = self.config, self.directory / SELF_PROMPTS
         if not config.self_prompts:
             return
-        if self.accelerator.is_main_process and not _is_complete(directory):
+        ranks, drawn = Ranks.of(self.accelerator), self.directory / "drawn"
+        if not ranks.main_only(lambda: _is_complete(directory)):
             held_out = [
                 text
                 for split in ("dev", "test")
@@ -219,9 +220,13 @@ class GenerateStage(Stage[GenerateConfig]):
                     max_tokens=config.max_prompt_tokens,
                     batch_size=config.batch_size,
                     seed=config.seed,
+                    directory=drawn,
+                    ranks=ranks,
                     progress=bar.update,
                 )
-            save_prompts(directory, config.name, written)
+            if ranks.is_main:
+                save_prompts(directory, config.name, written)
+                remove_directory(drawn)
             left_out = "".join(f", {count} {reason}" for reason, count in written.dropped.items())
             self.reporter.say(f"  the target wrote {len(written.texts)} prompts{left_out}")
         self.accelerator.wait_for_everyone()
