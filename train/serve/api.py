@@ -23,7 +23,7 @@ from train.serve.engine import Engine
 from train.serve.errors import ApiError, refused
 from train.serve.middleware import RequestIds
 from train.serve.page import page_routes
-from train.serve.reading import Limits, Reader
+from train.serve.reading import SHORT, Limits, Reader
 from train.serve.requests import Refusal
 from train.serve.responses import ResponsesAnswer
 from train.serve.running import Running, as_api_error
@@ -134,7 +134,7 @@ class Service:
         return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
 
     async def _change(self, request: Request) -> Response:
-        asked = parse(SETTINGS, await _body(request))
+        asked = parse(SETTINGS, await _body(request, SHORT))
         try:
             await asyncio.wrap_future(self.settings.change(asked))
         except UserError as error:
@@ -187,13 +187,13 @@ class Service:
         return await running.whole(request, answer)
 
 
-async def _body(request: Request) -> bytes:
-    """The body, if it is not too long."""
+async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
+    """The body, if it has at most so many bytes."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > LONGEST_BODY:
-            raise ApiError(413, f"the body is longer than {LONGEST_BODY:,} bytes; shorten it")
+        if size > longest:
+            raise ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
         parts.append(part)
     return b"".join(parts)
 
