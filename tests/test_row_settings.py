@@ -24,11 +24,13 @@ from decode.rows import RowSettings
 from decode.sampling import Sampling
 from decode.target.cache.prefix_cache import PrefixCache
 from decode.text_stream import Stop, StopStrings
+from decode.trees.chains import Chains
+from decode.trees.static import Static
 from decode.verification import Verification
 from tests.lossless import LONGER, FixedDraft, fit_texts, longer_model, small_lm
 from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder
 from tests.test_processors import Broken
-from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, near_drafter, tiny_model, tiny_tokenizer
 
 SAMPLINGS = [
     Sampling(1.0, top_p=0.98),
@@ -499,3 +501,16 @@ def test_prompts_and_eos_as_transformers_gives_them() -> None:
             Decoder(target, DRAFTERS["none"](), eos_token_ids=eos)
     with pytest.raises(UserError, match=r"seed is 1.5; expected a whole number"):
         decoder.decode(prompts, 6, seed=1.5)
+
+
+@pytest.mark.parametrize("shape", [Static(widths=[3, 2], draw="distinct"), Chains(chains=3)])
+def test_a_greedy_row_beside_sampled_rows_keeps_its_tree(shape: Any) -> None:
+    def passes_of_first(settings: list[RowSettings]) -> int:
+        drafter = near_drafter().with_shape(shape)
+        decoding = Decoding(Decoder(tiny_model("llama"), drafter, gamma=3, rule="multi_round"))
+        decoding.admit([[5, 9, 12]] * len(settings), 40, settings=settings)
+        finish(decoding)
+        return sum(0 in step.rows for step in decoding.steps)
+
+    greedy = RowSettings(Sampling())
+    assert passes_of_first([greedy, RowSettings(Sampling(1.0))]) == passes_of_first([greedy])
