@@ -1,6 +1,6 @@
 """Every causal family of the installed transformers, tried at small size, as a table.
 
-    python -m tests.families [NAME ...] [--seconds 90] [--write]
+    python -m tests.families [NAME ...] [--seconds 200] [--results FILE] [--write]
 
 Of each family a small model with random weights is made from its default config. Its greedy text
 must be that of its own forward over the whole text, or it must be refused by name. Each family runs
@@ -229,7 +229,7 @@ def _cell(result: str, refusals: list[str]) -> str:
     if not result.startswith("refused: "):
         return {"none": "–"}.get(result, result)
     words = result.removeprefix("refused: ")
-    words = re.sub(r"^(drafts cannot skip layers of )?\w+(LM\w*|Model|Decoder)\b", r"\1…", words)
+    words = re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|Generation|Decoder)\b", "the model", words)
     if words not in refusals:
         refusals.append(words)
     return f"{refusals.index(words) + 1}"
@@ -239,15 +239,16 @@ def main() -> int:
     """Returns how many results are neither the same text nor a refusal."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=90.0)
+    parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--results", type=Path, help="a file of results, to go on from")
+    parser.add_argument("--results", type=Path, help="a file that keeps results between calls")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     torch.set_grad_enabled(False)
     bad = 0
-    results = json.loads(given.results.read_text()) if given.results else {}
+    kept = given.results if given.results and given.results.exists() else None
+    results = json.loads(kept.read_text()) if kept else {}
     for name in given.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if name in results:
             continue
@@ -255,6 +256,8 @@ def main() -> int:
         odd = {k: v for k, v in results[name].items() if v not in (SAME, "none")}
         print(name, odd or SAME if results[name] else "not made", flush=True)
         bad += sum(not v.startswith("refused: ") for v in odd.values())
+        if given.results:
+            given.results.write_text(json.dumps(results))
     if given.write:
         PAGE.write_text(page(results))
     return bad

@@ -14,10 +14,11 @@ from decode.loop import Decoder
 from decode.target import small_copy
 from decode.target.cache.cached_model import CachedLM, require_trees
 from decode.target.cache.prefix_cache import PrefixCache
+from decode.target.forward import recognition
 from decode.target.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.target.memory import slot_bytes
 from heads.layers.llama_layer import layer_config
-from tests.tiny import sharpen
+from tests.tiny import sharpen, tiny_model
 
 WINDOW = 8
 PROMPTS = [[5, 9, 3, 7, 5], [(n * 7 + 3) % 61 + 3 for n in range(19)]]
@@ -234,8 +235,23 @@ class _Counted(LlamaForCausalLM):
         return super().forward(*args, **inputs)
 
 
+def test_the_lean_forward_compares_one_layer_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    compare = recognition._computes_the_same
+
+    def counted(layer: Any, *others: Any) -> bool:
+        compared.append(layer.self_attn.layer_idx)
+        return compare(layer, *others)
+
+    monkeypatch.setattr(recognition, "_computes_the_same", counted)
+    kinds = ["sliding_attention", "full_attention"] * 3
+    model = tiny_model("gemma3_text", layers=6, head_dim=8, layer_types=kinds, sliding_window=4)
+    recognition.lean_forward(model, packed=True)
+    assert compared == [0, 1]
+
+
 def test_what_a_trial_costs_does_not_grow_with_the_model() -> None:
-    """It runs once for a config, on a few layers, and compares one layer of each kind."""
+    """It runs once for a config, on a few layers."""
     costs = []
     for layers in (8, 24):
         _Counted.passes.clear()

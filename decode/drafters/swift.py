@@ -149,6 +149,8 @@ class SwiftDrafter(SelfDrafter):
                 max_trials=self.max_trials,
             )
             self.skipped = self.search.best
+            for single in self.search.candidates[:2]:
+                lm.view(single)  # raises if an attention block or an MLP cannot be skipped
         super().attach(lm)
 
     def forget(self) -> None:

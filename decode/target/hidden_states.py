@@ -88,6 +88,8 @@ def captured_modules(
 def _last(model: PreTrainedModel) -> nn.Module:
     # A decoder under an encoder may scale its states before the output layer.
     last: nn.Module = model.get_output_embeddings() if has_encoder(model) else model.base_model
+    # BART's causal models call the decoder in their base model, and not the base model.
+    last = getattr(last, "decoder", last)
     if last is model:
         raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
     return last

@@ -22,8 +22,8 @@ WINDOW = 4
 EXPERTS = 16
 INNER = 128  # the width of feed-forward layers
 LAYERS = 4  # the fewest layers
-# The most weights of a small copy.
-MOST_WEIGHTS = 1 << 26
+# The most weights of a small copy: better fewer heads than more weights than the first number.
+MOST_WEIGHTS = (1 << 23, 1 << 26)
 
 # The names of sizes in configs of transformers.
 _LAYERS = re.compile(r"^((num_)?(hidden|encoder|decoder)_layers|(n|num)_layers?|num_blocks)$")
@@ -43,13 +43,17 @@ _TOKENS = re.compile(r"_token_(id|index)$|^(pad|eos|bos|unk|mask)_index$")
 def small_model(kind: Any, config: Any) -> PreTrainedModel | None:
     """A small model of a class of models, for a config: float32, on the CPU, in eval mode, with
     random weights that make every token and position count. None if the config gives none."""
-    models = (_random_model(kind, small) for small in _small_configs(config))
+    models = (
+        _random_model(kind, small, most)
+        for most in MOST_WEIGHTS
+        for small in _small_configs(config)
+    )
     return next((model for model in models if model is not None), None)
 
 
 def _small_configs(config: Any) -> Iterator[Any]:
     """The config with fewer layers and tokens, at first also with fewer heads."""
-    for heads in (4, 1, None):
+    for heads in (4, 2, 1, None):
         small = copy.deepcopy(config)
         vars(small).pop("quantization_config", None)
         small.dtype = torch.float32
@@ -128,13 +132,14 @@ def _share(width: int, factor: int) -> int:
     return width // factor if width % factor == 0 else max(width // factor, 8) // 8 * 8
 
 
-def _random_model(kind: Any, config: Any) -> PreTrainedModel | None:
-    """A model of this config with random weights. None if there is none, or it is too large."""
+def _random_model(kind: Any, config: Any, most: int) -> PreTrainedModel | None:
+    """A model of this config with random weights. None if there is none, or one with more weights
+    than `most`."""
     attention = config._attn_implementation
     try:
         with torch.device("meta"):
             weights = sum(x.numel() for x in kind._from_config(copy.deepcopy(config)).parameters())
-        if weights > MOST_WEIGHTS:
+        if weights > most:
             return None
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             torch.manual_seed(0)

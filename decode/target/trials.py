@@ -13,7 +13,8 @@ Shapes: B rows, n tokens fed per row, m nodes, V vocabulary.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -136,19 +137,39 @@ def trees(lm: "CachedLM") -> str | None:
     return None
 
 
-def exits(lm: "CachedLM") -> str | None:
-    """The trial of drafts that end after some of the layers."""
-    return _without(lm, [Sublayers.later(count, lm.layers) for count in range(1, lm.layers)])
+@dataclass(frozen=True)
+class Without:
+    """The trial of drafts without some sublayers: the last layers, any layer, or any attention or
+    MLP block. Whether a draft is good is not the question, because the target judges it. It must be
+    finite, and the target must read on as before."""
+
+    last: bool
+    layers: bool
+    attention: bool
+    mlp: bool
+
+    @classmethod
+    def of(cls, skipped: Sublayers, layers: int) -> "Without":
+        """The trial for such sets of sublayers of a model with so many layers."""
+        attention, mlp = skipped.attention, skipped.mlp
+        last = attention == mlp == frozenset(range(min(attention, default=0), layers))
+        whole = bool(attention & mlp) and not last
+        return cls(last, whole, bool(attention - mlp), bool(mlp - attention))
+
+    def _sets(self, count: int) -> Iterator[Sublayers]:
+        if self.last:
+            yield from (Sublayers.later(kept, count) for kept in range(1, count))
+        for number in range(count):
+            one, none = frozenset([number]), frozenset[int]()
+            chosen = (self.layers, one, one), (self.attention, one, none), (self.mlp, none, one)
+            yield from (Sublayers(attention, mlp) for asked, attention, mlp in chosen if asked)
+
+    def __call__(self, lm: "CachedLM") -> str | None:
+        """Why drafts cannot skip these, or None."""
+        return _without(lm, self._sets(lm.layers))
 
 
-def sublayers(lm: "CachedLM") -> str | None:
-    """The trial of drafts without any of the attention and MLP blocks."""
-    return _without(lm, Sublayers.all(lm.layers).singles())
-
-
-def _without(lm: "CachedLM", sets: Sequence[Sublayers]) -> str | None:
-    """Feed tokens without each of these sets of sublayers. Whether a draft is good is not the
-    question: the target judges it. It must be finite, and the target reads on as before."""
+def _without(lm: "CachedLM", sets: Iterable[Sublayers]) -> str | None:
     texts = _Texts(lm)
     rows = np.arange(2)
     texts.begin(rows)

@@ -34,7 +34,7 @@ from decode.target.kinds.layer_kinds import (
 from decode.target.kinds.recurrent_states import RecurrentStates
 from decode.target.memory import require_memory
 from decode.target.pretrained import input_device, is_sharded, longest_text
-from decode.target.trials import chains, exits, reason_against, sublayers, trees
+from decode.target.trials import Without, chains, reason_against, trees
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
@@ -239,8 +239,7 @@ class CachedLM:
         return view
 
     def _require_skipping(self, skipped: Sublayers) -> None:
-        trial = exits if skipped.are_last(self.layers) else sublayers
-        reason = reason_against(self, trial)
+        reason = reason_against(self, Without.of(skipped, self.layers))
         if reason is not None:
             raise UserError(
                 f"drafts cannot skip layers of {type(self.model).__name__}: without some it "

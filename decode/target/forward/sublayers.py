@@ -96,11 +96,6 @@ class Sublayers:
         parts = {"attention": self.attention, "mlp": self.mlp}
         return ",".join(f"{name}={_ranges(layers)}" for name, layers in parts.items() if layers)
 
-    def are_last(self, layers: int) -> bool:
-        """Whether they are all sublayers of the last of so many layers."""
-        skipped = frozenset(range(min(self.attention, default=layers), layers))
-        return self.attention == self.mlp == skipped
-
     def __xor__(self, other: "Sublayers") -> "Sublayers":
         """The sublayers that are in one of the two sets only."""
         return Sublayers(self.attention ^ other.attention, self.mlp ^ other.mlp)
