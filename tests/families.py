@@ -48,6 +48,7 @@ MEMORY = 6 << 30  # bytes of address space beyond those of the parent
 TOKENS = 10
 PROMPTS = [[(n * n * 3 + 1) % 251 + 9 for n in range(length)] for length in (5, 19)]
 SAME = "same"
+LONGEST = 300  # characters of a refusal on the page
 PATHS = [[0], [1], [0, 0], [0, 1], [1, 0]]  # of the trees
 
 # What the default config of a family lacks, or what makes its kinds of layers occur.
@@ -201,6 +202,7 @@ def page(results: dict[str, dict[str, str]]) -> str:
         if not cells:
             continue
         rows.append([f"`{name}`", *(_cell(cells[column], refusals) for column in COLUMNS)])
+    untried = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(results))
     unmade = sorted(f"`{name}`" for name, cells in results.items() if not cells)
     heads = ["family", *(column.replace("_", " ") for column in COLUMNS)]
     return "\n".join(
@@ -221,6 +223,10 @@ def page(results: dict[str, dict[str, str]]) -> str:
             "",
             f"Not made small from their default configs: {', '.join(unmade)}.",
             "",
+            *(
+                [f"Not tried yet: {', '.join(f'`{name}`' for name in untried)}.", ""]
+                * bool(untried)
+            ),
         ]
     )
 
@@ -230,6 +236,7 @@ def _cell(result: str, refusals: list[str]) -> str:
         return {"none": "–"}.get(result, result)
     words = result.removeprefix("refused: ")
     words = re.sub(r"\b[A-Z]\w*(ForCausalLM|LMHeadModel|Generation|Decoder)\b", "the model", words)
+    words = words if len(words) < LONGEST else words[:LONGEST] + " …"
     if words not in refusals:
         refusals.append(words)
     return f"{refusals.index(words) + 1}"

@@ -18,7 +18,7 @@ from decode.target.layer_settings import kept_settings
 from decode.target.pretrained import has_encoder
 
 VOCABULARY = 320
-WINDOW = 4
+WINDOW = 6
 EXPERTS = 16
 INNER = 128  # the width of feed-forward layers
 LAYERS = 4  # the fewest layers

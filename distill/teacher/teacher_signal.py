@@ -161,6 +161,8 @@ def split_model(model: PreTrainedModel) -> SplitModel:
         else:
             direct = model(input_ids=probe, attention_mask=ones, use_cache=False).logits
             hidden = split.hidden(probe, ones)
+        if hidden.shape[-1] != output.in_features:
+            raise UserError(_more_than_linear(model, "another layer before the output layer"))
         halves = output(hidden) if split.added is None else output(hidden) + split.added
     model.train(was_training)
     if not torch.equal(direct, halves):
