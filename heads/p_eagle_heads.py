@@ -8,6 +8,7 @@ Shapes: B rows, n tokens, T tokens of a text, M places of stand-ins, N = T + M, 
 H hidden size.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, Self
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -26,6 +27,7 @@ from decode.drafters.pard import free_token
 from decode.drafters.trained import ParallelGrowth
 from decode.errors import UserError
 from decode.sampling import Sampling
+from decode.target.forward.lean_forward import AttentionMask
 from decode.target.loading import Target
 from decode.trees import Growth
 from distill.parallel_distillation import copies_of_depths, kept_share
@@ -220,10 +222,13 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             seen = self.window.sees(positions[:, :, None], positions[:, None])
             visible = visible & seen[:, None]
 
+        @functools.cache
+        def mask(dtype: torch.dtype) -> AttentionMask:
+            return AttentionMask(visible, dtype)
+
         def attend(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-            return scaled_dot_product_attention(
-                queries, keys, values, attn_mask=visible, enable_gqa=True
-            )
+            scale: float = queries.shape[-1] ** -0.5
+            return mask(queries.dtype).attend(queries, keys, values, scale)
 
         states = self.run(
             pad(self.fuse(features.to(self.dtype)), (0, 0, 0, count)),
