@@ -16,13 +16,14 @@ from decode.errors import MemoryShortage, UserError
 from decode.logprobs import TokenLogprob, token_logprobs
 from decode.rows import Rows, compacted
 from decode.rules import Rule, used_rule
-from decode.rules.exact import judged
+from decode.rules.exact import ExactMatch
+from decode.sampling import CounterRNG
 from decode.setup import Setup
 from decode.start import start_drafter
 from decode.stats import Timing
 from decode.target.cache.probes import Probes
 from decode.target.hidden_states import Features
-from decode.verification import Scores, Verification, failure
+from decode.verification import Decision, Scores, Verification, failure
 from decode.waiting_rows import WaitingRows
 
 logger = logging.getLogger(__name__)
@@ -191,7 +192,7 @@ class RunningRows:
             logits = setup.lm.verify(rows.contexts, draft)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
-        return Verification.of(draft, scores, judged(self._rule(), draft, scores, rows.rng))
+        return Verification.of(draft, scores, decided(self._rule(), draft, scores, rows.rng))
 
     def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
         """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
@@ -309,3 +310,25 @@ class RunningRows:
 
     def _keep_slots(self, rows: np.ndarray) -> None:
         self.setup.lm.keep_rows(to_device(rows, self.setup.lm.device))
+
+
+def decided(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+    """The decision of a rule. Exact match decides in its place where both are equal: for greedy
+    rows and, if the rule is lossless, for rows whose tokens were chosen and not drawn.
+
+    For chosen tokens no lossless rule accepts more on average, because a draft can be accepted no
+    further than the target's text agrees with it. And exact match does not let the drafts change
+    the text: it stays the same whatever the drafter remembers of earlier texts.
+    """
+    exact = np.zeros(len(draft.sizes), dtype=bool)
+    if rule.exact_when_greedy:
+        exact |= scores.sampling.greedy_rows(len(exact))
+        if rule.lossless:
+            exact |= draft.chosen_rows()
+    if exact.all() or isinstance(rule, ExactMatch):
+        return ExactMatch().decide(draft, scores, rng)
+    decision = rule.decide(draft, scores, rng)
+    if not exact.any():
+        return decision
+    rows = to_device(exact, draft.tokens.device)
+    return decision.replaced(rows, ExactMatch().decide(draft, scores, rng))

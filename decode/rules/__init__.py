@@ -21,7 +21,8 @@ class Rule(ABC):
     trees: the rule judges trees too, not only chains.
     siblings: the kinds of siblings that the rule judges in trees. A node of a chain has one child,
         drawn or chosen, and every rule judges that.
-    exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead.
+    exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead;
+        for a lossless rule also where tokens were chosen and not drawn (`decode.step.decided`).
     couples: chains are to be drawn with the noise of the text (`CounterRNG.coupled`).
     """
 

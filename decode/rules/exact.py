@@ -3,11 +3,9 @@
 Shapes: B rows, N nodes, D depth.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import to_device
 from decode.draft import Draft
 from decode.rules import RULES, Rule
 from decode.sampling import CounterRNG, argmax
@@ -33,30 +31,6 @@ def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     last_row = torch.where(accepted > 0, last + 1, 0)
     went_on = ((draft.parent_rows() == last_row[:, None]) & draft.valid()).any(1)
     return path, accepted, accepted + went_on, last_row
-
-
-def judged(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-    """The decision of a rule; exact match decides in its place for greedy rows, if it is equal to
-    the rule there, and, for a lossless rule, for rows whose tokens were chosen and not drawn.
-
-    For chosen tokens no lossless rule accepts more on average, because a draft can be accepted no
-    further than the target's text agrees with it. And exact match does not let the drafts change
-    the text: it stays the same whatever the drafter remembers of earlier texts.
-    """
-    if isinstance(rule, ExactMatch):
-        return rule.decide(draft, scores, rng)
-    exact = np.zeros(len(draft.sizes), dtype=bool)
-    if rule.exact_when_greedy:
-        exact |= scores.sampling.greedy_rows(len(exact))
-    if rule.lossless:
-        exact |= draft.chosen_rows()
-    if exact.all():
-        return ExactMatch().decide(draft, scores, rng)
-    decision = rule.decide(draft, scores, rng)
-    if not exact.any():
-        return decision
-    rows = to_device(exact, draft.tokens.device)
-    return decision.replaced(rows, ExactMatch().decide(draft, scores, rng))
 
 
 @RULES.register("exact")
