@@ -136,7 +136,9 @@ def test_lenience_of_1_is_lossless_and_less_accepts_more() -> None:
     rule: Any = RULES["lenience"](lenience=1.0)
     p, strict = enumerated(rule, "chain", "independent", seed=0)
     np.testing.assert_allclose(strict.joint, p.joint(), atol=1e-6)
+    assert rule.lossless  # so chosen drafts give the same text as with speculative sampling
     rule.lenience = 0.5  # as it may be set while decoding
+    assert not rule.lossless
     lenient = enumerated(rule, "chain", "independent", seed=0)[1]
     assert lenient.emitted > strict.emitted + 0.05
 

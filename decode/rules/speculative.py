@@ -71,9 +71,9 @@ class SpeculativeSampling(Rule):
 class Lenience(SpeculativeSampling):
     """Lossy: accepts with probability min(1, p(x)/(l·q(x))); the rest is speculative sampling.
 
-    lenience: l in (0, 1]; 1 is speculative sampling. No token gets more than 1/l times its
-    probability under the target. It can be changed at any time, also during decoding. Raises
-    UserError outside this range.
+    lenience: l in (0, 1]; 1 is speculative sampling, and then the rule is lossless. No token gets
+    more than 1/l times its probability under the target. It can be changed at any time, also
+    during decoding. Raises UserError outside this range.
     """
 
     lossless = False
@@ -85,8 +85,16 @@ class Lenience(SpeculativeSampling):
             )
         self.lenience = lenience
 
+    @property
+    def lenience(self) -> float:
+        return self._lenience
+
+    @lenience.setter
+    def lenience(self, lenience: float) -> None:
+        self._lenience, self.lossless = lenience, lenience == 1
+
     def accepts(self, uniforms: Tensor, p_x: Tensor, q_x: Tensor) -> Tensor:
-        return uniforms * (self.lenience * q_x) < p_x
+        return uniforms * (self._lenience * q_x) < p_x
 
 
 @RULES.register("speculative_skip_residual")

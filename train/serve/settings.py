@@ -80,8 +80,8 @@ class Settings:
 
     def lossy_for(self, sampling: Sampling) -> str | None:
         """`lossy` for texts that are drawn so. None if the rule is exact for them."""
-        rule = used_rule(self.engine.decoder.parts.rule, sampling)
-        return None if rule.lossless else self.lossy
+        rule = self.engine.decoder.parts.rule
+        return self.lossy if used_rule(rule, sampling) is rule else None
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, and facts on the target, as JSON values."""
