@@ -27,6 +27,7 @@ from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
+from distill.row_numbers import row_numbers
 from distill.teacher.teacher_signal import Signal, Teacher, TeacherLogits
 
 S = TypeVar("S", bound=Signal)
@@ -117,20 +118,9 @@ class MaskedCopies:
         return torch.cat([seen_text, seen_masks], 2)[:, None]
 
 
-def draws(training: bool) -> torch.Generator:
-    """Random numbers on the host for one batch.
-
-    One number of torch's random state, which checkpoints store, seeds them. So this state stays the
-    same on all ranks, whatever the sizes of their batches. Outside of training they are always the
-    same.
-    """
-    seed = int(torch.randint(2**62, ())) if training else 0
-    return torch.Generator().manual_seed(seed)
-
-
 def drawn_copies(predicted: Tensor, parallel: ParallelConfig, *, training: bool) -> MaskedCopies:
-    """`MaskedCopies.drawn` with the random numbers of `draws`. predicted: bool [B, T]."""
-    scores = torch.rand(predicted.shape, generator=draws(training)).to(predicted.device)
+    """`MaskedCopies.drawn` with `row_numbers`. predicted: bool [B, T]."""
+    scores = row_numbers(*predicted.shape, training=training, device=predicted.device)
     return MaskedCopies.drawn(predicted, parallel, scores)
 
 
@@ -146,9 +136,10 @@ def copies_of_depths(
 class ParallelDistillation(Distillation):
     """Computes the distillation loss of a student that drafts in parallel.
 
-    The loss is the mean over the predictions of all copies, times the number of predictions of copy
-    0. So it has the scale of `Distillation`. Each prediction has the same weight (section 3.2), or
-    with `place_smoothing` that of D-PACE (2605.18810) for its place.
+    The loss of a text is the mean over the predictions of all copies, times the number of
+    predictions of copy 0. So it has the scale of `Distillation`, and it does not depend on the
+    other texts of the batch. Each prediction of a text has the same weight (section 3.2), or with
+    `place_smoothing` that of D-PACE (2605.18810) for its place.
 
     mask_token: the id of the mask token. Raises UserError for a student with a sliding window, or
     with attention that takes no mask.
@@ -208,15 +199,15 @@ class ParallelDistillation(Distillation):
             return hidden.new_zeros(()), self._agreements(hidden, copies, number, agreement_with)
         labels = torch.nn.functional.pad(input_ids[:, 1:], (0, 1)).flatten()[place]
         shared = None if teacher is None else shared_signal(teacher, number)
-        of_copies = None if weights is None else weights[number]
+        share = predicted.sum(1) / (predicted.sum(1) + masks.exists.sum(1)).clamp(min=1)
+        of_copies = share[row] if weights is None else share[row] * weights[number]
         if self.parallel.place_smoothing is not None and self.training:
             of_places = self._place_weights(
                 hidden, labels, (copies, row, place - row * length - copies), loss_mask.shape
             )
-            of_copies = of_places if of_copies is None else of_copies * of_places
+            of_copies = of_copies * of_places
         loss, sums = self.loss(hidden, labels, shared, of_copies)
-        share = predicted.sum() / max(len(number), 1)
-        return loss * share, sums * share
+        return loss, sums * (predicted.sum() / max(len(number), 1))
 
     def _place_weights(
         self,

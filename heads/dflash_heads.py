@@ -30,7 +30,7 @@ from decode.sampling import Sampling
 from decode.target.forward.lean_forward import Attend
 from decode.target.loading import Target
 from decode.trees import Growth
-from distill.parallel_distillation import draws
+from distill.row_numbers import row_numbers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
@@ -228,7 +228,8 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         """
         candidates = shift_left(loss_mask, 1).cpu()
         candidates[:, 0] = False  # no context before it
-        return draw_anchors(candidates, self.options.anchors, draws(self.training))
+        scores = row_numbers(*candidates.shape, training=self.training)
+        return draw_anchors(candidates, self.options.anchors, scores)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         length, device = batch.input_ids.shape[1], batch.input_ids.device

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from decode.drafters import DRAFTERS
 from decode.errors import UserError
 from decode.target.hidden_states import FINAL
+from distill.row_numbers import row_numbers
 from heads.autoregressive_heads import (
     AutoregressiveDrafter,
     AutoregressiveHeads,
@@ -102,7 +103,10 @@ class Eagle1Heads(AutoregressiveHeads):
     def with_noise(self, features: Tensor) -> Tensor:
         if not self.training or not self.options.noise:
             return features
-        return features + self.options.noise * (2 * torch.rand_like(features) - 1)
+        rows, length, size = features.shape
+        dtype, device = features.dtype, features.device
+        uniform = row_numbers(rows, length * size, device=device, dtype=dtype).view_as(features)
+        return features + self.options.noise * (2 * uniform - 1)
 
     def extra_loss(
         self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor

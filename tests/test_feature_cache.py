@@ -372,7 +372,7 @@ def train_heads(directory: Path, name: str, **settings: Any) -> None:
     """The work of one rank, or of a process alone."""
     context = stage_context(directory, tiny_target())
     run_stage(context, cache_stage(captured_layers=[FINAL]))
-    run_stage(context, make_stage("heads", name, cache_stage(), **settings, **HEADS))
+    run_stage(context, make_stage("heads", name, cache_stage(), **(HEADS | settings)))
 
 
 def open_for_rank(directory: Path, rank: int) -> None:
@@ -388,11 +388,14 @@ def check_ranks(directory: Path, url: str) -> None:
     out states."""
     window = {"tokens_per_pass": 140}
     server = {"features": {"server": {"url": url, "directory": str(directory / "files")}}}
-    alone = forked(lambda: train_heads(directory / "one", "cached", features="cache"))
+    noisy = {"heads": {"type": "eagle1", "noise": 0.5}}
+    alone = forked(lambda: train_heads(directory / "one", "cached", features="cache", **noisy))
     assert status_of(alone) == 0
     sources = {"cached": {"features": "cache"}, "window": window, "served": server}
     for name, settings in sources.items():
-        done = two_ranks(lambda _: train_heads(directory / "two", name, **settings))  # noqa: B023
+        done = two_ranks(
+            lambda _: train_heads(directory / "two", name, **settings, **noisy)  # noqa: B023
+        )
         assert done == [0, 0]
     shutil.copytree(directory / "two" / "cache", directory / "two" / "copy")
     shutil.rmtree(directory / "two" / "copy" / "part-2")

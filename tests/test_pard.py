@@ -23,8 +23,8 @@ from distill.parallel_distillation import (
     MaskedCopies,
     ParallelConfig,
     ParallelDistillation,
-    draws,
 )
+from distill.row_numbers import row_numbers
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from distill.teacher.top_k_cache import top_k
 from tests.stages import (
@@ -232,9 +232,10 @@ def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None
     teacher = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b", "c"])
     module.eval()  # what is dropped is then the same again
     loss, parts = module(**batch, teacher=teacher)
-    scores = torch.rand(batch["loss_mask"].shape, generator=torch.Generator().manual_seed(0))
+    scores = row_numbers(*batch["loss_mask"].shape, training=False)
     masks = MaskedCopies.drawn(batch["loss_mask"], parallel, scores)
-    expected, count = 0.0, 0
+    expected = plain = 0.0
+    count = 0
     for row, (prompt, response) in enumerate(lengths):
         text = batch["input_ids"][row, : prompt + response]
         p = target(text[None]).logits[0].double()
@@ -246,12 +247,14 @@ def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None
             q = student(ids[None]).logits[0, -1:, :VOCAB].double()
             place = slice(a + i, a + i + 1)
             label = text[a + i + 1 : a + i + 2]
-            values = ALL_TERMS.values(q, TeacherLogits(p[place]), label)
-            expected += ALL_TERMS.weigh(values).item()
+            values = ALL_TERMS.weigh(ALL_TERMS.values(q, TeacherLogits(p[place]), label)).item()
+            expected += values * response / len(kept)
+            plain += values
             count += 1
     assert count > 16
-    assert loss.item() == pytest.approx(expected * 16 / count, rel=1e-4)
-    assert ALL_TERMS.weigh(parts).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    # What is logged is the mean over all predictions.
+    assert ALL_TERMS.weigh(parts).item() == pytest.approx(plain * 16 / count, rel=1e-4)
     loss.backward()
     assert student.get_input_embeddings().weight.grad[MASK].abs().max() > 0
 
@@ -267,12 +270,13 @@ def test_places_are_weighed_by_how_likely_a_draft_gets_there() -> None:
     torch.manual_seed(3)
     loss, parts = module(**batch)
     torch.manual_seed(3)
-    scores = torch.rand(batch["loss_mask"].shape, generator=draws(training=True))
+    scores = row_numbers(*batch["loss_mask"].shape)
     masks = MaskedCopies.drawn(batch["loss_mask"], parallel, scores)
     expected, plain, count = 0.0, 0.0, 0
     for row, (prompt, response) in enumerate(lengths):
         ids = batch["input_ids"][row, : prompt + response]
         anchors = masks.anchors[row][masks.exists[row]]
+        share = response / (response + len(anchors))
         for anchor in range(prompt - 1, prompt + response - 1):
             reached, q = 1.0, []
             for depth in range(1 + int((anchors == anchor).sum())):
@@ -281,11 +285,11 @@ def test_places_are_weighed_by_how_likely_a_draft_gets_there() -> None:
                 q.append(float(logits.softmax(-1)[ids[anchor + depth + 1]].detach()))
             chances = [reached := reached * ((1 - a) * x + a) for x in q]
             for depth, x in enumerate(q):
-                expected -= sum(chances[depth:]) * math.log(x)
+                expected -= share * sum(chances[depth:]) * math.log(x)
                 plain -= math.log(x)
             count += len(q)
     assert count > 20
-    assert loss.item() == pytest.approx(expected * 14 / count, rel=1e-4)
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
     assert parts.item() == pytest.approx(plain * 14 / count, rel=1e-4)  # the logged loss is plain
     evaluated = module.eval()(**batch)[0].item()
     same = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2)

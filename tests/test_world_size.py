@@ -7,6 +7,7 @@ import json
 import os
 import re
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,17 @@ from safetensors.torch import load_file, save_file
 
 from decode.errors import UserError
 from decode.measure.ranks import Ranks
+from decode.target.hidden_states import FINAL, Recorder
+from distill.losses import WeightedLoss
+from distill.parallel_distillation import ParallelConfig, ParallelDistillation
+from distill.row_numbers import row_numbers
+from heads.head_training import HeadTraining
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions
+from tests.test_block_drafters import target
+from tests.test_distill import batch_of
+from tests.test_pard import MASK, masked
+from tests.tiny import tiny_llama
 from tests.training import (
     RICH,
     Lines,
@@ -136,6 +148,72 @@ def test_ddp_and_fsdp2_go_on_with_another_number_of_ranks(tmp_path):
         r"UserError: .*step-2 was made by 1 ranks under (NO|FSDP), not 2 ranks.*--allow-changes"
     )
     assert len(re.findall(refusal, done.stderr)) == 4
+
+
+# --- random numbers of a step ---------------------------------------------------------------------
+
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"noise": 2.0},
+    "p_eagle": {"tokens": 4, "layers": 1, "captured_layers": [0, 2]},
+    "pass": {"tokens": 3},
+    "dflash": {"block": 4, "layers": 1, "taps": [2], "anchors": 4},
+}
+
+
+def gradients(kind: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Of a first step's loss, with what training draws."""
+    torch.manual_seed(3)
+    if kind == "pard":
+        parallel = ParallelConfig(tokens=4, keep=0.5, place_smoothing=0.5)
+        student, text = masked(tiny_llama(seed=1, layers=1)), WeightedLoss({"cross_entropy": 1.0})
+        loss, _ = ParallelDistillation(student, text, parallel, MASK).train()(**batch)
+        return list(torch.autograd.grad(loss, list(student.parameters())))
+    model = target().model
+    heads = new_heads(HeadOptions.of({"type": kind} | KINDS[kind]), target(), None)
+    heads.borrow(model, torch.float32)
+    losses = WeightedLoss({"cross_entropy": 0.1, "total_variation": 1.8})
+    module = HeadTraining(heads, losses, model, smoothing=None if kind == "eagle1" else 0.5)
+    with torch.no_grad(), Recorder(model, (*heads.captured_layers, FINAL)).recording() as features:
+        model(batch["input_ids"])
+    loss, _ = module.train()(
+        batch["input_ids"], batch["loss_mask"], features, heads.loss_weights(0.5)
+    )
+    return list(torch.autograd.grad(loss, list(heads.parameters()), allow_unused=True))
+
+
+@pytest.mark.parametrize("kind", ["pard", *KINDS])
+def test_ranks_draw_what_one_rank_draws_for_the_same_rows(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank with the short rows has less padding than both together."""
+    batch = batch_of([(4, 40), (3, 15), (5, 30), (9, 8)])
+    whole = gradients(kind, batch)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+
+    def summed(world: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("torch.distributed.get_world_size", lambda: world)
+        parts = []
+        for rank in (0, 1):
+            monkeypatch.setattr("torch.distributed.get_rank", partial(int, rank % world))
+            rows = {name: x[rank::2] for name, x in batch.items()}
+            width = int(rows["attention_mask"].sum(1).amax())
+            parts.append(gradients(kind, {name: x[:, :width] for name, x in rows.items()}))
+        return [a + b for a, b in zip(*parts, strict=True)]
+
+    for found, expected in zip(summed(2), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+    # As if each rank were alone, the second one would draw the numbers of other rows.
+    alone = zip(summed(1), whole, strict=True)
+    assert any((found - expected).abs().max() > 1e-3 for found, expected in alone)
+
+
+def test_the_numbers_of_a_row_are_its_own_at_each_step() -> None:
+    torch.manual_seed(0)
+    first, second = row_numbers(3, 50), row_numbers(3, 50)
+    assert len({*first.flatten().tolist(), *second.flatten().tolist()}) == 300
+    torch.manual_seed(0)
+    assert torch.equal(row_numbers(2, 40, dtype=torch.float32), first[:2, :40].float())
+    assert torch.equal(row_numbers(3, 9, training=False), row_numbers(4, 9, training=False)[:3])
 
 
 @pytest.mark.parametrize(

@@ -159,17 +159,15 @@ def part_mask(
     return torch.cat([context, same], 2)
 
 
-def draw_anchors(
-    candidates: Tensor, count: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
+def draw_anchors(candidates: Tensor, count: int, scores: Tensor) -> tuple[Tensor, Tensor]:
     """Draw at most `count` of each row's candidates: positions int64 [B, A], ascending, and which
     of them are drawn, bool [B, A]. The others fill up rows with few candidates.
 
-    candidates: bool [B, T], on the host, False at the last position. A is at least 1.
+    candidates: bool [B, T], on the host, False at the last position. scores: float [B, T], random
+    in [0, 1]. A is at least 1.
     """
     width = max(1, min(count, int(candidates.sum(1).max())))
-    order = torch.rand(candidates.shape, generator=generator).masked_fill(~candidates, -1.0)
-    drawn = order.topk(width, 1)
+    drawn = scores.masked_fill(~candidates, -1.0).topk(width, 1)
     # What fills up is at the last position, so it comes after the drawn ones.
     is_drawn, last = drawn.values >= 0, candidates.shape[1] - 1
     anchors = torch.where(is_drawn, drawn.indices, last).sort(1).values

@@ -15,6 +15,7 @@ from decode.errors import UserError
 from decode.target.forward.sublayers import Sublayers
 from decode.target.kinds.layer_kinds import require_no_states
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
+from distill.row_numbers import row_numbers
 from distill.teacher.teacher_signal import require_linear_logits
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
@@ -148,9 +149,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             )
             left_out = None
             if config.layer_dropout:
-                # Draws from torch's random state, which checkpoints store.
-                rows = len(batch["input_ids"])
-                left_out = torch.rand(layers, rows) < rates[:, None]
+                left_out = row_numbers(len(batch["input_ids"]), layers).t() < rates[:, None]
             signal = trained.signal(batch, ids)
             result: tuple[Tensor, Tensor] = module(
                 **batch, exits=exits, left_out=left_out, teacher=signal
