@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -443,6 +444,31 @@ def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
         assert len(running.engine._decoding.rows) == 0
 
 
+def test_complete_texts_are_kept_when_another_takes_too_long(endless: Any) -> None:
+    with serving(endless, max_rows=1) as running, running.client() as client:
+        engine: Any = running.engine
+        hand_out = engine._hand_out
+
+        def overrun_in_the_second_text() -> None:
+            hand_out()
+            if running.texts()[1].tokens:
+                engine.bounds = replace(engine.bounds, max_seconds=1e-9)
+
+        engine._hand_out = overrun_in_the_second_text
+        body = chat(QUESTION, n=2, max_tokens=LONG, logprobs=True)
+        answer = client.post("/v1/chat/completions", json=body).json()
+        whole, cut = answer["choices"]
+        text = words(alone(endless, asked(QUESTION), LONG))
+        assert whole["message"]["content"] == text
+        assert text.startswith(cut["message"]["content"])
+        tokens = [len(choice["logprobs"]["content"]) for choice in (whole, cut)]
+        assert tokens[0] == LONG > tokens[1] > 0
+        assert answer["usage"]["completion_tokens"] == sum(tokens)
+        assert [choice["finish_reason"] for choice in (whole, cut)] == ["length", "length"]
+        assert answer["draftsmith"]["error"]["code"] == "overran"
+        running.until_idle()
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_hangs_up_frees_its_row(endless: Any, stream: bool) -> None:
     with serving(endless) as running, running.client() as client:
@@ -629,6 +655,13 @@ def test_the_texts_of_a_request_that_fail_in_one_pass_are_one_refusal() -> None:
         running.until_idle()
         assert post(json={"model": MODEL, "prompt": "a", "max_tokens": 4}).status_code == 200
         assert running.metrics()['draftsmith:request_failure_total{reason="failed"}'] == 1
+    with serving(broken, max_rows=1) as running, running.client() as client:
+        body = {"model": MODEL, "prompt": ["a", "a~"], "max_tokens": 4}
+        answer = client.post("/v1/completions", json=body).json()
+        whole, failed = answer["choices"]
+        assert whole["text"] == words(alone(broken, "a", 4))
+        assert (failed["text"], failed["finish_reason"]) == ("", "length")
+        assert "NaN" in answer["draftsmith"]["error"]["message"]
 
 
 def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone(

@@ -222,7 +222,7 @@ def test_the_page_asks_for_the_key_and_keeps_it_in_memory(browser: Any) -> None:
     with serving(tiny_target(), api_key="secret") as running:
         with running.client() as client:
             assert client.get("/").status_code == 200
-            for path in ("/live", "/admin/settings", "/page.js/"):
+            for path in ("/live", "/admin/settings", "/admin/settings/"):
                 assert client.get(path).status_code == 401, path
         visit = Visit(browser, running.url)
         page = visit.page

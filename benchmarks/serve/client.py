@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -72,7 +73,9 @@ def ask(
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=TIMEOUT)
     answer, begun = Answer(), time.perf_counter()
     try:
-        connection.request(method, path, content, {"content-type": kind})
+        # A service may refuse a body before it has read it; then its answer can be read.
+        with suppress(BrokenPipeError, ConnectionResetError):
+            connection.request(method, path, content, {"content-type": kind})
         if hang_up is not None and not (isinstance(body, dict) and body.get("stream")):
             time.sleep(hang_up / 100)
             return answer

@@ -73,7 +73,7 @@ class Piece:
 class Answer(ABC):
     """An answer as JSON, and as the events of a stream. prompts: the lengths of the prompts in
     tokens, each counted once. rule: the lossy rule in use when it begins, if it is lossy for this
-    request."""
+    request. error: what ended some texts early, if others are complete."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Answer(ABC):
         self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule
         self._model, self._fingerprint = model, fingerprint
         self._created = int(time.time())
+        self.error: dict[str, Any] | None = None
 
     @abstractmethod
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
@@ -130,7 +131,8 @@ class Answer(ABC):
 
     def counts(self) -> dict[str, Any]:
         """The verification passes of all texts of this answer and their draft tokens, the first and
-        last version of the drafter, and the lossy rule if there was one."""
+        last version of the drafter, the lossy rule if there was one, and the error if one ended
+        some texts."""
         counts = {
             name: sum(getattr(choice, name) for choice in self._choices)
             for name in ("steps", "drafted", "accepted")
@@ -140,6 +142,7 @@ class Answer(ABC):
             **counts,
             "drafter_versions": [min(versions), max(versions)],
             "lossy": self.lossy,
+            **({} if self.error is None else {"error": self.error}),
         }
 
 

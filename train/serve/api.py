@@ -188,12 +188,15 @@ class Service:
 
 
 async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
-    """The body, if it has at most so many bytes."""
+    """The body, if it has at most so many bytes. One that says that it is longer is not read."""
+    too_long = ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
+    if int(request.headers.get("content-length", 0)) > longest:
+        raise too_long
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > longest:
-            raise ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
+            raise too_long
         parts.append(part)
     return b"".join(parts)
 

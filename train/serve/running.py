@@ -3,19 +3,21 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
+from decode.device import compute_apart
 from train.serve import requests as engine_requests
 from train.serve.answer_tokens import AnswerTokens, TokenBytes
 from train.serve.answers import Answer, AnswerText, Piece
 from train.serve.engine import Engine
 from train.serve.errors import ApiError
-from train.serve.requests import Choice, Event, Refusal
+from train.serve.requests import Choice, Event, NewTokens, Refusal
 from train.serve.schema import Asked
 
 STATUS = {
@@ -28,6 +30,7 @@ STATUS = {
     "unread": 408,
 }
 UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
+SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
 SEND_SECONDS = 60.0  # in which a client takes what is sent at once
 
 T = TypeVar("T")
@@ -63,6 +66,7 @@ class Running:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._take, new)
 
+        self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
@@ -99,42 +103,65 @@ class Running:
         """The parts of the texts as they become final. Raises ApiError if the engine refuses the
         request."""
         left = len(self.choices)
-        lengths, generated = [0] * left, [0] * left
         while left:
             new = await self._events.get()
             if isinstance(new, Refusal):
                 raise as_api_error(new)
-            index, reason = new.choice.index, new.reason
-            text = self._texts[index]
-            piece = Piece(index, text.add(new.tokens, ended=reason is not None), reason)
-            generated[index] += len(new.tokens)
-            piece.generated = generated[index]
-            lengths[index] += len(piece.text)
-            if self._tokens:
-                self._tokens[index].add(new)
-                ended = reason is not None
-                piece.tokens = self._tokens[index].take(lengths[index], ended=ended)
-            if reason is not None:
-                left -= 1
-                piece.reason = "stop" if text.stopped else reason
-            if piece.text or reason is not None:
+            piece = self._piece(new)
+            left -= piece.reason is not None
+            if piece.text or piece.reason is not None:
                 yield piece
 
-    async def whole(self, request: Request, answer: Answer) -> Response:
-        """The complete answer."""
+    def _piece(self, new: NewTokens) -> Piece:
+        """What new tokens add to a text."""
+        index, reason = new.choice.index, new.reason
+        text, ended = self._texts[index], reason is not None
+        piece = Piece(index, text.add(new.tokens, ended=ended), reason)
+        self._generated[index] += len(new.tokens)
+        piece.generated = self._generated[index]
+        self._lengths[index] += len(piece.text)
+        if self._tokens:
+            self._tokens[index].add(new)
+            piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
+        if ended and text.stopped:
+            piece.reason = "stop"
+        return piece
 
-        async def collect() -> list[Piece]:
-            texts = [Piece(choice.index, "", None) for choice in self.choices]
+    async def _collected(self, answer: Answer) -> list[Piece]:
+        """All texts. An error after a text is complete ends the others with what they have. Raises
+        ApiError if no text is complete."""
+        texts = [Piece(choice.index, "", None) for choice in self.choices]
+        try:
             async for piece in self.pieces():
                 texts[piece.index] = texts[piece.index].joined(piece)
-            return texts
+        except ApiError as error:
+            if not any(text.reason for text in texts):
+                raise
+            answer.error = error.body["error"]
+            for text, choice in zip(texts, self.choices, strict=True):
+                if text.reason is None:
+                    end = self._piece(NewTokens(choice, [], "length"))
+                    texts[text.index] = text.joined(end)
+        return texts
+
+    async def whole(self, request: Request, answer: Answer) -> Response:
+        """The complete answer. A long one is written in a thread."""
+
+        async def written() -> Response:
+            texts = await self._collected(answer)
+
+            def write() -> Response:
+                return _Whole(self, to_json(answer.whole(texts)), lossy_header(answer.lossy))
+
+            if answer.generated_tokens <= SHORT_ANSWER:
+                return write()
+            return await asyncio.wrap_future(compute_apart(write, "write"))
 
         try:
-            texts = await unless_hung_up(request, collect())
+            return await unless_hung_up(request, written())
         except BaseException:
             self.cancel()
             raise
-        return _Whole(self, answer.whole(texts), lossy_header(answer.lossy))
 
     async def stream(self, request: Request, answer: Answer) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
@@ -184,9 +211,9 @@ class _Sent(Response):
             self.running.cancel()
 
 
-class _Whole(_Sent, JSONResponse):
-    def __init__(self, running: Running, content: Any, headers: dict[str, str]) -> None:
-        super().__init__(content, headers=headers)
+class _Whole(_Sent):
+    def __init__(self, running: Running, content: bytes, headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers, media_type="application/json")
         self.running = running
 
 
