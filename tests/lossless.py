@@ -28,9 +28,9 @@ from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop import Decoded, Decoder
 from decode.rules import Rule
-from decode.rules.exact import judged
 from decode.sampling import CounterRNG, Sampling, draw
 from decode.stats import Counts
+from decode.step import decided
 from decode.target.forward.prepare_model import prepare
 from decode.trees import Growth, Shape
 from decode.verification import Decision, Scores, Verification
@@ -251,7 +251,7 @@ class Watched(Rule):
         self.couples = rule.couples
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        decision = judged(self.rule, draft, scores, rng)
+        decision = decided(self.rule, draft, scores, rng)
         above, path = draft.parent_rows(), decision.path
         elders = (above[:, :, None] == above[:, None, :]).tril(-1).any(2).gather(1, path)
         inside = torch.arange(path.shape[1]) < decision.accepted[:, None]
