@@ -32,7 +32,7 @@ class MixedSampling(Sampling):
     `Sampling` of a batch. Its fields say nothing.
 
     A greedy row among others has the one-hot distribution of its argmax. Its draft is the one that
-    it has alone (`decode.trees`), and exact match judges it (`decode.rules.exact.judged`).
+    it has alone (`decode.trees`), and exact match judges it (`decode.step.decided`).
 
     Rows with equal settings are computed together, by their plain `Sampling`. So each row has the
     bits that it has without the others, and the cost per pass grows with the number of different

@@ -329,7 +329,7 @@ def test_the_same_numbers_for_drafts_that_they_taught_are_found(
     drawn: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With chosen tokens judged like drawn ones, and with the numbers of the rounds before."""
-    monkeypatch.setattr(step, "judged", lambda rule, *rest: rule.decide(*rest))
+    monkeypatch.setattr(step, "decided", lambda rule, *rest: rule.decide(*rest))
     drafter = Remembering(LONGER.vocab, drawn=drawn, remembers=False)
     found = texts_of_the_second_decode(drafter, "speculative", 6_000)
     assert not found.passes, found

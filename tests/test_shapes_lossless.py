@@ -20,10 +20,13 @@ from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.mixed_sampling import MixedSampling
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
 from decode.sampling import CounterRNG, Sampling
+from decode.step import decided
 from decode.trees import SHAPES, Growth, Shape
+from decode.verification import Decision, Scores
 from tests.enumeration import (
     TOKENS,
     Contextual,
@@ -361,6 +364,40 @@ def variation_of_chains(error: str) -> float:
 @pytest.mark.parametrize("error", CHANGED_CHAINS)
 def test_what_chains_must_not_do_is_found(error: str) -> None:
     assert variation_of_chains(error) > 0.02
+
+
+# --- rows with greedy drafts ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rule"),
+    [
+        ("chains", {"chains": 2}, "multi_round"),
+        ("chains", {"chains": 2}, "spectr"),
+        ("static", {"widths": [2], "draw": "independent"}, "traversal"),
+        ("static", {"widths": [2], "draw": "distinct"}, "multi_round"),
+    ],
+)
+def test_greedy_drafts_beside_drawn_ones_are_lossless(name: str, options: Any, rule: str) -> None:
+    """Of the draft, not of the text. A control: judged by their one-hot q, they are not."""
+    rows, p = 20_000, torch.tensor([0.5, 0.3, 0.2])
+    kinds = np.arange(rows) % 2
+    drafts, text = MixedSampling([Sampling(), PLAIN], kinds), PLAIN
+    contexts, rng = contexts_of([[0]] * rows), noise_for(rows)
+    growth = TableGrowth(contexts, lambda *path: np.array([0.2, 0.0, 0.8]), drafts)
+    draft = SHAPES.make({"name": name, **options}).grow(growth, limits_of(contexts, 1), drafts, rng)
+    scores = Scores(p.log().expand(rows, draft.tokens.shape[1] + 1, -1), text)
+
+    def farthest(decision: Decision) -> float:
+        first = draft.tokens.gather(1, decision.path[:, :1])[:, 0]
+        tokens = torch.where(decision.accepted > 0, first, decision.next_token)
+        counts = [torch.bincount(tokens[kinds == kind], minlength=3) for kind in (0, 1)]
+        return max(float((2 * count / rows - p).abs().max()) for count in counts)
+
+    assert farthest(decided(RULES[rule](), draft, scores, rng)) < 0.02
+    if draft.drawn == "independent":
+        draft._chosen_rows = None
+        assert farthest(decided(RULES[rule](), draft, scores, rng)) > 0.1
 
 
 # --- several drafters -----------------------------------------------------------------------------

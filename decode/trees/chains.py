@@ -86,6 +86,7 @@ class Chains(Shape):
             parents,
             # Row 0 is the root's q. All chains draw their first token from it.
             above + 1,
+            _chosen_rows=sampling.greedy_rows(rows),
         )
 
     def _greedy(self, growth: Growth, limits: Limits) -> Draft:

@@ -149,6 +149,7 @@ class FixedTree(Shape):
             plan.parents.expand(rows, -1),
             None if q is None else plan.q_rows.expand(rows, -1),
             drawn="distinct" if children.siblings == "distinct" else "independent",
+            _chosen_rows=sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
             _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
         )
@@ -227,7 +228,7 @@ def _without(draft: Draft, lacking: Tensor) -> Draft:
     packed = pack(keep, draft.parents)
     if (packed.sizes == draft.sizes).all():
         return draft
-    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct")
+    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct", chosen=draft.chosen_rows())
 
 
 @SHAPES.register("static")

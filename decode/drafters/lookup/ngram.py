@@ -167,7 +167,7 @@ class StoreDrafter(Drafter):
     most `width` tokens, about 0.3 kB each (`NgramStore` describes which ones are dropped).
 
     Drafts depend on other rows and earlier requests. The text for a seed does not: drafts are
-    chosen, and exact match judges them (`decode.rules.exact.judged`). Raises UserError as
+    chosen, and exact match judges them (`decode.step.decided`). Raises UserError as
     `require_sizes`, and unless the other sizes are at least 1.
     """
 
