@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from decode.draft import Contexts
@@ -487,16 +487,77 @@ def test_the_confidence_learns_the_acceptance_of_the_full_target(coverage: float
     with torch.no_grad():
         training(tokens, batch.loss_mask, features, dict.fromkeys(places, 1.0))
         predictions = list(heads.predictions(batch, list(places)))
-    layer = target().model.get_output_embeddings()
     for prediction, found in zip(predictions, labels, strict=True):
-        states = shift_left(features[FINAL], prediction.depth)[prediction.positions]
-        p = (states.double() @ layer.weight.double().T).softmax(-1)
-        weight, _ = heads.output.of(prediction.depth)
-        logits = prediction.states.double() @ weight.double().T
-        if prediction.added is not None:
-            logits += prediction.added[0].double() @ prediction.added[1].double().T
-        expected = torch.minimum(p if ids is None else p[:, ids], logits.softmax(-1)).sum(-1)
+        expected = acceptance(heads, target().model, features, prediction)
         torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-4)
+
+
+def acceptance(heads: Any, model: Any, features: Features, prediction: Any) -> Tensor:
+    """float64 [n]: Σ min(p, q) over all tokens of the target's p."""
+    states = shift_left(features[FINAL], prediction.depth)[prediction.positions]
+    p = (states.double() @ model.get_output_embeddings().weight.double().T).softmax(-1)
+    weight, _ = heads.output.of(prediction.depth)
+    logits = prediction.states.double() @ weight.double().T
+    logits += prediction.added[0].double() @ prediction.added[1].double().T
+    ids = slice(None) if heads.vocabulary is None else heads.vocabulary
+    return torch.minimum(p[:, ids], logits.softmax(-1)).sum(-1)
+
+
+@functools.cache
+def sampled_text(rows: int, length: int) -> tuple[Target, Tensor]:
+    """A target that prefers some tokens, and texts that are drawn from it, int64 [rows, length]."""
+    other, generator = tiny_target(vocab=VOCAB, layers=3), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        other.model.get_output_embeddings().weight *= 12
+        ids, cache = torch.randint(3, VOCAB - 4, (rows, 1), generator=generator), DynamicCache()
+        for _ in range(length - 1):
+            logits = other.model(ids[:, -1:], past_key_values=cache).logits[:, -1, : VOCAB - 4]
+            drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            ids = torch.cat([ids, drawn], 1)
+    return other, ids
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("coverage", [1.0, 0.86, 0.67])
+def test_a_trained_confidence_is_the_acceptance_on_other_text(coverage: float) -> None:
+    """By place, for a draft vocabulary with this share of the target's mass. -s shows the table."""
+    other, ids = sampled_text(rows=32 * 250, length=12)
+    model, held_out = other.model, ids[-300:]
+    with torch.no_grad():
+        mass, order = model(held_out).logits.softmax(-1).mean((0, 1)).sort(descending=True)
+    kept = int((mass.cumsum(0) < coverage).sum()) + 1
+    vocabulary = None if coverage == 1 else order[:kept].sort().values
+    torch.manual_seed(0)
+    heads: Any = new_heads(HeadOptions.of(KINDS["dspark"] | {"layers": 1}), other, vocabulary)
+    heads.borrow(model, torch.float32)
+    training = HeadTraining(heads, WeightedLoss(LOSSES), model).train()
+    confidence = dict(heads.confidence_head.named_parameters(prefix="confidence_head"))
+    others = [x for name, x in heads.named_parameters() if name not in confidence]
+    groups = [{"params": others, "lr": 1e-2}, {"params": [*confidence.values()], "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups)
+    texts = ids[:-300].split(32)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, len(texts))
+    for number, rows in enumerate(texts):
+        if number == 120:  # the confidence lags behind a drafter that still learns fast
+            heads.requires_grad_(False)
+            heads.confidence_head.requires_grad_(True)
+        mask = torch.ones_like(rows, dtype=torch.bool)
+        features = features_of(model, heads, rows)
+        loss, _ = training(rows, mask, features, heads.loss_weights(0.5))
+        (loss / rows.numel()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    heads.eval()
+    features = features_of(model, heads, held_out)
+    batch = HeadBatch(held_out, torch.ones_like(held_out, dtype=torch.bool), features)
+    with torch.no_grad():
+        for prediction in heads.predictions(batch, range(1, heads.depth + 1)):
+            accepted = float(acceptance(heads, model, features, prediction).mean())
+            found = float(prediction.confidence.sigmoid().mean())
+            print(f"coverage {coverage:.0%}, {kept} tokens, place {prediction.depth}: ", end="")
+            print(f"confidence {found:.4f}, acceptance {accepted:.4f}")
+            assert found == pytest.approx(accepted, abs=0.03)
 
 
 @kinds
