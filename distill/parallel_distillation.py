@@ -54,6 +54,11 @@ class ParallelConfig(BaseModel):
     """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
     the drafter now gets all places before it right. null: the same weight for all places."""
 
+    @property
+    def tokens_per_text_token(self) -> float:
+        """The tokens that all copies have, at most, for each token of a text."""
+        return sum(kept_share(copy, self.keep, self.keep_min) for copy in range(self.tokens))
+
 
 def kept_share(copy: int, keep: float, keep_min: float) -> float:
     """The share of its predictions that copy i keeps: max(rⁱ, r_min)."""

@@ -124,7 +124,9 @@ class Heads(nn.Module, ABC):
     the heads use for themselves, so texts must not contain them. estimates: the heads estimate the
     acceptance of their tokens. parts: the parts that a batch computes one after the other; heads
     with several compute each inside `recomputed`. tokens_per_part: the tokens that a part computes,
-    at most, for each token of a text. gradient_checkpointing: see `recomputed`.
+    at most, for each token of a text. mask_pairs: the entries of the mask that these heads train
+    under, at most, for each pair of tokens of a text; 0 for heads that need no such mask. masks:
+    how many copies of it are kept for the backward pass. gradient_checkpointing: see `recomputed`.
 
     A new module has arbitrary weights. Call `init_weights` to set the init weights, or load a state
     dict. All trained weights are float32.
@@ -145,6 +147,7 @@ class Heads(nn.Module, ABC):
         super().__init__()
         self.options, self.depth = options, depth
         self.parts, self.tokens_per_part = depth, 1.0
+        self.mask_pairs, self.masks = 0.0, 1
         self.gradient_checkpointing = False
         self.vocabulary = vocabulary
         layer = output_layer(model)

@@ -125,6 +125,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         places = range(1, options.tokens)
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.tokens_per_part = 1 + kept
+        self.mask_pairs = (1 + kept) ** 2
         self.config = layer_config(model, options.layer)
         self._rotary = Rotary(self.config)
         size, taps = self.hidden_size, len(self.captured_layers)

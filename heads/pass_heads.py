@@ -94,6 +94,7 @@ class PassHeads(Heads):
         kept = sum(kept_share(place, options.keep, options.keep_min) for place in places)
         self.parts = 1
         self.tokens_per_part = layers * kept
+        self.mask_pairs, self.masks = kept * (1 + kept), layers
         # A list hides the target from `parameters` and from engines.
         self._target: list[PreTrainedModel] = []
 

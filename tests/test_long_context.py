@@ -257,6 +257,36 @@ def test_memory_grows_with_the_text_and_is_what_the_plan_says(
     assert peak_bytes(512)[0] > 3 * peak_bytes(256)[0]
 
 
+def test_a_plan_counts_the_masks_over_all_pairs_of_tokens(tmp_path: Path) -> None:
+    """Two plans for the same batch, of rows of 64 and of 128 tokens. A text has 3.37 times its
+    tokens with the mask tokens of 8 copies."""
+    target = tiny_target(vocab=VOCAB + 8, layers=7)
+    context = stage_context(tmp_path, target)
+    copies = 1 + 0.7 + 0.7**2 + 0.7**3 + 0.7**4 + 3 * 0.2
+    kept = copies - 0.2  # of 6 look-ahead tokens, and the text
+    pard = {"drafter": {"layers": [0, 1]}, "parallel": {}}
+    kinds: dict[str, tuple[str, dict[str, Any], float, int]] = {
+        # The entries for each pair of the text's tokens, and how often attention keeps them.
+        "pard": ("distill", pard, copies**2, 2),
+        "again": ("distill", pard | {"gradient_checkpointing": True}, copies**2, 1),
+        "p_eagle": ("heads", {"heads": {"type": "p_eagle", "tokens": 8}}, copies**2, 1),
+        "pass": ("heads", {"heads": {"type": "pass", "tokens": 6}}, kept * (kept - 1), 7),
+        "eagle3": ("heads", {"heads": {"type": "eagle3"}}, 0, 0),
+    }
+    for name, (kind, settings, pairs, masks) in kinds.items():
+        short, long = (
+            plan_stage(
+                context,
+                make_stage(
+                    kind, name, **settings, max_length=length, loop={"tokens_per_batch": 1024}
+                ),
+            ).memory.activations
+            for length in (64, 128)
+        )
+        expected = 1024 * 64 * pairs * (2 + 4 * masks)
+        assert long - short == pytest.approx(expected, abs=1000), name
+
+
 # --- the stage ------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from train.training.estimates import (
     activation_bytes,
     batch_share,
     heads_bytes,
+    mask_bytes,
     optimizer_bytes,
     source_memory,
 )
@@ -39,7 +40,8 @@ def heads_memory(
         target=target_bytes,
         weights=4 * trained,
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
-        activations=heads_bytes(heads, target.model, batch, itemsize, recompute=recompute),
+        activations=heads_bytes(heads, target.model, batch, itemsize, recompute=recompute)
+        + mask_bytes(batch, config.max_length, heads.mask_pairs, heads.masks, itemsize),
         # Of heads and target, for one chunk.
         logits=2 * 4 * config.chunk_tokens * heads.rows,
     )
@@ -78,16 +80,24 @@ def distill_memory(
     matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
+    tokens = batch
+    if config.parallel is not None:
+        tokens = int(batch * config.parallel.tokens_per_text_token)
     layers = model.config.get_text_config().num_hidden_layers
     recompute = config.gradient_checkpointing
     memory = Memory(
         target=target_bytes,
         weights=4 * parameters,
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
-        activations=activation_bytes(model, layers, batch, itemsize, recompute=recompute),
+        activations=activation_bytes(model, layers, tokens, itemsize, recompute=recompute),
         # Of student and teacher, for one chunk.
         logits=2 * 4 * config.chunk_tokens * target.vocab_size,
     )
+    if config.parallel is not None:
+        # Attention makes the additive form again in each layer.
+        copies, pairs = 1 if recompute else layers, config.parallel.tokens_per_text_token**2
+        masks = mask_bytes(batch, config.max_length, pairs, copies, itemsize)
+        memory += Memory(activations=masks)
     if config.teacher != "live":
         return memory
     return memory + source_memory(

@@ -76,6 +76,16 @@ def heads_bytes(
     return tokens * (layers + places) * itemsize
 
 
+def mask_bytes(tokens: int, longest: int, pairs: float, copies: int, itemsize: int) -> int:
+    """The masks of a training that says for each pair of tokens whether one sees the other.
+
+    tokens: of the batch's text. longest: of a row, in tokens. pairs: the mask's entries for each
+    pair of a row's tokens. The mask and its parts are of one byte an entry. copies: of its
+    additive form, with `itemsize` bytes an entry, that attention keeps for the backward pass.
+    """
+    return int(tokens * min(longest, tokens) * pairs * (2 + copies * itemsize))
+
+
 def decoding_memory(
     target: Target, target_bytes: int, *, rows: int, prompt: int, new: int, width: int = 1
 ) -> Memory:
