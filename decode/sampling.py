@@ -343,19 +343,20 @@ def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
 
 class CounterRNG:
     """Counter-based random numbers: uniform, a function of (seed, row, stream, position) only, and
-    for drafts and their acceptance also of the round.
+    for drafts and their acceptance also of the length of the committed text.
 
     The tokens that the target draws have the numbers of their places in the text (`of_text`): the
-    same with and without drafts. There is no generator state, and each row counts its rounds. So a
-    row gets the same numbers alone, in any batch, and whenever it joins.
+    same with and without drafts. There is no generator state. So a row gets the same numbers alone,
+    in any batch, and whenever it joins. A pass that drafts makes the text longer, or is its last.
+    So no number is used twice in a text, also if another decode continues it with the same seed.
 
     Other rows of the batch change the rounding of a row's logits. A text can change by that only
     where two tokens nearly tie, or an acceptance is decided by the last bits. In float32 that
     hardly ever happens; in bfloat16 it does.
 
     A drafter that remembers earlier texts must not meet the numbers that these were drawn with:
-    then drafts and verdicts would not be independent. Its rows begin at rounds that were not used
-    before (`first_round`).
+    then drafts and verdicts would not be independent. Its rows get identities that no row had
+    before (`decode.start.new_rows`).
 
     couples: chains are drawn with the same noise as the text (`coupled`).
     """
@@ -364,13 +365,12 @@ class CounterRNG:
     # Drafting, accepting and drawing a token of the text must be independent of each other.
     DRAFT, ACCEPT, TEXT = 0, 1, 3
 
-    def __init__(self, seed: int | Tensor, rows: Tensor, first_round: int = 0) -> None:
+    def __init__(self, seed: int | Tensor, rows: Tensor) -> None:
         """rows: int64 [B], the identity of each row, such as the index of its prompt in the set.
-        seed: of all rows, or int64 [B]. first_round: the number of the round before the first."""
+        seed: of all rows, or int64 [B]. All texts have length 0 until `at_lengths`."""
         seeds = seed if isinstance(seed, Tensor) else torch.full_like(rows, seed)
         self._keys = _mix(_mix(seeds) ^ (rows + 1))
-        # On the device, so that a traced step is the same in every round.
-        self._rounds = torch.full_like(rows, first_round)
+        # On the device, so that a traced step is the same in every pass.
         self._lengths = torch.zeros_like(rows)
 
     @property
@@ -378,43 +378,36 @@ class CounterRNG:
         return self._keys.device
 
     def fork(self, part: int) -> "CounterRNG":
-        """The numbers of this round for part 0, 1, … of a drafter with several parts. They are
+        """The numbers of this pass for part 0, 1, … of a drafter with several parts. They are
         independent of the other parts' numbers and of this object's numbers. Coupled numbers stay
         those of the text."""
         if self.couples:
             return self
         forked = object.__new__(CounterRNG)
         forked._keys = _mix(_mix(self._keys) ^ (part + 1))
-        forked._rounds, forked._lengths = self._rounds, self._lengths
+        forked._lengths = self._lengths
         return forked
 
     def continued(self, part: int, lengths: np.ndarray) -> "CounterRNG":
-        """The numbers of this round for part 0, 1, … of a draft, which continues texts of these
+        """The numbers of this pass for part 0, 1, … of a draft, which continues texts of these
         lengths, int [B] on the host: those committed, with tokens that other parts drafted.
 
         As with `fork`, parts are independent. Numbers by position (`of_text`) are new in each
-        round too, because a draft can be rejected and its positions drafted again."""
+        pass too, because a draft can be rejected and its positions drafted again."""
         if self.couples:
             continued = self.coupled()
         else:
             continued = self.fork(part)
-            continued._keys = _mix(continued._keys ^ (self._rounds + 1))
+            continued._keys = _mix(continued._keys ^ (self._lengths + 1))
         continued._lengths = to_device(lengths, self.device)
         return continued
 
     def coupled(self) -> "CounterRNG":
-        """The numbers of this round, for drafts that are drawn with the noise of the text."""
+        """The numbers of this pass, for drafts that are drawn with the noise of the text."""
         coupled = object.__new__(CounterRNG)
-        coupled._keys, coupled._rounds, coupled._lengths = self._keys, self._rounds, self._lengths
+        coupled._keys, coupled._lengths = self._keys, self._lengths
         coupled.couples = True
         return coupled
-
-    def next_round(self, lengths: np.ndarray | None = None, rows: np.ndarray | None = None) -> None:
-        """Go to the next round of these rows, bool [B], or of all. lengths: int [B] on the host,
-        the lengths of the committed texts, for `of_text` and `text_keys`."""
-        self._rounds = self._rounds + (1 if rows is None else to_device(rows, self.device).long())
-        if lengths is not None:
-            self.at_lengths(lengths)
 
     def at_lengths(self, lengths: np.ndarray) -> None:
         """The committed texts have these lengths, int [B] on the host."""
@@ -422,23 +415,23 @@ class CounterRNG:
 
     def keep_rows(self, rows: Tensor) -> None:
         self._keys = self._keys.index_select(0, rows)
-        self._rounds = self._rounds.index_select(0, rows)
+        self._lengths = self._lengths.index_select(0, rows)
 
     def add_rows(self, other: "CounterRNG") -> None:
-        """Append the rows of another object, each with its rounds so far."""
+        """Append the rows of another object."""
         self._keys = torch.cat([self._keys, other._keys])
-        self._rounds = torch.cat([self._rounds, other._rounds])
+        self._lengths = torch.cat([self._lengths, other._lengths])
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
         """float64 [B, count] in [0, 1): positions first … first+count−1 of a stream in this
-        round."""
+        pass."""
         positions = torch.arange(first, first + count, device=self._keys.device)
-        return _uniform(_mix(self._mixed(self._rounds * 4 + stream, positions)))
+        return _uniform(_mix(self._mixed(self._lengths * 4 + stream, positions)))
 
     def of_text(self, depths: Tensor) -> Tensor:
         """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
         distance of each token from its end. The number depends on the position in the text, not on
-        the round."""
+        the pass."""
         return _uniform(_mix(self.text_keys(depths)))
 
     def of_next(self, accepted: Tensor) -> Tensor:

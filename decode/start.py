@@ -11,6 +11,8 @@ from decode.draft import Contexts
 from decode.errors import UserError
 from decode.parts import Parts
 from decode.rows import Rows, RowSettings, require_prompts
+from decode.rules import used_rule
+from decode.rules.exact import ExactMatch
 from decode.sampling import CounterRNG
 from decode.setup import Setup
 from decode.target.cache.cached_model import CachedLM
@@ -20,8 +22,8 @@ from decode.waiting_rows import Reading
 
 # Counts the times that rows began, over all decodes of this process.
 _begun = itertools.count(1)
-# More rounds than a text has.
-ROUNDS = 1 << 32
+# More identities than a decode has rows.
+IDENTITIES = 1 << 32
 
 
 def new_rows(
@@ -72,17 +74,24 @@ def new_rows(
     contexts = Contexts.of(texts, setup.slots(int(reach.max()), 0), sources)
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
-    # What a drafter or a policy remembers was drawn with the numbers of earlier rounds.
-    remembers = setup.drafter.learns or setup.policy.by_batch
-    first_round = next(_begun) * ROUNDS if remembers else 0
-    identities = to_device(np.asarray(numbers if ids is None else ids, dtype=np.int64), device)
-    if len(each) == 1:
-        rng = CounterRNG(each[0].seed, identities, first_round)
-        kinds = np.zeros(count, dtype=np.int64)
-        return Rows(numbers, contexts, ends, rng, each, kinds, reach)
-    seeds = to_device(np.array([one.seed for one in each], dtype=np.int64), device)
-    rng = CounterRNG(seeds, identities, first_round)
-    return Rows(numbers, contexts, ends, rng, each, np.arange(count), reach)
+    kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
+    identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
+    new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
+    if new.any():
+        identities = identities + next(_begun) * IDENTITIES * new[kinds]
+    seeds = np.array([one.seed for one in each], dtype=np.int64)[kinds]
+    rng = CounterRNG(to_device(seeds, device), to_device(identities, device))
+    return Rows(numbers, contexts, ends, rng, each, kinds, reach)
+
+
+def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:
+    """Whether a text depends on what the drafter or the policy remembers, which was drawn with the
+    numbers of earlier texts. It does not if exact match judges the drafts."""
+    if not (setup.drafter.learns or setup.policy.by_batch):
+        return False
+    rule = used_rule(setup.parts.rule, settings.sampling)
+    chosen = setup.drafter.siblings(settings.drafts) == "chosen"
+    return not (isinstance(rule, ExactMatch) or (rule.lossless and chosen))
 
 
 def start_drafter(

@@ -153,7 +153,7 @@ class RunningRows:
                 f"{type(setup.drafter).__name__} reads hidden states, so no row can sit out a "
                 "pass; let all rows take part"
             )
-        rows.rng.next_round(contexts.lengths, taking)
+        rows.rng.at_lengths(contexts.lengths)
         # The pass itself emits a token, so drafting the last one is never worth it. Each row has
         # its own limit. Otherwise its text would depend on the other rows.
         depths = np.minimum(setup.policy.depths(), rows.ends - contexts.lengths - 1)

@@ -212,7 +212,7 @@ def test_a_text_longer_than_the_drafters_context_is_read_from_its_last_part(
     drafter.start(contexts)
     rng, begins = noise_for(3), []
     for _ in range(24):
-        rng.next_round()
+        rng.at_lengths(contexts.lengths)
         draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, rng)
         assert draft.sizes.tolist() == [3, 3, 3]
         begins.append(drafter._begin.tolist())
@@ -701,7 +701,7 @@ def mismatches(
     drafter.start(contexts)
     rng = noise_for(rows)
     for _ in range(2):
-        rng.next_round()
+        rng.at_lengths(contexts.lengths)
         draft = drafter.draft(contexts, limits_of(contexts, gamma), sampling, rng)
         if draft.q is not None:
             uniforms = rng.uniforms(CounterRNG.DRAFT, 0, draft.tokens.shape[1])

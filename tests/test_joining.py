@@ -163,17 +163,15 @@ def test_a_text_does_not_depend_on_when_its_row_joins(kind: str, sampling: Sampl
     assert max(len(step.rows) for step in together.steps) == 3
 
 
-def test_rounds_are_counted_for_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: with one count of rounds for all rows the texts are others."""
+def test_numbers_depend_on_the_length_of_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: with one length for all rows the texts are others."""
 
-    def joined(self: Any, other: Any) -> None:
-        self._keys = torch.cat([self._keys, other._keys])
-        rounds = self._rounds[:1] if len(self._rounds) else other._rounds[:1]
-        self._rounds = rounds.expand(len(self._keys)).clone()
+    def at_lengths(self: Any, lengths: np.ndarray) -> None:
+        self._lengths = torch.full_like(self._keys, int(lengths.max()))
 
     which = decoder(small_lm(case=LONGER), sampling=SAMPLED)
     expected = alone(which, LIMITS)
-    monkeypatch.setattr("decode.sampling.CounterRNG.add_rows", joined)
+    monkeypatch.setattr("decode.sampling.CounterRNG.at_lengths", at_lengths)
     assert staggered(which, LIMITS).result().outputs != expected
 
 

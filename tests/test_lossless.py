@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from decode import step
-from decode.draft import Draft
-from decode.drafters import Drafter
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.max_gram import MaxGramDrafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
@@ -31,7 +32,7 @@ from decode.drafters.swift import SwiftDrafter
 from decode.loop import Decoder
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import CounterRNG, draw
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.trees import SHAPES, Chain
 from decode.verification import Scores, Verification
 from tests.controls import CONTROLS, Control
@@ -299,6 +300,9 @@ def test_errors_are_found(control: Control) -> None:
 
 # --- the same seed again --------------------------------------------------------------------------
 
+# One of two tokens at each place, so that every text is counted.
+PAIRWISE = replace(LONGER, prompts=LONGER.prompts[:1], eos=(), sampling=Sampling(1.0, top_k=2))
+
 
 def texts_of_the_second_decode(drafter: Drafter, rule: str, rows: int) -> Fit:
     """All texts in one batch: a drafter must tell the rows apart to learn from them."""
@@ -358,6 +362,59 @@ def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
     found = fit_texts(texts, case)
     print(name, found)
     assert found.passes, found
+
+
+class Timid(Remembering):
+    """Drafts only where it remembers token 2."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
+    ) -> Draft:
+        draft = super().draft(contexts, limits, sampling, noise)
+        draft.cut(np.where(self.last[self.rows, contexts.lengths] == 2, draft.sizes, 0))
+        return draft
+
+
+@pytest.mark.parametrize("remembers", [True, False])
+def test_texts_with_a_seed_whose_plain_text_taught_the_drafter(remembers: bool) -> None:
+    """A control: the drafter does not say that it learns. Then a token is plain if the same number
+    gave another token than 2."""
+    case = replace(PAIRWISE, new=4)
+    prompts = [list(case.prompts[0])] * 4_000
+    plain = Decoder(case.model(0.0), NoDrafter(), sampling=case.sampling)
+    learnt = plain.decode(prompts, case.new, seed=5).outputs
+    texts = [prompt + output for prompt, output in zip(prompts, learnt, strict=True)]
+    drafter = Timid(case.vocab, drawn=True, remembers=remembers)
+    drafter.now = Contexts.of(texts, 32).tokens
+    which = Decoder(case.model(0.0), drafter, gamma=1, sampling=case.sampling)
+    found = fit_texts(which.decode(prompts, case.new, seed=5).outputs, case)
+    assert found.passes == remembers, found
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_text_that_another_decode_continues_with_the_same_seed(
+    counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A control: numbers that count from the start of each decode give another law."""
+    case = PAIRWISE
+    texts = [list(case.prompts[0])] * 4_000
+    uniforms, began = CounterRNG.uniforms, 0
+
+    def from_the_start(rng: CounterRNG, *place: int) -> torch.Tensor:
+        moved = copy.copy(rng)
+        moved._lengths = rng._lengths - began
+        return uniforms(moved, *place)
+
+    if counted:
+        monkeypatch.setattr(CounterRNG, "uniforms", from_the_start)
+    which = Decoder(case.model(0.0), small_lm(case=case), gamma=2, sampling=case.sampling)
+    for _ in range(2):
+        began = len(texts[0])
+        outputs = which.decode(texts, case.new // 2, seed=5).outputs
+        texts = [text + output for text, output in zip(texts, outputs, strict=True)]
+    found = fit_texts([text[-case.new :] for text in texts], case)
+    assert found.passes != counted, found
+    assert found.df > 50
 
 
 class Taught(SmallLMDrafter):

@@ -281,7 +281,7 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
     for _ in range(3):
         rounds += [rng.uniforms(stream, 0, places) for stream in (0, 1)]
         rounds.append(rng.of_text(torch.arange(places).expand(count, -1)))
-        rng.next_round(np.full(count, (len(rounds) // 3 + 1) * places))
+        rng.at_lengths(np.full(count, len(rounds) // 3 * places))
     streams = torch.stack(rounds, 1).numpy()  # [rows, rounds·streams, places]
     values = streams.reshape(count, -1)
     total = values.size
@@ -302,11 +302,10 @@ def test_uniforms_are_uniform_and_uncorrelated() -> None:
     assert np.abs(off).max() < 5.5 / count**0.5
 
 
-def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
-    def values(seed: int = 0, row: int = 5, rounds: int = 0, stream: int = 0) -> list[float]:
+def test_uniforms_depend_on_seed_row_length_stream_and_place() -> None:
+    def values(seed: int = 0, row: int = 5, length: int = 0, stream: int = 0) -> list[float]:
         rng = CounterRNG(seed, torch.tensor([row]))
-        for _ in range(rounds):
-            rng.next_round()
+        rng.at_lengths(np.array([length]))
         found: list[float] = rng.uniforms(stream, 0, 4)[0].tolist()
         return found
 
@@ -315,7 +314,7 @@ def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
         values(seed=1),
         values(seed=-1),
         values(row=6),
-        values(rounds=1),
+        values(length=1),
         values(stream=1),
         values(stream=2),
     ]
@@ -325,9 +324,9 @@ def test_uniforms_depend_on_seed_row_round_stream_and_place() -> None:
 
 def test_uniforms_do_not_depend_on_the_batch_or_the_width() -> None:
     wide = CounterRNG(3, torch.tensor([4, 9, 2, 7]))
-    wide.next_round()
+    wide.at_lengths(np.array([5, 8, 6, 7]))
     alone = CounterRNG(3, torch.tensor([2]))
-    alone.next_round()
+    alone.at_lengths(np.array([6]))
     whole = wide.uniforms(CounterRNG.DRAFT, 0, 6)
     assert torch.equal(whole[2:3], alone.uniforms(CounterRNG.DRAFT, 0, 6))
     assert torch.equal(whole[2:3, 3:5], alone.uniforms(CounterRNG.DRAFT, 3, 2))

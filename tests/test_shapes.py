@@ -594,7 +594,7 @@ def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
     rng = noise_for(rows)
     wrong = total = 0
     for _ in range(2):
-        rng.next_round()
+        rng.at_lengths(contexts.lengths)
         with torch.inference_mode():
             draft = drafter.draft(contexts, limits_of(contexts, 3), sampling, rng)
         # Where q had too few tokens, nodes were left out and the others' numbers moved.

@@ -372,6 +372,7 @@ def test_what_chains_must_not_do_is_found(error: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "rule"),
     [
+        ("chain", {}, "speculative"),
         ("chains", {"chains": 2}, "multi_round"),
         ("chains", {"chains": 2}, "spectr"),
         ("static", {"widths": [2], "draw": "independent"}, "traversal"),
@@ -394,8 +395,9 @@ def test_greedy_drafts_beside_drawn_ones_are_lossless(name: str, options: Any, r
         counts = [torch.bincount(tokens[kinds == kind], minlength=3) for kind in (0, 1)]
         return max(float((2 * count / rows - p).abs().max()) for count in counts)
 
+    assert (draft.chosen_rows() == (kinds == 0)).all()
     assert farthest(decided(RULES[rule](), draft, scores, rng)) < 0.02
-    if draft.drawn == "independent":
+    if draft.tokens.shape[1] > 1 and draft.drawn == "independent":
         draft._chosen_rows = None
         assert farthest(decided(RULES[rule](), draft, scores, rng)) > 0.1
 
@@ -418,13 +420,13 @@ def test_parts_of_a_drafter_draw_independently() -> None:
     """Of each other, of the whole one's drafting and of the rule's; a row the same when alone."""
     rows = torch.arange(200_000)
     rng = CounterRNG(0, rows)
-    rng.next_round()
+    rng.at_lengths(np.full(len(rows), 4))
     numbers = [rng.fork(part).uniforms(CounterRNG.DRAFT, 0, 2) for part in range(3)]
     numbers += [rng.uniforms(stream, 0, 2) for stream in (CounterRNG.DRAFT, CounterRNG.ACCEPT)]
     apart = np.corrcoef(torch.cat(numbers, 1).numpy().T) - np.eye(10)
     assert np.abs(apart).max() < 6 / len(rows) ** 0.5  # six standard deviations
     alone = CounterRNG(0, rows[7:8])
-    alone.next_round()
+    alone.at_lengths(np.array([4]))
     assert torch.equal(alone.fork(1).uniforms(CounterRNG.DRAFT, 0, 2), numbers[1][7:8])
 
 
@@ -435,7 +437,7 @@ def test_several_keep_their_own_q_and_noise() -> None:
     contexts = contexts_of([[5, 6, 5], [9, 9], [7]])
     several.start(contexts)
     rng = noise_for(3)
-    rng.next_round()
+    rng.at_lengths(contexts.lengths)
     draft = several.draft(contexts, limits_of(contexts, 2), PLAIN, rng)
     assert draft.q is not None
     # What prompt lookup finds: 6 5 after 5; 9 after 9; nothing.

@@ -256,7 +256,7 @@ def test_a_traced_step_gives_the_text_of_the_loop() -> None:
     # Near their end, texts of the loop get shorter drafts.
     while max(map(len, texts)) < new - GAMMA:
         lengths = np.array([len(text) for text in texts])
-        rng.next_round(lengths)
+        rng.at_lengths(lengths)
         last, at = torch.tensor([text[-2:] for text in texts]), torch.as_tensor(lengths)[:, None]
         drafter.slots.place(lengths - 2, GAMMA + 1)
         tokens, q = draft_once(last, at - 2, rng)

@@ -37,8 +37,7 @@ def step_inputs(seed: int, rule: str, shape: str, sampling: Sampling) -> tuple[A
     # What the host knows of the structure comes before the traced part.
     draft.valid(), draft.children(), draft.levels()
     rng = CounterRNG(7, torch.arange(ROWS))
-    for _ in range(seed + 1):
-        rng.next_round(np.array([5, 9, 7]) + seed)
+    rng.at_lengths(np.array([5, 9, 7]) + seed)
     return draft, logits, rng
 
 

@@ -218,7 +218,10 @@ class Chain(Shape):
         if not width:
             return Draft.none(growth.rows, growth.device)
         tokens = growth.ids(torch.stack(drawn[:width], 1))
-        return Draft(tokens, sizes, q=torch.stack(q[:width], 1) if q else None)
+        if not q:
+            return Draft(tokens, sizes)
+        chosen = sampling.greedy_rows(growth.rows)
+        return Draft(tokens, sizes, q=torch.stack(q[:width], 1), _chosen_rows=chosen)
 
 
 class _Ends:

@@ -152,7 +152,8 @@ class VerticalCascade(Group):
         sizes = np.minimum(sizes, texts.lengths - before)
         tokens = _after(texts, before, width)
         self._tail = tokens, before
-        return Draft(to_device(tokens, device), sizes, q)
+        chosen = sampling.greedy_rows(len(before)) if drawn else None
+        return Draft(to_device(tokens, device), sizes, q, _chosen_rows=chosen)
 
     def _pass(
         self,
