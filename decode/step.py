@@ -320,12 +320,14 @@ def decided(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decisi
     further than the target's text agrees with it. And exact match does not let the drafts change
     the text: it stays the same whatever the drafter remembers of earlier texts.
     """
+    if isinstance(rule, ExactMatch):
+        return rule.decide(draft, scores, rng)
     exact = np.zeros(len(draft.sizes), dtype=bool)
     if rule.exact_when_greedy:
         exact |= scores.sampling.greedy_rows(len(exact))
         if rule.lossless:
             exact |= draft.chosen_rows()
-    if exact.all() or isinstance(rule, ExactMatch):
+    if exact.all():
         return ExactMatch().decide(draft, scores, rng)
     decision = rule.decide(draft, scores, rng)
     if not exact.any():

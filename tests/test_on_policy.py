@@ -235,7 +235,7 @@ def test_padding_is_never_written(context, target):
     assert max(token for sample in own(samples) for token in sample.tokens) < 300
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
 def test_the_text_is_the_same_however_it_is_made_faster(context, target, monkeypatch, temperature):
     """Which way `auto` takes hangs on the clock, so training would not be reproducible else."""
     student = Student(target)

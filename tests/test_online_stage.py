@@ -64,6 +64,7 @@ STAGE: dict[str, Any] = {
     "train_embeddings": True,
     "learning": LEARNING,
     "window": 6,
+    "seed": 1,
 }
 REQUESTS = 22
 

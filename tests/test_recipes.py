@@ -127,7 +127,7 @@ def test_a_plan_is_the_one_that_the_docs_state(
     AcceleratorState._reset_state(reset_partial_state=True)
     assert planned.exit_code == 0, planned.output
     text = " ".join(planned.stdout.split())
-    summary = r"about (.+?) for the tensors .*?, and (.+?) of disk, where.*"
+    summary = r"about ([\d.]+ \w+) for the tensors .*?, and (.+?) of disk, where.*"
     times = r" about ([^.]+?) for the stages, ([\d.]+) hours of one device"
     found = re.search(summary + times, text)
     assert found, text

@@ -117,7 +117,7 @@ class ScriptedLlama(LlamaForCausalLM):
     """A llama that computes as usual and then says a script, whatever the text before it.
 
     script: int64 [max positions]; the token at position i of every text is script[i]. Without
-    `position_ids` it needs a cache, which tells the position.
+    `position_ids` its cache tells the position, and without a cache the text is the whole one.
     """
 
     script: Tensor
@@ -133,7 +133,8 @@ class ScriptedLlama(LlamaForCausalLM):
         logits = output.logits
         rows, count = logits.shape[:2]
         if position_ids is None:
-            end = output.past_key_values.get_seq_length()
+            cache = output.past_key_values
+            end = count if cache is None else cache.get_seq_length()
             position_ids = torch.arange(end - count, end, device=logits.device)[None]
         # Callers may ask for the logits of the last tokens only.
         following = (position_ids[:, -count:] + 1).clamp(max=len(self.script) - 1)

@@ -46,6 +46,11 @@ class RemoteTarget(Target):
         return self._device
 
     @property
+    def has_encoder(self) -> bool:
+        """A server verifies texts of decoders only."""
+        return False
+
+    @property
     def max_positions(self) -> int:
         return int(self._max_positions)
 
