@@ -66,6 +66,7 @@ def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_e
         service.warm_up()
         result = soak(service.url, service.process, texts, seconds=SOAK, clients=8, rounds=4)
         assert result.faults == []
+        assert result.same_again > 20
         assert {"200", "400", "404", "405", "413", "415", "503"} <= set(result.statuses)
         assert min(result.hung_up, result.same_as_alone, result.same_as_before) > 20
         assert result.growth < 64

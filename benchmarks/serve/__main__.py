@@ -98,6 +98,9 @@ def main(
     soak_seconds: Annotated[
         float | None, typer.Option("--soak", help="soak the service for so many seconds instead")
     ] = None,
+    default_requests: Annotated[
+        int, typer.Option(min=0, help="after a soak, send so many requests that name no length")
+    ] = 0,
 ) -> None:
     """Measure the service beside others, or soak it."""
     if clients is not None and min(clients) < 1:
@@ -116,9 +119,13 @@ def main(
     }
     if soak_seconds is not None:
         count = max(clients or CLIENTS)
-        result = soak_service(loaded, drafter, options, examples, soak_seconds, count)
+        result = soak_service(
+            loaded, drafter, options, examples, soak_seconds, count, default_requests
+        )
         report_soak(result, reporter)
-        figures["soak"] = {**asdict(result), "growth": result.growth}
+        # `asdict` makes no Counter of a Counter.
+        said = {**asdict(result), "statuses": dict(result.statuses)}
+        figures["soak"] = {**said, "growth": result.growth}
     else:
         counts = sorted(set(clients or CLIENTS))
         settings = DecodeSettings(gamma=gamma)
@@ -353,6 +360,7 @@ def soak_service(
     examples: Sequence[Example],
     seconds: float,
     clients: int,
+    defaults: int,
 ) -> Soak:
     """Soak a service that has fewer rows than clients. The texts that greedy answers must have are
     those of plain decoding here."""
@@ -368,19 +376,24 @@ def soak_service(
     command = serve_command(target.name, drafter, *options, *rows)
     with ServiceProcess(command) as service:
         service.warm_up()
-        return soak(service.url, service.process, texts, seconds=seconds, clients=clients)
+        how: Any = {"seconds": seconds, "clients": clients, "defaults": defaults}
+        return soak(service.url, service.process, texts, **how)
 
 
 def report_soak(result: Soak, reporter: Reporter) -> None:
     reporter.say(
         f"{result.clients} clients for {result.seconds:.0f} s; statuses {dict(result.statuses)}; "
         f"{result.tokens} tokens; {result.hung_up} hung up; texts as alone: "
-        f"{result.same_as_alone}, as before with their seed: {result.same_as_before}"
+        f"{result.same_as_alone}, as before with their seed: {result.same_as_before}, of them "
+        f"from the idle service: {result.same_again}"
     )
     reporter.say(
         f"after each round: MiB {[round(size) for size in result.resident]} (grown by "
         f"{result.growth:.1f}), threads {result.threads}, open files {result.files}"
     )
+    if result.default_requests is not None:
+        before, after = result.default_requests
+        reporter.say(f"requests that name no length: {before:.0f} MiB before, {after:.0f} after")
     for fault in result.faults:
         reporter.say(f"FAULT {fault}")
     reporter.say(f"faults: {len(result.faults)}")

@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES = "/v1/responses"
 JSON = "application/json"
 TIMEOUT = 300  # seconds without a byte
 
@@ -21,7 +22,7 @@ class Answer:
     """What a client got. status: None if it hung up before there was one. texts, reasons: of the
     choices, by index. usage, counts: as the service reports them, {} if it does not. error: of a
     refusal, or in a stream. first, seconds: from the request to the first text, and to the end.
-    ended: the answer is whole, or its stream has said `[DONE]`."""
+    ended: the answer is whole, or its stream has said `[DONE]` or had its last event."""
 
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
@@ -41,6 +42,11 @@ class Answer:
 
     def read(self, value: dict[str, Any]) -> None:
         """Take up a whole answer, or one event of a stream."""
+        if "response" in value or value.get("object") == "response":
+            self._read_response(value.get("response", value))
+            return
+        if "delta" in value:  # of a response
+            self.texts[0] = self.texts.get(0, "") + value["delta"]
         self.error = value.get("error", self.error)
         for choice in value.get("choices", ()):
             index = choice["index"]
@@ -51,6 +57,23 @@ class Answer:
                 self.reasons[index] = choice["finish_reason"]
         self.usage = value.get("usage") or self.usage
         self.counts = value.get("draftsmith") or self.counts
+
+    def _read_response(self, response: dict[str, Any]) -> None:
+        """Take up a response of /v1/responses. Its last state has the complete text."""
+        self.error = response["error"]
+        reason = {"completed": "stop", "incomplete": "length"}.get(response["status"])
+        if reason is None:
+            return
+        (text,) = (part["text"] for item in response["output"] for part in item["content"])
+        if self.texts.setdefault(0, text) != text:
+            raise ValueError(f"the parts of the text are {self.texts[0]!r}, all of it is {text!r}")
+        self.reasons[0], self.ended = reason, True
+        usage = response["usage"]
+        self.usage = {
+            "prompt_tokens": usage["input_tokens"],
+            "completion_tokens": usage["output_tokens"],
+        }
+        self.counts = response["draftsmith"]
 
 
 def ask(
@@ -85,7 +108,7 @@ def ask(
         if answer.headers.get("content-type", "").startswith("text/event-stream"):
             for number, event in enumerate(events(response), start=1):
                 answer.ended = event is None
-                answer.read(event or {})
+                answer.read(event or {})  # the last event of a response ends it too
                 if answer.first != answer.first and any(answer.texts.values()):
                     answer.first = time.perf_counter() - begun
                 if number == hang_up:

@@ -12,7 +12,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks.serve.client import CHAT, COMPLETIONS, JSON, Answer, ask, read_metrics
+from benchmarks.serve.client import (
+    CHAT,
+    COMPLETIONS,
+    JSON,
+    RESPONSES,
+    Answer,
+    ask,
+    read_metrics,
+)
 from benchmarks.serve.process import MODEL
 
 # (prompt, limit in tokens) → the greedy text that the decode gives alone.
@@ -21,6 +29,7 @@ Texts = Mapping[tuple[str, int], str]
 IDLE_SECONDS = 30.0  # until texts that were given up have left
 MIB = 2**20
 SAMPLINGS: tuple[dict[str, float], ...] = (
+    {"temperature": 0.0},
     {"temperature": 1.0},
     {"temperature": 0.8, "top_p": 0.9},
     {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1},
@@ -66,11 +75,28 @@ class Job:
             return ask(url, content, path, kind=kind, method=method)
         return ask(url, self.body, self.path, hang_up=self.hang_up)
 
+    @property
+    def texts(self) -> int:
+        """How many texts it asks for."""
+        prompts = self.body.get("prompt", "")
+        return (1 if isinstance(prompts, str) else len(prompts)) * int(self.body.get("n", 1))
+
+    @property
+    def asked(self) -> str:
+        """The same for all jobs that get the same texts, up to their number."""
+        fields = {key: x for key, x in self.body.items() if not key.startswith("stream")}
+        if not isinstance(fields.get("prompt", ""), tuple):
+            fields.pop("n", 1)  # with fewer texts of the same seed, the first ones are the same
+        return json.dumps([self.path, fields])
+
 
 @dataclass
 class Soak:
-    """What came of it. faults: every promise that was broken; none is as it should be. resident,
-    threads, files: of the service, when it was idle after each round, in MiB and numbers."""
+    """What came of it. faults: every promise that was broken; none is as it should be.
+
+    same_as_alone: greedy texts. same_as_before: texts of the same request with its seed, of which
+    the idle service gave same_again at the end. resident, threads, files: of the service, when it
+    was idle after each round, in MiB and numbers. default_requests: MiB before and after them."""
 
     seconds: float = 0.0
     clients: int = 0
@@ -79,9 +105,11 @@ class Soak:
     hung_up: int = 0
     same_as_alone: int = 0
     same_as_before: int = 0
+    same_again: int = 0
     resident: list[float] = field(default_factory=list)
     threads: list[int] = field(default_factory=list)
     files: list[int] = field(default_factory=list)
+    default_requests: tuple[float, float] | None = None
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -100,15 +128,19 @@ def soak(
     clients: int,
     rounds: int = 6,
     seed: int = 0,
+    defaults: int = 0,
 ) -> Soak:
     """Let clients do what clients do, in rounds. process: the service's. texts: of a service that
     decodes in float32, so that a text does not depend on those beside it. Clients hang up in every
-    second round only: the counters of the others must be the sums of the answers' counts."""
+    second round only: the counters of the others must be the sums of the answers' counts. At the
+    end the idle service gets each seeded request again. defaults: so many requests that name no
+    length follow."""
     result = Soak(clients=clients)
-    seeded: dict[str, dict[int, str]] = {}
+    seeded: Seeded = {}
     begun = time.monotonic()
     for number in range(rounds):
-        before, end = read_metrics(url), begun + seconds * (number + 1) / rounds
+        # Each round has its time, however long the one before took to its end.
+        before, end = read_metrics(url), time.monotonic() + seconds / rounds
         hang_ups = number % 2 == 0
 
         def client(dice: random.Random, end: float = end, hang_ups: bool = hang_ups) -> Log:
@@ -131,13 +163,43 @@ def soak(
             for fault in _differences(before, read_metrics(url), answers, exact=not hang_ups)
         ]
         _look(process, result)
+    for job, known in seeded.values():
+        _compare(job, job.send(url), known, result)
+        result.same_again += len(known)
     result.seconds = time.monotonic() - begun
     for what, counts in (("threads", result.threads), ("open files", result.files)):
         if counts[-1] > counts[0]:
             result.faults.append(f"{what} after each round: {counts}")
+    if defaults:
+        result.default_requests = _send_defaults(url, process, texts, defaults, result)
     return result
 
 
+def _send_defaults(
+    url: str, process: psutil.Process, texts: Texts, count: int, result: Soak
+) -> tuple[float, float]:
+    """MiB of the service before and after so many requests that name no length."""
+    prompts = sorted({prompt for prompt, _ in texts})
+
+    def send(number: int) -> Answer:
+        prompt = prompts[number // 3 % len(prompts)]
+        path, field = (
+            (CHAT, {"messages": [{"role": "user", "content": prompt}]}),
+            (COMPLETIONS, {"prompt": prompt}),
+            (RESPONSES, {"input": prompt}),
+        )[number % 3]
+        return ask(url, {"model": MODEL, "temperature": 1.0, **field}, path)
+
+    before = process.memory_info().rss / MIB
+    with ThreadPoolExecutor(min(result.clients, count)) as pool:
+        for number, answer in enumerate(pool.map(send, range(count))):
+            if not answer.complete:
+                result.faults.append(f"default request {number}: {answer.error}")
+    return before, process.memory_info().rss / MIB
+
+
+# {what is asked: the first job that asks for it, with its texts}
+Seeded = dict[str, tuple[Job, dict[int, str]]]
 Log = list[tuple[Job, Answer | Exception]]
 
 
@@ -164,31 +226,35 @@ def draw_job(texts: Texts, dice: random.Random, hang_ups: bool) -> Job:
     if common["stream"]:
         common["stream_options"] = {"include_usage": True}
     chat = common | {"messages": [{"role": "user", "content": prompt}], "temperature": 0}
-    kinds = ["greedy", "greedy", "stop", "sampled", "several", "malformed"]
+    kinds = ["greedy", "greedy", "response", "stop", "sampled", "several", "malformed"]
     kind = dice.choice(kinds + ["hang-up"] * 3 * hang_ups)
     if kind == "malformed":
         return Job(malformed=dice.choice(MALFORMED))
     if kind == "hang-up":
         long = {"ignore_eos": True, "n": dice.randint(1, 2), "max_tokens": 4 * limit}
         return Job(chat | long, hang_up=dice.randint(1, 12))
+    drawn = dice.choice(SAMPLINGS) | {"seed": 1}
+    if kind == "response":
+        body = {"model": MODEL, "stream": common["stream"], "input": prompt}
+        return Job(body | drawn | {"max_output_tokens": limit}, RESPONSES)
     if kind == "sampled":
-        drawn = dice.choice(SAMPLINGS) | {"seed": dice.randint(0, 1), "n": dice.randint(1, 3)}
-        return Job(chat | drawn)
+        return Job(chat | drawn | {"n": dice.randint(1, 4)})
     if kind == "several":
-        others = tuple(dice.sample(sorted({prompt for prompt, _ in texts}), 2))
-        body = common | {"prompt": others, "seed": dice.randint(0, 1), "temperature": 1.0}
+        prompts = sorted({prompt for prompt, _ in texts})
+        pair = prompt, prompts[prompts.index(prompt) - 1]
+        body = common | drawn | {"prompt": pair, "n": dice.randint(1, 2)}
+        del body["max_tokens"]  # 16 is the default
         return Job(body, COMPLETIONS)
     if kind == "stop" and (text := texts[prompt, limit]):
         at = dice.randrange(len(text))
         stop = text[at : at + dice.randint(1, 6)]
         if "�" not in stop:  # half a character, which the next token may complete
-            return Job(chat | {"stop": [stop, "never said"]}, prompt=prompt)
+            never = [f"never said {number}" for number in range(dice.randint(1, 6))]
+            return Job(chat | {"stop": [stop, *never]}, prompt=prompt)
     return Job(chat | {"n": dice.choice((1, 1, 2))}, prompt=prompt)
 
 
-def _judge(
-    job: Job, answer: Answer, texts: Texts, seeded: dict[str, dict[int, str]], result: Soak
-) -> None:
+def _judge(job: Job, answer: Answer, texts: Texts, seeded: Seeded, result: Soak) -> None:
     """Compare one answer with what it must be."""
     result.statuses["none" if answer.status is None else str(answer.status)] += 1
     result.tokens += answer.usage.get("completion_tokens", 0)
@@ -206,8 +272,8 @@ def _judge(
         if full and int(answer.headers.get("retry-after", 0)) < 1:
             result.faults.append(f"{what}: no Retry-After")
         return
-    if not answer.complete or len(answer.reasons) != len(answer.texts):
-        result.faults.append(f"{what}: the answer has no end: {answer}")
+    if not answer.complete or not len(answer.reasons) == len(answer.texts) == job.texts:
+        result.faults.append(f"{what}: the answer is not complete: {answer}")
     elif job.prompt:
         text = texts[job.prompt, job.body["max_tokens"]]
         if "stop" in job.body:
@@ -218,14 +284,19 @@ def _judge(
             else:
                 result.faults.append(f"{what}: the text is {got!r}, alone it is {text!r}")
     elif "seed" in job.body:
-        asked = {key: job.body[key] for key in job.body if not key.startswith("stream")}
-        asked.pop("n", 1)  # with fewer texts of the same seed, the first ones are the same
-        known = seeded.setdefault(json.dumps(asked), {})
-        for index, text in answer.texts.items():
-            if known.setdefault(index, text) == text:
-                result.same_as_before += 1
-            else:
-                result.faults.append(f"{what}: a seed gave two texts at {index}")
+        first, known = seeded.setdefault(job.asked, (job, {}))
+        if job.texts > first.texts:  # it gives all the texts that any of them has
+            seeded[job.asked] = job, known
+        _compare(job, answer, known, result)
+
+
+def _compare(job: Job, answer: Answer, known: dict[int, str], result: Soak) -> None:
+    """Compare texts with those that the same request has got before."""
+    for index, text in answer.texts.items():
+        if known.setdefault(index, text) == text:
+            result.same_as_before += 1
+        else:
+            result.faults.append(f"{job.name}: a seed gave two texts at {index}")
 
 
 def _differences(
