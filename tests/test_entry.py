@@ -174,6 +174,13 @@ def test_another_precision_is_refused_if_the_caller_has_an_accelerator(base: Pat
     assert is_initialized()
 
 
+def test_a_launch_in_fp16_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(draftsmith.UserError, match="launch with --mixed_precision bf16 or no"):
+        draftsmith.train(settings(base))
+    assert not (base / "runs").exists()
+
+
 # As `accelerate launch` does it: a process that starts ranks and waits for them.
 LAUNCHER = """
 import os, subprocess, sys

@@ -13,6 +13,9 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from decode.errors import UserError
+from decode.target.loading import load_target
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
 from tests.test_run import CONFIG, WORDS, fresh_accelerate  # noqa: F401  (a fixture)
 from tests.tiny import save_tiny
 from train import starter_config
@@ -173,6 +176,7 @@ STAGES: list[dict[str, Any]] = [
     {"name": "adapted", "kind": "distill", "drafter": {"layers": [0]}, "lora": {}, **ANSWERS},
     {"name": "heads", "kind": "heads", "heads": {"type": "eagle1"}, "tree": {}, **ANSWERS},
     {"name": "both", "kind": "heads", "heads": {"type": "medusa"}, "backbone": {}, **ANSWERS},
+    {"name": "further", "kind": "heads", "heads": {"type": "eagle1"}, "start": "HEADS", **ANSWERS},
     {"name": "live", "kind": "online", "split": "train", "drafter": {"layers": [0]}},
 ]
 
@@ -196,7 +200,11 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     (place / "train.jsonl").write_text(
         "".join(json.dumps({"prompt": f"the {w}", "response": w}) + "\n" for w in WORDS)
     )
-    stages = json.loads(json.dumps(STAGES).replace("SMALL", str(place / "small")))
+    target = load_target(str(place / "target"), dtype="float32", device="cpu")
+    heads = new_heads(HeadOptions.of({"type": "eagle1"}), target, None)
+    save_heads(place / "start", heads, target=target, provenance={})
+    paths = json.dumps(STAGES).replace("SMALL", str(place / "small"))
+    stages = json.loads(paths.replace("HEADS", str(place / "start")))
     config = yaml.safe_load(CONFIG.format(base=place)) | {"stages": stages}
     config["data"] = {"train": "train.jsonl"}
     (place / "config.yaml").write_text(yaml.safe_dump(config))

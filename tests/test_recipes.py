@@ -103,14 +103,12 @@ def test_a_plan_is_the_one_that_the_docs_state(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Planned from the published shapes alone: no network, no weights, no data set."""
+    """Planned from the published shapes alone: no network, weights, data set or engine."""
     read = without_weights.config_and_tokenizer
     monkeypatch.setattr(
         without_weights, "config_and_tokenizer", lambda name: read(str(configs[name]))
     )
-    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
-    (tmp_path / "engines/vllm/bin").mkdir(parents=True)
-    (tmp_path / "engines/vllm/bin/python").touch()
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "none"))
     question = "the dog and the fox " * 20
     example = Example("0", ({"role": "user", "content": question},), question, None, None, "here")
 
