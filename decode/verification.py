@@ -84,10 +84,6 @@ class Scores:
         rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
         return self.logits[rows_B1, positions].amax(-1)
 
-    def pick(self, uniforms: Tensor) -> Tensor:
-        """int64 [B, R]: the token that the target picks at every position (greedy: the argmax)."""
-        return self.sampling.pick(self.logits, uniforms)
-
 
 @dataclass(eq=False, repr=False)
 class Decision:

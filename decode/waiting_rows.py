@@ -13,10 +13,12 @@ from decode.device import to_device
 from decode.draft import Contexts, Draft
 from decode.errors import UserError
 from decode.rows import Rows, RowSettings
+from decode.rules import used_rule
+from decode.rules.exact import ExactMatch
 from decode.setup import Setup
 from decode.target.cache.long_read import LongRead
 from decode.target.hidden_states import Features
-from decode.verification import Decision, Scores, Verification
+from decode.verification import Scores, Verification
 
 
 class Reading:
@@ -121,11 +123,11 @@ class Reading:
         assert logits is not None
         nothing = Draft.none(len(new), device)
         scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
-        none = torch.zeros(len(new), dtype=torch.int64, device=device)
         new.rng.at_lengths(contexts.lengths)
-        token = scores.pick(new.rng.of_text(none[:, None]))[:, 0]
-        decision = Decision(nothing.tokens, accepted=none, reached=none, next_token=token)
-        return Verification.of(nothing, scores, decision), features
+        # Without a draft every other rule draws as exact match does.
+        rule = used_rule(setup.parts.rule, new.sampling)
+        rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
+        return Verification.of(nothing, scores, rule.decide(nothing, scores, new.rng)), features
 
 
 def _prompts(contexts: Contexts) -> list[tuple[int, ...]]:

@@ -84,6 +84,10 @@ def test_a_seed_gives_one_text_whatever_drafts() -> None:
     ]
     runs = [decoder(drafter).decode(PROMPTS, 20, seed=4) for drafter in drafters]
     assert runs[0].outputs == runs[1].outputs == runs[2].outputs
+    keys = CounterRNG(4, torch.arange(3)).text_keys(torch.tensor([[4], [3], [2]]))[:, 0]
+    logits = [tiny_model("llama")(torch.tensor([prompt])).logits[0, -1] for prompt in PROMPTS]
+    first = SAMPLING.race(torch.stack(logits), keys).tolist()
+    assert [output[0] for output in runs[0].outputs] == first
     assert runs[0].outputs != decoder(near_drafter()).decode(PROMPTS, 20, seed=5).outputs
 
 

@@ -146,7 +146,6 @@ def test_half_precision_is_processed_in_float32(dtype: torch.dtype, penalty: flo
     )
     assert scores.logits.dtype == torch.float32
     assert torch.equal(scores.logits, wanted)
-    assert torch.equal(scores.pick(torch.zeros(0)), wanted.argmax(-1))
     if dtype == torch.bfloat16:  # or rounding made no difference
         assert (wanted.to(dtype).argmax(-1) != wanted.argmax(-1)).sum() > 10
     assert scores.raw is logits

@@ -14,7 +14,9 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.errors import UserError
 from decode.loop import Decoder
+from decode.mixed_sampling import MixedSampling
 from decode.rules import RULES, Rule
+from decode.rules.exact import ExactMatch
 from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores, Verification
 from tests.enumeration import (
@@ -285,6 +287,29 @@ def test_rows_of_different_trees_do_not_disturb_each_other(rule: str, siblings: 
                 assert p[row, [-1, *path][-1] + 1, following] > 0
             depths.add(len(path))
         assert len(depths) > 2
+
+
+@pytest.mark.parametrize("rule", ["exact", "coupled"])
+def test_exact_match_draws_only_where_its_text_goes(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same verdict as from draws at all nodes, also where siblings are equal."""
+    exact = RULES[rule]()
+    assert isinstance(exact, ExactMatch)
+    mixed = MixedSampling([FILTERED, PLAIN, Sampling()], np.arange(ROWS) % 3)
+    for seed, sampling in enumerate([FILTERED, mixed, Sampling()] * 3):
+        draft = random_draft("independent", seed=seed)
+        scores, rng = Scores(random_logits(seed), sampling), CounterRNG(seed, torch.arange(ROWS))
+        rng.at_lengths(np.arange(ROWS) % 5 + 1)
+        assert (exact._on_paths(draft, scores, rng) < 0).float().mean() > 0.5
+        few = verify(exact, draft, scores, rng)
+        with monkeypatch.context() as patch:
+            patch.setattr("decode.rules.exact.reads_are_free", lambda device: False)
+            every = verify(exact, draft, scores, rng)
+        assert [outcome(few, row) for row in range(ROWS)] == [
+            outcome(every, row) for row in range(ROWS)
+        ]
+        assert few.accepted.max() > 1
 
 
 @pytest.mark.parametrize("chosen", [False, True])

@@ -1,15 +1,10 @@
-"""Exact match with drafts that are drawn with the noise of the target's own draws.
-
-Shapes: B rows, N nodes.
-"""
+"""Exact match with drafts that are drawn with the noise of the target's own draws."""
 
 from torch import Tensor
 
-from decode.draft import Draft
 from decode.rules import RULES
-from decode.rules.exact import ExactMatch, depths_of_rows
-from decode.sampling import CounterRNG
-from decode.verification import Scores
+from decode.rules.exact import ExactMatch
+from decode.sampling import CounterRNG, Sampling
 
 
 @RULES.register("coupled")
@@ -27,5 +22,8 @@ class Coupled(ExactMatch):
 
     couples = True
 
-    def draw(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
-        return scores.sampling.race(scores.logits, rng.text_keys(depths_of_rows(draft)))
+    def numbers(self, rng: CounterRNG, depths: Tensor) -> Tensor:
+        return rng.text_keys(depths)
+
+    def draw(self, sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor:
+        return sampling.race(logits, numbers)

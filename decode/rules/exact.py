@@ -6,9 +6,10 @@ Shapes: B rows, N nodes, D depth.
 import torch
 from torch import Tensor
 
+from decode.device import reads_are_free
 from decode.draft import Draft
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, argmax
+from decode.sampling import CounterRNG, Sampling, argmax
 from decode.verification import Decision, Scores
 
 
@@ -43,7 +44,9 @@ class ExactMatch(Rule):
     lossless, trees = True, True
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        emitted = self.draw(draft, scores, rng)
+        # A walk draws at few nodes of a tree.
+        walks = reads_are_free(draft.tokens.device) and not draft.is_chain
+        emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
         matches = draft.tokens == emitted.gather(1, draft.parent_rows())
         path, accepted, reached, last_row = longest_path(draft, matches)
         return Decision(
@@ -53,11 +56,39 @@ class ExactMatch(Rule):
             next_token=emitted.gather(1, last_row[:, None])[:, 0],
         )
 
-    def draw(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
-        """int64 [B, N+1]: the token that the target emits at each position of the draft."""
+    def numbers(self, rng: CounterRNG, depths: Tensor) -> Tensor:
+        """[B, n]: a random number for each token of the text. depths: int64 [B, n], the offsets of
+        the tokens from the end of the committed text."""
+        return rng.of_text(depths)
+
+    def draw(self, sampling: Sampling, logits: Tensor, numbers: Tensor) -> Tensor:
+        """int64 [...]: the tokens that the target emits. logits: [..., V]. numbers: [...], those of
+        their places."""
+        return sampling.pick(logits, numbers)
+
+    def _everywhere(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
+        """int64 [B, N+1]: the token that the target emits at each position of the draft. The shapes
+        do not depend on values."""
         if scores.sampling.greedy:
             return argmax(scores.logits)
-        return scores.pick(rng.of_text(depths_of_rows(draft)))
+        return self.draw(scores.sampling, scores.logits, self.numbers(rng, depths_of_rows(draft)))
+
+    def _on_paths(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Tensor:
+        """The same, but −1 at positions after tokens that the target does not emit. At one depth,
+        several nodes can be reached: siblings may be equal."""
+        above, valid = draft.parent_rows(), draft.valid()
+        emitted = torch.full_like(torch.nn.functional.pad(above, (1, 0)), -1)
+        row = torch.arange(len(emitted))
+        place = torch.zeros_like(row)
+        depth = torch.zeros_like(emitted[:, :1])
+        while len(row):
+            numbers = self.numbers(rng, depth)[row, 0]
+            sampling, logits = scores.sampling.at(row), scores.logits[row, place]
+            emitted[row, place] = self.draw(sampling, logits, numbers)
+            reached = (draft.tokens == emitted.gather(1, above)) & valid & (emitted[:, 1:] < 0)
+            row, node = reached.nonzero(as_tuple=True)
+            place, depth = node + 1, depth + 1
+        return emitted
 
 
 def depths_of_rows(draft: Draft) -> Tensor:
