@@ -17,7 +17,7 @@ from decode.loop import Decoder
 from decode.mixed_sampling import MixedSampling
 from decode.rules import RULES, Rule
 from decode.rules.exact import ExactMatch
-from decode.sampling import CounterRNG, Sampling
+from decode.sampling import CounterRNG, Sampling, draw
 from decode.verification import Scores, Verification
 from tests.enumeration import (
     PLAIN,
@@ -361,6 +361,27 @@ def judged(
     rng = SetNoise(np.full((1, nodes), accept), np.array([[following]]))
     with drawing_by_cdf():
         return verify(RULES[rule](), draft, Scores(logits, PLAIN), rng)
+
+
+@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("rule", LOSSLESS)
+def test_a_draft_that_breaks_after_its_first_token_keeps_the_law(rule: str, chain: bool) -> None:
+    if not RULES[rule].judges(not chain, "independent"):
+        return
+    rows, p, q = 10_000, torch.tensor([0.5, 0.3, 0.2]), torch.tensor([0.2, 0.5, 0.3])
+    rng = CounterRNG(0, torch.arange(rows))
+    tokens = draw(q.expand(rows, 3, -1), rng.uniforms(CounterRNG.DRAFT, 0, 3))
+    broken = torch.stack([q, torch.full_like(q, torch.nan), q]).expand(rows, -1, -1)
+    parents = None if chain else torch.arange(-1, 2).expand(rows, -1)
+    draft = Draft(tokens, np.full(rows, 3), broken, parents)
+    found = verify(RULES[rule](), draft, Scores(p.log().expand(rows, 4, -1), PLAIN), rng)
+    assert found.accepted.max() == 1
+    both = found.accepted == 1
+    for texts in (found.block[:, 0], found.block[both, 1]):
+        shares = np.bincount(texts, minlength=3) / len(texts)
+        assert np.abs(shares - p.numpy()).max() < 0.025
+    # As many as if the draft ended before the token that is broken.
+    assert abs(both.mean() - torch.minimum(p, q).sum()) < 0.025
 
 
 @pytest.mark.parametrize("rule", LOSSLESS)

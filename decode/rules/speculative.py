@@ -19,14 +19,15 @@ def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """((p − q)₊, float32 [..., V], and its sum, float64 [...]) for weights p, q ≥ 0 [..., V].
 
     If p ≈ q leaves nothing in float32, the sum is 0 and the weights are p, the limit of the
-    residual. The weights are also p if q of a broken drafter is NaN: its tokens are always
-    rejected.
+    residual. If q of a broken drafter is NaN, its tokens are always rejected: the weights are p,
+    and the sum is that of p.
     """
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, dtype=torch.float64)
     empty = ~(mass > 0)
     if settled(empty):
         return left, mass
+    mass = torch.where(mass.isnan(), p.sum(-1, dtype=torch.float64), mass)
     return torch.where(empty[..., None], p, left), mass
 
 

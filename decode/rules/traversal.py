@@ -100,7 +100,8 @@ class _Walk:
         if self.draft.q is not None:
             q, q_mass = self.draft.q_of(node, self.p.shape[2])
             a_child = a_child * (q_mass / q[row, token].double())
-        a_child = torch.where(p_x > 0, a_child, 0.0).clamp(max=1.0)
+        # It is NaN if q is: then the child is never accepted.
+        a_child = torch.where(p_x > 0, a_child, 0.0).clamp(max=1.0).nan_to_num(0.0)
 
         self.next[row, depth] += down.long()
         self.depth = below = depth + down.long()
