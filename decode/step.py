@@ -303,7 +303,8 @@ class RunningRows:
         self.rows.keep(kept)
         self._keep_slots(np.append(kept, waiting))
         if len(kept):
-            setup.drafter.keep_rows(to_device(kept, setup.lm.device))
+            if not self._failed:  # else it begins anew with the rows that are left
+                setup.drafter.keep_rows(to_device(kept, setup.lm.device))
             setup.policy.keep_rows(kept)
             if self._features is not None and setup.observers:
                 self._features = self._features.keep_rows(kept)

@@ -354,6 +354,19 @@ def test_a_stop_or_a_drafter_that_raises_ends_no_other_text(
         decoder(Failing(), rule="exact").decode(PROMPTS, NEW)
 
 
+def test_a_drafter_that_fails_while_a_text_ends_begins_anew() -> None:
+    """In the same pass. Its state may not have these rows, so it is not asked to keep any."""
+    drafter = Failing()
+    drafter.failing = ["observe 1", "keep 1"]
+    drafter.keep_rows = lambda rows: drafter._may_fail("keep")  # type: ignore[method-assign]
+    decoding = Decoding(decoder(drafter, rule="exact"), on_error=lambda row, error: None)
+    decoding.admit(PROMPTS[:2], [2, 4])
+    outputs = finish(decoding)
+    assert drafter.failing == ["keep 1"]
+    assert not decoding.errors
+    assert [len(outputs[row]) for row in (0, 1)] == [2, 4]
+
+
 @pytest.mark.parametrize("parents", [None, (-1, -1, 0)])
 def test_a_drafted_token_whose_keys_are_not_finite_ends_no_text(parents: Any) -> None:
     """Its row gets no draft in that pass: a mask does not hide NaN."""

@@ -217,7 +217,7 @@ class StoreDrafter(Drafter):
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
         waits = verification.waits
         for row, length in enumerate(verification.lengths):
-            if waits is not None and waits[row]:
+            if verification.broken[row] or (waits is not None and waits[row]):
                 continue
             text = verification.contexts.tokens[row, max(length - self.max_n, 0) : length].tolist()
             known, accepted = len(text), int(verification.accepted[row])
