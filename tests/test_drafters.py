@@ -692,9 +692,15 @@ def test_texts_have_the_distribution_of_a_target_with_other_padding(shape: str) 
 
 
 def mismatches(
-    drafter: Drafter, sampling: Sampling, rows: int, gamma: int, vocab: int = 300
+    drafter: Drafter,
+    sampling: Sampling,
+    rows: int,
+    gamma: int,
+    vocab: int = 300,
+    ids: torch.Tensor | None = None,
 ) -> tuple[int, int]:
-    """Draws that the declared q, with the same uniforms, would not have given; and how many."""
+    """Draws that the declared q, with the same uniforms, would not have given; and how many.
+    ids: the draft vocabulary, in which the drafter draws."""
     random = np.random.default_rng(0)
     contexts = contexts_of(random.integers(3, vocab, (rows, 4)).tolist())
     wrong = total = 0
@@ -705,7 +711,8 @@ def mismatches(
         draft = drafter.draft(contexts, limits_of(contexts, gamma), sampling, rng)
         if draft.q is not None:
             uniforms = rng.uniforms(CounterRNG.DRAFT, 0, draft.tokens.shape[1])
-            again = draw(draft.q, uniforms)
+            again = draw(draft.q if ids is None else draft.q[..., ids], uniforms)
+            again = again if ids is None else ids[again]
             wrong += int(((again != draft.tokens) & draft.valid()).sum())
             assert draft.q.dtype == torch.float32
         total += int(draft.sizes.sum())
@@ -732,7 +739,7 @@ def test_q_over_a_reduced_vocabulary_is_honest() -> None:
     output.weight = torch.nn.Parameter(lm.get_output_embeddings().weight[ids].clone())
     lm.set_output_embeddings(output)
     drafter = SmallLMDrafter(lm.requires_grad_(False), ids)
-    assert mismatches(drafter, SAMPLINGS[1], rows=1000, gamma=4) == (0, 8000)
+    assert mismatches(drafter, SAMPLINGS[1], rows=1000, gamma=4, ids=ids) == (0, 8000)
 
     contexts = contexts_of([[5, 6, 7]])
     drafter.start(contexts)

@@ -791,7 +791,7 @@ def test_the_command_line_from_plan_to_text(base):
         "≤ 6 by heuristic:max_depth=6,first=2",
         "lenience:lenience=0.7 (LOSSY",
         "min-p 0.01, repetition penalty 1.1, drafter's temperature 0.7",
-        "shape chain",
+        "drafts: chain",
     ):
         assert part in told
     written = json.loads(steps.read_text())

@@ -19,6 +19,7 @@ from decode.target.pretrained import has_encoder
 
 VOCABULARY = 320
 WINDOW = 6
+POSITIONS = 64  # at least: a trial's texts fit
 EXPERTS = 16
 INNER = 128  # the width of feed-forward layers
 LAYERS = 4  # the fewest layers
@@ -37,6 +38,7 @@ _INNER = re.compile(
 )
 _EXPERTS = re.compile(r"(num|n)_(routed_|local_)?experts$")
 _WINDOWS = re.compile(r"window(_size)?$|^(local_attention|index_topk)$")
+_POSITIONS = re.compile(r"^(max_position_embeddings|n_positions|n_ctx|max_seq(uence)?_len(gth)?)$")
 _TOKENS = re.compile(r"_token_(id|index)$|^(pad|eos|bos|unk|mask)_index$")
 
 
@@ -88,10 +90,11 @@ def _spec(config: Any) -> list[dict[str, Any]]:
 
 
 def _shorten(config: Any) -> None:
-    """Fewer layers and tokens, and short windows."""
+    """Fewer layers and tokens, short windows, and positions for a trial's texts."""
     _change(config, re.compile(r"vocab_size|^n_words$"), lambda size: min(size, VOCABULARY))
     _change(config, _TOKENS, lambda token: token if token < VOCABULARY else 0)
     _change(config, _WINDOWS, lambda size: min(size, WINDOW))
+    _change(config, _POSITIONS, lambda count: max(count, POSITIONS))
     layers = vars(config).get(_own_name(config, "num_hidden_layers"))
     if type(layers) is not int:
         return
