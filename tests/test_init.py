@@ -184,8 +184,9 @@ STAGES: list[dict[str, Any]] = [
 def test_the_quickstarts_plan_is_written_as_json(place: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(place)
     written = place / "plan.json"
+    model = save_tiny(place / "long", max_positions=2048)
     planned = command(
-        *("quickstart", f"target.model={place / 'target'}", "target.dtype=float32"),
+        *("quickstart", f"target.model={model}", "target.dtype=float32"),
         *(f"stages.{stage}.draft_vocabulary=100" for stage in ("words", "heads")),
         *("--dry-run", "--json", str(written)),
     )
