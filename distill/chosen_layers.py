@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from decode.errors import UserError
@@ -57,13 +58,18 @@ def other_settings(
                 found = student.get_submodule(rename(name) or "")
             except AttributeError:
                 return f"{name} would not exist"
-            if type(found) is not type(expected):
-                return f"{name} is {type(expected).__name__}, and would be {type(found).__name__}"
+            if type(found) is not (kind := _kind(expected)):
+                return f"{name} is {kind.__name__}, and would be {type(found).__name__}"
             for key, value in _settings(expected).items():
                 other = getattr(found, key, None)
                 if other != value and (other, value) != (number, layer):
                     return f"{key} of {name} is {value!r}, and would be {other!r}"
     return None
+
+
+def _kind(module: nn.Module) -> type:
+    """The class of a module. One whose weights are sharded has a class of FSDP above it."""
+    return next(kind for kind in type(module).__mro__ if not issubclass(kind, FSDPModule))
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:

@@ -248,7 +248,7 @@ def test_all_ranks_ask_the_engine_of_the_first(
         with launched(config, target, 50, tmp_path, mine) as [url]:
             if mine.rank:
                 # A name that the next start deletes, if a kill leaves it.
-                (copy,) = tmp_path.glob(f".tmp-served-target-{os.getpid()}-????????")
+                (copy,) = tmp_path.glob(f".tmp-served-target-*.{os.getpid()}-????????")
                 assert (copy / "config.json").exists()
                 assert left.wait(30)
                 time.sleep(0.3)
