@@ -209,7 +209,7 @@ CASES = {
         ("speculative", "first layers", "deeper", 12_000),
         ("traversal", "self-drafted tree", "plain", 12_000),
         ("speculative", "chain over a part of the text", "plain", 20_000),
-        ("traversal", "tree over a part of the text", "plain", 12_000),
+        ("traversal", "tree over a part of the text", "plain", 20_000),
         ("block", "vertical over a part of the text", "plain", 20_000),
         ("speculative", "lookup or model", "plain", 20_000),
         ("speculative", "vertical", "plain", 20_000),
