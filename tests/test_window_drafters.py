@@ -85,7 +85,7 @@ def recorded(drafter: Any, **options: Any) -> list[tuple[Contexts, Draft]]:
         return made
 
     drafter.draft = kept
-    decoding = Decoding(Decoder(target().model, drafter, sampling=SAMPLED, **options), seed=3)
+    decoding = Decoding(Decoder(target().model, drafter, sampling=SAMPLED, **options), seed=4)
     decoding.admit(PROMPTS[:3], 9)
     while not decoding.finished:
         decoding.step()
