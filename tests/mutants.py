@@ -22,7 +22,7 @@ from decode.drafters.trained import VerifyingDrafter
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import CounterRNG, Sampling, draw
+from decode.sampling import CounterRNG, Sampling, _keys, draw, exponentials
 from decode.target.cache.cached_model import CachedLM
 from decode.verification import Decision, Scores
 
@@ -137,20 +137,22 @@ class TakenForOneQ(_Wrapped):
 
 
 class SharedStreams(_Wrapped):
-    """Accepts by the very random numbers that the draft was drawn with."""
+    """Accepts a token by the very number that it won its race with."""
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        return self.rule.decide(draft, scores, _DraftersOwn(rng))
+        return self.rule.decide(draft, scores, _DraftersOwn(rng, draft.tokens))
 
 
 class _DraftersOwn(CounterRNG):
-    def __init__(self, rng: CounterRNG) -> None:
-        self.rng = rng
+    def __init__(self, rng: CounterRNG, tokens: Tensor) -> None:
+        vars(self).update(vars(rng))
+        keys = _keys(rng.uniforms(CounterRNG.DRAFT, 0, tokens.shape[1]))
+        self._won_with = 1 - (-exponentials(keys, tokens[..., None])[..., 0]).exp()
 
     def uniforms(self, stream: int, first: int, count: int) -> Tensor:
-        return self.rng.uniforms(
-            CounterRNG.DRAFT if stream == CounterRNG.ACCEPT else stream, first, count
-        )
+        if stream == CounterRNG.ACCEPT:
+            return self._won_with[:, first : first + count]
+        return super().uniforms(stream, first, count)
 
 
 class SharedCascade(VerticalCascade):
