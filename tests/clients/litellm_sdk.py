@@ -2,6 +2,8 @@ import os
 
 import litellm
 
+litellm.suppress_debug_info = True  # it prints advice
+
 answer = litellm.completion(
     model=f"openai/{os.environ['MODEL']}",
     api_base=os.environ["BASE_URL"],

@@ -18,10 +18,11 @@ stream = client.chat.completions.create(
 assert "".join(c.choices[0].delta.content or "" for c in stream if c.choices) == answer
 response = client.responses.create(input=os.environ["PROMPT"], max_output_tokens=16, **asked)
 assert response.output_text == answer
-with client.responses.stream(
-    input=os.environ["PROMPT"], max_output_tokens=16, **asked
-) as response_stream:
-    assert response_stream.get_final_response().output_text == answer
+events = client.responses.create(
+    input=os.environ["PROMPT"], max_output_tokens=16, stream=True, **asked
+)
+deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+assert "".join(deltas) == answer
 completion = client.completions.create(prompt=os.environ["PROMPT"], **asked)
 assert completion.usage.completion_tokens <= 16
 print(answer)
