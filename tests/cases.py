@@ -41,13 +41,15 @@ MUST: dict[str, Sequence[str]] = {
     "20_chat_encoding": (r"chat status 0", r"generate status 0"),
     "23_vlm_checkpoint": (r"(?s)(error: .*images.*\n){2}",),
     "csv_na_words": (r"train: 24 ",),
-    "export_smaller_padding": (r"320|refused|error: ",),
+    "export_smaller_padding": (r'"vocab_size": 320',),
     "generate_prompt_too_long": (r"train\.jsonl:\d+",),
     "import_shard_missing": (r"error: .*\.safetensors",),
     "scaled_logits_gemma2_heads": (r"error: ",),
     "target_size_mismatch": (r"error: .*\[",),
     "yaml_placeholder": (r"error: .*config\.yaml",),
 }
+# What is run after a case's command, to see what it wrote.
+AFTERWARDS = {"export_smaller_padding": "cat out/config.json"}
 MUST_NOT: dict[str, Sequence[str]] = {
     "09_default_max_tokens": (r"memory \+\d{4}",),
     "11_temperature_underflow": (r"\[299, 299, 299", r"1e400 200"),
@@ -149,10 +151,12 @@ def ran(case: Path, project: Path) -> tuple[int, str]:
 
 
 def tried(case: Path) -> str:
-    """The command in a training case's README, without a remark in brackets behind it."""
+    """The command in a training case's README, without a remark in brackets behind it; then what
+    shows its result."""
     readme = (case / "README.md").read_text()
     found = re.search(r"^Try .*?`([^`]+?)(?: \([^`]*)?`", readme, re.MULTILINE)
-    return found[1] if found else "false"
+    words = found[1] if found else "false"
+    return " && ".join([words, *([AFTERWARDS[case.name]] if case.name in AFTERWARDS else [])])
 
 
 def asked(case: Path) -> tuple[list[str], str]:

@@ -19,10 +19,18 @@ OutputKind = Literal["own", "shared", "target"]
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """Return the target's output layer. Raises UserError if it is not linear."""
-    layer = model.get_output_embeddings()
+    """Return the target's output layer. Raises UserError if it is not linear, or reads other states
+    than those of the last layer."""
+    layer, name = model.get_output_embeddings(), type(model).__name__
     if not isinstance(layer, nn.Linear):
-        raise UserError(f"{type(model).__name__} has no linear output layer for heads to work with")
+        raise UserError(f"{name} has no linear output layer for heads to work with")
+    states = getattr(model.config.get_text_config(decoder=True), "hidden_size", layer.in_features)
+    if layer.in_features != states:
+        raise UserError(
+            f"{name} changes its hidden states of {states} numbers before its output layer, which "
+            f"reads {layer.in_features}; heads need a target whose output layer reads them as they "
+            "are"
+        )
     return layer
 
 
