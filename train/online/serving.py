@@ -200,6 +200,8 @@ class Serving:
         config = self.config
         observers: list[Any] = [self.online.observe] if self.online else []
         observers += [background.swap] if background else []
+        # Each request of a stream has numbers of its own, so a run that goes on draws the same.
+        self.drafter.learning = False
         return Decoder(
             self.target.model,
             self.drafter,
