@@ -63,10 +63,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def own_text(model: Any, prompt: list[int]) -> list[int]:
+@torch.no_grad()
+def own_text(model: Any, prompt: list[int], tokens: int) -> list[int]:
     """Greedy, by the model's own forward over the whole text."""
     ids = list(prompt)
-    for _ in range(TOKENS):
+    for _ in range(tokens):
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
         ids.append(int(logits[0, -1].argmax()))
     return ids[len(prompt) :]
@@ -77,7 +78,7 @@ class Trials:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.texts = [own_text(model, prompt) for prompt in PROMPTS]
+        self.texts = [own_text(model, prompt, TOKENS) for prompt in PROMPTS]
 
     def alone(self) -> str:
         decoder = Decoder(self.model, DRAFTERS["none"]())

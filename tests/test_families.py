@@ -18,6 +18,7 @@ from decode.target.forward import recognition
 from decode.target.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.target.memory import slot_bytes
 from heads.layers.llama_layer import layer_config
+from tests.families import own_text
 from tests.tiny import sharpen, tiny_model
 
 WINDOW = 8
@@ -75,16 +76,6 @@ def family_model(name: str) -> Any:
     return model.eval()
 
 
-@torch.no_grad()
-def own_text(model: Any, prompt: list[int]) -> list[int]:
-    """Greedy, by the model's own forward over the whole text."""
-    ids = list(prompt)
-    for _ in range(TOKENS):
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
-
-
 REFUSED = {
     "gpt-1": ("openai-gpt", {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}),
     "bloom": ("bloom", {"vocab_size": 64, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
@@ -95,7 +86,7 @@ REFUSED = {
 def test_text_is_the_models_own(name: str) -> None:
     """Alone and in a ragged batch, with drafts, and with a known beginning."""
     model = family_model(name)
-    texts = [own_text(model, prompt) for prompt in PROMPTS]
+    texts = [own_text(model, prompt, TOKENS) for prompt in PROMPTS]
     prefixes = PrefixCache()
     decoder = Decoder(model, DRAFTERS["ngram"](), gamma=3, prefixes=prefixes)
     assert decoder.decode(PROMPTS[1:], TOKENS).outputs == texts[1:]
