@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from decode.drafters import Drafter
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.parts import Part
 from decode.policies import Policy
 from decode.rows import Rows, RowSettings, require_prompts, token_ids
@@ -334,6 +334,7 @@ class Decoder(Setup):
         their places, some at a time: reading several costs little more than reading one. None: all.
         """
         prompts = token_ids(prompts)
+        require_whole(max_new_tokens=max_new_tokens)
         require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
         if batch_size is not None and batch_size < 1:
             raise UserError(f"batch_size is {batch_size}; expected at least 1")

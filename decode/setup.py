@@ -59,6 +59,9 @@ class Setup:
         target. If False, the first token is drafted and verified like all others. The text is the
         same (when sampled: its distribution), each prompt takes one more pass, and the counts
         include that token. This helps to debug a drafter right after a prompt.
+    numbers_repeat: whether a drafter that learns may remember a text that was drawn with the same
+        random numbers. Such a drafter gets other numbers in each decode. Set it to False if each
+        text has numbers of its own, or if the drafter forgets first.
 
     Raises UserError if γ < 1 or γ reaches the context length, for an unknown rule, a rule that
     cannot judge this drafter's drafts, a policy that watches chains for a drafter of trees, or a
@@ -101,6 +104,7 @@ class Setup:
         self.stop = stop
         self.processors, self.observers = list(processors), list(observers)
         self.prefixes, self.first_target = prefixes, first_target
+        self.numbers_repeat = True
         self.eos = np.array(sorted(eos_ids(eos_token_ids)), dtype=np.int64)
 
     def use(self, parts: Parts) -> None:

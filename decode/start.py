@@ -8,7 +8,7 @@ import torch
 
 from decode.device import to_device
 from decode.draft import Contexts
-from decode.errors import UserError
+from decode.errors import UserError, require_whole
 from decode.parts import Parts
 from decode.rows import Rows, RowSettings, require_prompts
 from decode.rules import used_rule
@@ -44,13 +44,14 @@ def new_rows(
     judge the drafts of a row.
     """
     count, device = len(prompts), setup.lm.device
-    limits = [max_new_tokens] if isinstance(max_new_tokens, int) else list(max_new_tokens)
+    several = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
+    limits = list(max_new_tokens) if several else [max_new_tokens]  # type: ignore[arg-type]
     each = [settings] if isinstance(settings, RowSettings) else list(settings)
-    if min(limits, default=1) < 1:
-        raise UserError(f"max_new_tokens is {min(limits)}; expected at least 1")
+    for limit in limits:
+        require_whole(max_new_tokens=limit)
     require_prompts(prompts, setup.lm.max_prompt, setup.vocab_size)
     for name, values, one in (
-        ("max_new_tokens", limits, isinstance(max_new_tokens, int)),
+        ("max_new_tokens", limits, not several),
         ("settings", each, isinstance(settings, RowSettings)),
     ):
         if len(values) != count and not one:
@@ -87,7 +88,8 @@ def new_rows(
 def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:
     """Whether a text depends on what the drafter or the policy remembers, which was drawn with the
     numbers of earlier texts. It does not if exact match judges the drafts."""
-    if not (setup.drafter.learns or setup.policy.by_batch):
+    remembers = setup.drafter.learns and setup.numbers_repeat
+    if not (remembers or setup.policy.by_batch):
         return False
     rule = used_rule(setup.parts.rule, settings.sampling)
     chosen = setup.drafter.siblings(settings.drafts) == "chosen"

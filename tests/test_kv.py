@@ -9,7 +9,7 @@ import torch
 from decode.target.cache.cached_model import CachedLM
 from decode.target.forward.lean_forward import LeanForward
 from decode.target.hidden_states import FINAL
-from tests.test_trees import MORE, Deaf
+from tests.test_trees import MORE
 from tests.tiny import FAMILIES, VOCAB, forbid_packing, tiny_model
 
 IDS = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(0))
@@ -64,9 +64,20 @@ def test_one_column_is_what_all_columns_have_there(
         assert torch.equal(one[:, 0], asked[torch.arange(4), torch.as_tensor(picked)])
 
 
+class Unnamed(torch.nn.Module):
+    """A model whose output layer cannot be found."""
+
+    def __init__(self, lm: Any) -> None:
+        super().__init__()
+        self.lm, self.config, self.device, self.dtype = lm, lm.config, lm.device, lm.dtype
+
+    def forward(self, **inputs: Any) -> Any:
+        return self.lm(**inputs)
+
+
 def test_without_an_output_layer_a_column_is_taken_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     forbid_packing(monkeypatch)
     model = tiny_model("llama")
-    deaf: Any = Deaf(model)
+    unnamed: Any = Unnamed(model)
     each = COLUMNS[:, None]
-    assert torch.equal(fed(CachedLM(deaf), each), fed(CachedLM(model), each))
+    assert torch.equal(fed(CachedLM(unnamed), each), fed(CachedLM(model), each))

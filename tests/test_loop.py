@@ -362,8 +362,10 @@ def test_bad_input_is_refused() -> None:
         decoder.decode([], NEW)
     with pytest.raises(UserError, match="prompt 1 is empty"):
         decoder.decode([[5], []], NEW)
-    with pytest.raises(UserError, match="max_new_tokens is 0"):
-        decoder.decode([[5]], 0)
+    wrong: list[Any] = [0, -1, 2.5, "8", None, True]
+    for limit in wrong:
+        with pytest.raises(UserError, match=f"max_new_tokens is {limit!r}; expected a whole"):
+            decoder.decode([[5]], limit)
     with pytest.raises(UserError, match=r"gamma is 0.*drafter none"):
         Decoder(model("llama"), none, gamma=0)
     with pytest.raises(UserError, match=r'unknown verification rule .*Did you mean "speculative"'):

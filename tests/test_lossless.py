@@ -6,6 +6,7 @@ found.
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -430,11 +431,23 @@ class Taught(SmallLMDrafter):
                     self.lm.model.get_output_embeddings().weight[int(token)] *= 1.2
 
 
+@functools.cache
+def _pupil(make: Callable[[float], Any]) -> Any:
+    return copy.deepcopy(make(0.2))
+
+
+def untaught(make: Callable[[float], Any]) -> Any:
+    """One model for all drafters, with its first weights again: a copy would be tried each time."""
+    pupil = _pupil(make)
+    pupil.load_state_dict(make(0.2).state_dict())
+    return pupil
+
+
 LEARNERS: dict[str, Callable[[Case], Drafter]] = {
     "store": lambda case: StoreDrafter(1, 3),
     "max_gram": lambda case: MaxGramDrafter(),
     "suffix": lambda case: SuffixDrafter(),
     "swift": lambda case: SwiftDrafter(window=2, max_trials=4),
     "store, then a model": lambda case: CompositeDrafter([StoreDrafter(2, 3), small_lm(case=case)]),
-    "learning": lambda case: Taught(copy.deepcopy(case.model(0.2))),
+    "learning": lambda case: Taught(untaught(case.model)),
 }

@@ -121,13 +121,14 @@ def calibrate_threshold(
         rule = {"name": "threshold", "threshold": float(theta)}
         decoder, _ = replace(settings, rule=rule).decoder(target, drafter, shortest)
         decoder.decode([prompts[0]], min(8, max_new_tokens))  # warm-up, not part of any figure
+        decoder.numbers_repeat = False  # each θ meets each prompt as a new one
         decoders.append(decoder)
     runs: list[list[Decoded]] = [[] for _ in thetas]
     for done, prompt in enumerate(prompts):
         # Each θ goes first in turn, so that a drift of the machine does not affect the comparison.
         for turn in range(len(thetas)):
             index = (turn + done) % len(thetas)
-            decoders[index].drafter.forget()  # each θ meets the prompt as a new one
+            decoders[index].drafter.forget()
             run = decoders[index].decode([prompt], max_new_tokens, seed=seed, row_ids=[done])
             runs[index].append(run)
         if progress:

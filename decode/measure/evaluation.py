@@ -57,6 +57,7 @@ def evaluate(
     protocol = replace(protocol, rule=rule, gamma=max_depth)
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     speculative.drafter.forget()  # what the costs were measured on
+    speculative.numbers_repeat = False  # it forgets again before the prompts are timed
     outputs, counts, steps = _decode_all(speculative, prompts, protocol, report, ranks)
     runs = time_by_turns(target, plain, speculative, prompts, batches, protocol, report)
     marks = None if target.has_encoder else thinking_tokens(target.tokenizer)

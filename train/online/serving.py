@@ -200,9 +200,7 @@ class Serving:
         config = self.config
         observers: list[Any] = [self.online.observe] if self.online else []
         observers += [background.swap] if background else []
-        # Each request of a stream has numbers of its own, so a run that goes on draws the same.
-        self.drafter.learning = False
-        return Decoder(
+        decoder = Decoder(
             self.target.model,
             self.drafter,
             eos_token_ids=self.target.eos_token_ids,
@@ -211,6 +209,9 @@ class Serving:
             sampling=config.sampling.build(),
             observers=observers,
         )
+        # Each request of a stream has numbers of its own, so a run that goes on draws the same.
+        decoder.numbers_repeat = False
+        return decoder
 
     def _serve(self, decoder: Decoder, stop_request: StopRequest) -> bool:
         """Answer the next batch. Returns whether any rank was asked to stop."""
