@@ -37,13 +37,13 @@ from benchmarks.common import (
     write_json,
 )
 from decode.drafters import Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.several.combined import SeveralDrafters
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
-from decode.sampling import Sampling
+from decode.opening.directory import open_drafter
 from train.data.read import spread
-from train.run import Run
+from train.run.run import Run
 
 # The stages whose drafters an arm has.
 ARMS = {"A": ["a"], "A longer": ["longer"], "A++A′": ["a", "plain"], "A++B": ["a", "boosted"]}

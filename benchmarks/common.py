@@ -15,12 +15,13 @@ import torch
 import typer
 from accelerate import Accelerator
 
-from decode.errors import UserError
-from train.cli.command import cores, quieten, shows_errors, table
-from train.config import validate_config
-from train.console import Reporter
-from train.provenance import describe_process
-from train.run import Run, make_directory
+from decode.base.errors import UserError
+from draftsmith.cli.command import shows_errors, table
+from train.base.console import Reporter, quieten
+from train.base.launcher import cores
+from train.base.provenance import describe_process
+from train.run.config import validate_config
+from train.run.run import Run, make_directory
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -148,7 +149,7 @@ def with_interval(row: dict[str, Any], figure: str, digits: int) -> str:
 
 
 def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Like `train.provenance.describe_process`, with the versions of these packages too."""
+    """Like `train.base.provenance.describe_process`, with the versions of these packages too."""
     process = describe_process()
     for package in packages:
         try:

@@ -38,13 +38,13 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.parts.context_costs import cost_rows, with_random_weights
-from benchmarks.parts.notes import NotesOption, behind_notes, notes_of
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
+from benchmarks.shared.context_costs import cost_rows, with_random_weights
+from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
+from decode.base.errors import UserError
 from decode.measure.evaluation import evaluate
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from decode.target.loading import load_target
 from train.data.read import read_examples, spread
 
 LENGTHS = "0,1000,2000,4000,7500"

@@ -35,14 +35,14 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.parts.process_memory import peak_resident_memory
+from benchmarks.shared.process_memory import peak_resident_memory
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat import Sample
 from train.data.corpus import SHARE_EXAMPLES
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import split_off, without_duplicates
 from train.data.stored_samples import PART, StoredSamples, sizes, write_samples
-from train.run import make_directory
+from train.run.run import make_directory
 
 LISTS = 20_000  # conversations that are kept as lists, and that the slower passes read
 BATCHES = 500  # that are read

@@ -51,8 +51,8 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.parts.decode_contestants import NAMES, Models
-from benchmarks.parts.decode_measurements import (
+from benchmarks.shared.decode_contestants import NAMES, Models
+from benchmarks.shared.decode_measurements import (
     OURS,
     PACKAGES,
     Contest,
@@ -62,10 +62,10 @@ from benchmarks.parts.decode_measurements import (
     long_answers,
     profile_loop,
 )
-from benchmarks.parts.notes import NotesOption, behind_notes, notes_of
-from decode.target.loading import Target, load_target
-from train.cli.command import table
-from train.console import Reporter
+from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
+from decode.model.loading import Target, load_target
+from draftsmith.cli.command import table
+from train.base.console import Reporter
 from train.data.read import read_examples
 
 # Ratio name: (contestant whose time is the numerator, contestant whose time is the denominator).

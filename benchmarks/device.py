@@ -6,7 +6,7 @@ Needs no download: the models are llamas with random weights in bfloat16. On CUD
 shape of a 1B llama and the drafter 0.1B parameters. With --quick, and on a CPU, both are much
 smaller. The output states all shapes.
 
-Random models agree on nothing, so both are given a script (`benchmarks.parts.device_parts`): they
+Random models agree on nothing, so both are given a script (`benchmarks.shared.device_parts`): they
 compute as usual and then say the text that the script names. The drafter's script is right in a
 fixed share of the positions. So every loop emits the same tokens, accepts the same drafts, and
 differs only in time. In the other parts only the time of passes matters, not what they predict.
@@ -35,8 +35,8 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.decode import contest_table
-from benchmarks.parts.decode_measurements import timed
-from benchmarks.parts.device_parts import (
+from benchmarks.shared.decode_measurements import timed
+from benchmarks.shared.device_parts import (
     ANSWERS,
     BATCH,
     FULL,
@@ -49,12 +49,12 @@ from benchmarks.parts.device_parts import (
     text_speeds,
     train_here,
 )
-from benchmarks.parts.process_memory import forget_peak, peak_resident_memory
-from decode.errors import UserError
-from decode.measure.costs import OtherProcesses, busy
+from benchmarks.shared.process_memory import forget_peak, peak_resident_memory
+from decode.base.errors import UserError
+from decode.costs import OtherProcesses, busy
 from decode.measure.machine import describe_gpus
-from decode.target.loading import resolve_device
-from train.cli.examination import Findings
+from decode.model.loading import resolve_device
+from draftsmith.cli.examination import Findings
 
 Part = Callable[[Bench], dict[str, Any]]
 PARTS: dict[str, Part] = {

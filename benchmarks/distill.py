@@ -45,14 +45,14 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.parts.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation
-from benchmarks.parts.distill_settings import Settings
-from benchmarks.parts.process_memory import forget_peak, peak_resident_memory, resident_memory
+from benchmarks.shared.distill_contestants import MANY_TEXTS, NAMES, EagerDistillation
+from benchmarks.shared.distill_settings import Settings
+from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, resident_memory
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
-from train.console import Reporter
-from train.plots import LIGHT, SERIES
+from train.base.console import Reporter
+from train.report.plots import LIGHT, SERIES
 
 TRL_REQUIREMENT = "trl>=1.16,<1.17"
 EQUAL_LENGTH = ("ours", "ours_eager", "trl", "trl_chunked")
@@ -101,7 +101,7 @@ def main(
     }
     curves = _curves(reporter, precision, quick)
     padding = in_fresh_process(
-        "benchmarks.parts.distill_contestants:padding_of_many", settings=asdict(settings)
+        "benchmarks.shared.distill_contestants:padding_of_many", settings=asdict(settings)
     )
     values = ratios(results)
     for title, contest in results.items():
@@ -171,7 +171,7 @@ def _contest(
         for name in names:
             reporter.say(f"{length}, {number + 1} of {repeats}: {NAMES[name]}")
             figures = in_fresh_process(
-                "benchmarks.parts.distill_contestants:measure",
+                "benchmarks.shared.distill_contestants:measure",
                 contestant=name,
                 settings=asdict(settings),
             )

@@ -55,7 +55,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.heads import HEADS, PARD, SMALL_LM, Settings, heads_config, plot_arms
-from benchmarks.parts.drafter_contestants import (
+from benchmarks.shared.drafter_contestants import (
     Contestant,
     cascades_of,
     named,
@@ -68,15 +68,15 @@ from benchmarks.parts.drafter_contestants import (
     trained_drafters,
     untrained,
 )
-from benchmarks.parts.held_memory import held_bytes
-from benchmarks.parts.small_vocabulary import write_student
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
+from benchmarks.shared.held_memory import held_bytes
+from benchmarks.shared.small_vocabulary import write_student
+from decode.base.errors import UserError
 from decode.measure.evaluation import evaluate
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from decode.target.loading import Target, load_target
-from train.cli.command import tokenized_prompts
-from train.console import Reporter
+from draftsmith.cli.command import tokenized_prompts
+from train.base.console import Reporter
 from train.data.read import read_examples, spread
 
 DATASTORE_NODES = 8

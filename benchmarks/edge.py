@@ -40,18 +40,18 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.parts.relay import Relay
+from benchmarks.shared.relay import Relay
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
-from decode.loop import Decoder
-from decode.parts import Part
-from decode.sampling import Sampling
-from decode.target.loading import Target, load_target
-from train.cli.command import tokenized_prompts
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.loop.parts import Part
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
+from draftsmith.cli.command import tokenized_prompts
+from draftsmith.edge.client import EdgeClient, summary
+from draftsmith.edge.link import Link
 from train.data.read import read_examples
-from train.edge.client import EdgeClient, summary
-from train.edge.link import Link
-from train.export.engines.child_process import free_port
+from train.engines.child_process import free_port
 
 ROUND_TRIPS = (0, 5, 20, 50, 100, 200)  # milliseconds
 QUICK = (0, 20, 100)
@@ -209,7 +209,7 @@ def _serving(target: str, dtype: str) -> Iterator[int]:
     """The port of a verification server in a process of its own: in one process, edge and server
     would share their threads."""
     port = free_port()
-    server = [sys.executable, "-m", "train.cli.main", "verify-server", "--target", target]
+    server = [sys.executable, "-m", "draftsmith.cli.main", "verify-server", "--target", target]
     command = [*server, "--dtype", dtype, "--device", "cpu", "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

@@ -3,7 +3,7 @@
     python -m benchmarks.encoder_decoder [--quick] [--json FILE] [--runs DIR]
 
 No package has weights of a real model with an encoder. So the benchmark first trains a T5 from
-random weights on an invented translation (`benchmarks.parts.translation`), for a few minutes. The
+random weights on an invented translation (`benchmarks.shared.translation`), for a few minutes. The
 target answers the training sources, and three drafters learn from its answers:
 
     blockwise      heads on the decoder's states (1811.03115); the target stays as it is
@@ -41,14 +41,14 @@ from benchmarks.common import (
     with_interval,
     write_json,
 )
-from benchmarks.parts.translation import SPLITS, Shape, write_target
+from benchmarks.shared.translation import SPLITS, Shape, write_target
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.measure.evaluation import evaluate
 from decode.measure.timed_prompts import fastest_gamma
+from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from train.console import Reporter
-from train.run import Run
+from train.base.console import Reporter
+from train.run.run import Run
 
 HEADS: dict[str, dict[str, Any]] = {
     "blockwise": {"type": "blockwise", "k": 5},

@@ -29,17 +29,17 @@ from benchmarks.common import (
     write_json,
 )
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure.same_text import identical
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.slots import round_up_slots
-from decode.target.forward.lean_forward import SLOT_STEP, AttentionMask
-from decode.target.loading import Target, load_target
-from decode.trees import Chain
-from train.cli.command import tokenized_prompts
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.slots import round_up_slots
+from decode.model.forward.lean_forward import SLOT_STEP, AttentionMask
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
+from decode.shapes import Chain
+from draftsmith.cli.command import tokenized_prompts
 from train.data.read import read_examples
 
 CONTEXTS = (100, 1000, 4000)

@@ -33,7 +33,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")

@@ -43,15 +43,15 @@ from benchmarks.common import (
     with_interval,
     write_json,
 )
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from decode.target.loading import Target, load_target
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.read import spread
-from train.run import Run
+from train.run.run import Run
 
 TEXT = ["answers", "variants"]
 # Block drafters read the layers that are cached for EAGLE-3.

@@ -43,20 +43,21 @@ from benchmarks.common import (
 )
 from benchmarks.decode import train_drafter
 from benchmarks.serve.process import MODEL, ServiceProcess, command, serve_command
-from decode.device import dtype_name
-from decode.errors import UserError
-from decode.target.loading import Target, load_target
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.model.loading import Target, load_target, target_gguf
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import ENGINES
+from draftsmith.export.engines.llama_server import program
+from draftsmith.export.export_directory import export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
+from draftsmith.learn.cycle import Learner
+from draftsmith.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
+from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from train.data.read import read_examples
-from train.export import ExportOptions
-from train.export.engines import ENGINES, environment_of
-from train.export.engines.llama_server import program
-from train.export.export_directory import export_drafter
-from train.export.formats import FORMATS
-from train.export.formats.gguf_layout import FILE, GGUFLayout, target_gguf
-from train.learn.counters import ask, read_counters
-from train.learn.cycle import Learner
-from train.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
-from train.learn.swap import EngineProcesses, RecorderSwitch
+from train.engines.child_process import environment_of
+from train.engines.counters import ask, read_counters
 
 DRIFT = "You are the assistant of a shop. Answer in one short sentence."
 KEY, RECORDED = "DRAFTSMITH_BENCHMARK_KEY", "records-allowed"

@@ -41,10 +41,10 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.parts.dense_attention import dense_attention
-from benchmarks.parts.process_memory import forget_peak, peak_resident_memory, resident_memory
-from decode.target.hidden_states import FINAL
-from decode.target.loading import resolve_device
+from benchmarks.shared.dense_attention import dense_attention
+from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, resident_memory
+from decode.model.hidden_states import FINAL
+from decode.model.loading import resolve_device
 from distill.losses import WeightedLoss
 from heads.eagle_heads import Eagle3Heads, Eagle3Options
 from heads.head_training import HeadTraining

@@ -44,22 +44,22 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from decode.drafters.directory import open_drafter
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import load_vocabulary
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
-from decode.sampling import Sampling
-from decode.target.loading import Target, load_model_and_tokenizer
+from decode.model.loading import Target, load_model_and_tokenizer
+from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.batches import collate, inputs
 from train.data.chat import to_sample
 from train.data.corpus import read_answers
 from train.data.read import spread
-from train.run import Run
+from train.run.run import Run
 
 # (loss, text): every loss on sampled text, then the other combinations that the papers recommend.
 ARMS = [

@@ -47,7 +47,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.parts.domain_prompts import (
+from benchmarks.shared.domain_prompts import (
     CodeOption,
     DataOption,
     GeneralOption,
@@ -58,7 +58,7 @@ from benchmarks.parts.domain_prompts import (
     make_settings,
     prepare,
 )
-from benchmarks.parts.online_runs import (
+from benchmarks.shared.online_runs import (
     BATCH,
     DOMAINS,
     FAMILIES,
@@ -71,12 +71,12 @@ from benchmarks.parts.online_runs import (
     offline_steps,
     second_config,
 )
-from decode.drafters.directory import open_drafter
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
-from decode.sampling import Sampling
-from train.plots import LIGHT, SERIES
-from train.run import Run
+from decode.opening.directory import open_drafter
+from train.report.plots import LIGHT, SERIES
+from train.run.run import Run
 
 END = 40  # requests at the end of a domain
 # An arm has recovered if a window's acceptance is at most this far below the domain's end.

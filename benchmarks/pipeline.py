@@ -29,20 +29,20 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.parts.pipeline_checks import (
+from benchmarks.shared.pipeline_checks import (
     compare_answers,
     compare_drafters,
     compare_training,
     verify_in_vllm,
 )
-from benchmarks.parts.pipeline_runs import ROOT, Kill, PipelineRun, draw_places
-from decode.errors import UserError
-from decode.target.loading import load_target
-from train.config import load_config
-from train.console import Reporter
+from benchmarks.shared.pipeline_runs import ROOT, Kill, PipelineRun, draw_places
+from decode.base.errors import UserError
+from decode.model.loading import load_target
+from draftsmith.export.engines import ENGINES
+from train.base.console import Reporter
 from train.data.read import spread
-from train.export.engines import ENGINES
-from train.run import Run, make_directory
+from train.run.config import load_config
+from train.run.run import Run, make_directory
 
 CONFIG = ROOT / "configs" / "recipes" / "pipeline_smollm2.yaml"
 LAYERS = 7  # the fewest of which EAGLE-3 reads three

@@ -31,13 +31,14 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from decode.drafters.directory import open_drafter
 from decode.drafters.trained import ShapedDrafter
 from decode.measure.calibrate_tree import calibrate_tree
 from decode.measure.evaluation import evaluate
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from decode.target.loading import load_target
-from train.cli.command import cores, tokenized_prompts
+from draftsmith.cli.command import tokenized_prompts
+from train.base.launcher import cores
 from train.data.read import read_examples
 from train.report.format_figures import format_ratio, format_share
 

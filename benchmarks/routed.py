@@ -34,7 +34,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.online import END, acceptance, read_counts
-from benchmarks.parts.domain_prompts import (
+from benchmarks.shared.domain_prompts import (
     CodeOption,
     DataOption,
     GeneralOption,
@@ -45,8 +45,8 @@ from benchmarks.parts.domain_prompts import (
     make_settings,
     prepare,
 )
-from benchmarks.parts.online_runs import DOMAINS, GAMMA, routed_config
-from decode.artifact import write_file
+from benchmarks.shared.online_runs import DOMAINS, GAMMA, routed_config
+from decode.base.artifact import write_file
 
 FROZEN, ONE, EACH = "frozen", "one for all", "one for each"
 

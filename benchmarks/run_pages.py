@@ -16,11 +16,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import run_command
-from benchmarks.parts.browser import find_browser, opened
-from decode.errors import UserError
-from train.net.listen import bind
-from train.watch.run_state import RunState
-from train.watch.server import HOST, WatchServer
+from benchmarks.shared.browser import find_browser, opened
+from decode.base.errors import UserError
+from draftsmith.net.listen import bind
+from draftsmith.watch.run_state import RunState
+from draftsmith.watch.server import HOST, WatchServer
 
 WIDTH = 1000  # pixels
 WATCH_HEIGHT, REPORT_HEIGHT = 990, 1460  # pixels; what is below is not in the picture

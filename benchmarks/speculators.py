@@ -6,7 +6,7 @@
 The same texts, hidden states and weights: our heads are exported, and the library loads the export.
 Both train EAGLE-3 (2503.01840) with three steps of the training-time test, the forward KL and the
 target's output layer, which the library never trains. One text a step, one thread. Both steps are
-forward, backward, clipping and AdamW, measured by the same code (`benchmarks.parts.timed_steps`).
+forward, backward, clipping and AdamW, measured by the same code (`benchmarks.shared.timed_steps`).
 
 The library's model runs in its own environment (`make engine-speculators`), with both forms of
 attention whose backward a CPU has, and with the loss that is no GPU kernel. A row shows what its
@@ -39,24 +39,24 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.parts.timed_steps import measure_steps
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target, load_target
+from benchmarks.shared.timed_steps import measure_steps
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target, load_target
 from distill.choose_vocabulary import most_frequent
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
+from draftsmith.cli.command import tokenized_prompts
+from draftsmith.export import ExportOptions
+from draftsmith.export.export_directory import export_drafter
 from heads.eagle_heads import Eagle3Options
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
-from train.cli.command import tokenized_prompts
 from train.data.read import read_examples
-from train.export import ExportOptions
-from train.export.engines.child_process import model_directory, package_version, run_job
-from train.export.export_directory import export_drafter
+from train.engines.child_process import model_directory, package_version, run_job
 
 LIBRARY = "speculators"
-CHILD = Path(__file__).parent / "parts" / "speculators_child.py"
+CHILD = Path(__file__).parent / "shared" / "speculators_child.py"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
 OURS, ATTENTIONS = "ours", ("sdpa", "eager")
 STEPS, DECAY = 3, 0.8

@@ -26,15 +26,15 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import load_target
-from train.cli.command import tokenized_prompts
+from decode.base.errors import UserError
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
+from draftsmith.cli.command import tokenized_prompts
+from draftsmith.export.engines import EngineTask
+from draftsmith.export.engines.vllm import VLLM
+from draftsmith.export.verify_export import count_drafts
 from train.data.read import read_examples
-from train.export.engines import EngineTask
-from train.export.engines.child_process import package_version
-from train.export.engines.vllm import VLLM
-from train.export.verify_export import count_drafts
+from train.engines.child_process import package_version
 
 # Requests whose outputs are kept: none, and vLLM's default.
 KEPT = {"texts apart": 0, "with earlier outputs": 10000}

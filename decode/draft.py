@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import settled, to_device
+from decode.base.device import settled, to_device
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
@@ -31,7 +31,7 @@ class Contexts:
     tokens: int64 [B, C]. Row b holds lengths[b] tokens, the rest is free space. There is space for
         a draft past the end of the longest text.
     sources: the tokens that the target's encoder read for each row. None: it has no encoder.
-    labels: those of the rows' settings (`decode.rows.RowSettings`). None: no row has one.
+    labels: those of the rows' settings (`decode.loop.rows.RowSettings`). None: no row has one.
     """
 
     tokens: np.ndarray

@@ -4,18 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from decode.base.errors import UserError
+from decode.base.registry import Choice
+from decode.costs import Costs
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.measure.costs import Costs
+from decode.draw.sampling import Sampling
+from decode.lengths import Policy
+from decode.loop.decoding import Decoder
+from decode.loop.parts import Part, make_policy, make_rule, make_shape, plans_by_costs
 from decode.measure.time_costs import measure_costs
-from decode.parts import Part, make_policy, make_rule, make_shape, plans_by_costs
-from decode.policies import Policy
-from decode.registry import Choice
+from decode.model.generation_config import decoder_processors
+from decode.model.loading import Target
 from decode.rules import default_rule
-from decode.sampling import Sampling
-from decode.target.generation_config import decoder_processors
-from decode.target.loading import Target
 from decode.text_stream import Stop
 
 

@@ -12,24 +12,24 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.logits import LogitsProcessor
-from decode.loop import Decoded, Decoder
-from decode.parts import Part, make_policy, make_shape
-from decode.policies import Policy
-from decode.rows import token_ids
+from decode.draw.logits import LogitsProcessor
+from decode.lengths import Policy
+from decode.loop.decoder_setup import eos_ids
+from decode.loop.decoding import Decoded, Decoder
+from decode.loop.parts import Part, make_policy, make_shape
+from decode.loop.rows import token_ids
+from decode.model.cache.prefix_cache import prefix_cache
+from decode.model.generation_config import decoder_processors, sampling_as_generate
+from decode.model.identity import eos_token_ids, fingerprint
+from decode.model.loading import Target
+from decode.model.pretrained import has_encoder
+from decode.opening.directory import open_drafter
 from decode.rules import Rule
-from decode.setup import eos_ids
-from decode.target.cache.prefix_cache import prefix_cache
-from decode.target.generation_config import decoder_processors, sampling_as_generate
-from decode.target.identity import eos_token_ids, fingerprint
-from decode.target.loading import Target
-from decode.target.pretrained import has_encoder
+from decode.shapes import Shape
 from decode.text_stream import StopStrings, TextStream, text_of
-from decode.trees import Shape
 from decode.verification import Observer
 
 # Text to continue without a template, messages to answer, or token ids.
@@ -66,7 +66,7 @@ class SpeculativeGenerator:
     with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids
     that end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes:
     a prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
-    values of that beginning (`decode.target.cache.prefix_cache`). 0: never. Default: 256 MiB for a
+    values of that beginning (`decode.model.cache.prefix_cache`). 0: never. Default: 256 MiB for a
     model in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded:
     tokens, counts and times of the last call.
 

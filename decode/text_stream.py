@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 # How many tokens of text are held back at most. Bytes that are no character then never are one: a
 # character has at most four, and special tokens between them are rare.

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import dtype_name
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
-from decode.errors import UserError
-from decode.logits import LogitsProcessor, penalise, process, tokens_before
-from decode.sampling import Sampling
-from decode.target.cache.probes import Probes
-from decode.target.hidden_states import Features
+from decode.draw.logits import LogitsProcessor, penalise, process, tokens_before
+from decode.draw.sampling import Sampling
+from decode.model.cache.probes import Probes
+from decode.model.hidden_states import Features
 from decode.text_stream import Stop
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 
 def most_frequent(

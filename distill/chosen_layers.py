@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.hidden_states import layer_list_name
-from decode.target.pretrained import complete, in_one_line
+from decode.base.errors import UserError
+from decode.model.hidden_states import layer_list_name
+from decode.model.pretrained import complete, in_one_line
 
 TOKENS = 16  # of the trial
 # The largest difference of a logit, as a share of the largest logit. Layers of another kind differ

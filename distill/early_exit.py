@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.hidden_states import Recorder, layer_list_name
+from decode.base.errors import UserError
+from decode.model.hidden_states import Recorder, layer_list_name
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from decode.target.kinds.layer_kinds import attention_sizes
+from decode.model.kinds.layer_kinds import attention_sizes
 
 FORWARD, BACKWARD = 2, 2  # per weight; a trained weight needs BACKWARD twice
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.kinds.layer_kinds import layer_windows, recurrent_layers
+from decode.base.errors import UserError
+from decode.model.kinds.layer_kinds import layer_windows, recurrent_layers
 from distill.agreement import Agreement
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss

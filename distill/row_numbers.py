@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from decode.sampling import CounterRNG
+from decode.draw.sampling import CounterRNG
 
 
 def row_numbers(

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters.tokenizers.token_texts import compared_texts, shared_tokens, spelled
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.model.loading import Target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 

@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import ReducedVocabulary
-from decode.errors import UserError
 
 
 class LoraConfig(BaseModel):

@@ -13,10 +13,10 @@ from transformers import (
     PreTrainedModel,
 )
 
-from decode.errors import UserError
-from decode.target.hidden_states import layer_list_name
-from decode.target.layer_settings import differs_by_layer, kept_settings
-from decode.target.pretrained import complete, decoder_config, explained, has_encoder, in_one_line
+from decode.base.errors import UserError
+from decode.model.hidden_states import layer_list_name
+from decode.model.layer_settings import differs_by_layer, kept_settings
+from decode.model.pretrained import complete, decoder_config, explained, has_encoder, in_one_line
 from distill.chosen_layers import Rename, other_settings, require_same_layers
 
 

@@ -1,4 +1,4 @@
-"""The public names of draftsmith. Importing them also registers every kind of drafter.
+"""The public names of draftsmith. The first one that is used also registers every kind of drafter.
 
 >>> from draftsmith import Decoder, load_target, open_drafter, train   # doctest: +SKIP
 >>> target = load_target("embedded:smollm2-135m")                      # doctest: +SKIP
@@ -6,9 +6,10 @@
 >>> drafters = train("my.yaml").drafters                               # doctest: +SKIP
 """
 
-# ruff: noqa: E402  (the imports come after a check of what they would find)
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 for _package in ("configs", "decode", "distill", "heads", "train"):
     _spec = find_spec(_package)
@@ -19,22 +20,44 @@ for _package in ("configs", "decode", "distill", "heads", "train"):
             "package of that name; rename the file or the directory, or start Python elsewhere"
         )
 
-import heads  # noqa: F401  (registers the drafters that read the target's hidden states)
-from decode.drafters.directory import open_drafter, save_drafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder
-from decode.measure.evaluation import evaluate
-from decode.measure.figures import Evaluation
-from decode.sampling import Sampling
-from decode.settings import EvaluationProtocol
-from decode.target.loading import Target, load_target
-from decode.text import SpeculativeGenerator, TextPieces
-from train.config import RunConfig
-from train.entry import train
-from train.run import Run
-from train.training.checkpoint import Stopped
-
 __version__ = "0.1.0"
+
+# The module of each public name. They load torch, and a command that only prints its help needs
+# none of them.
+_MODULES = {
+    "Decoded": "decode.loop.decoding",
+    "Decoder": "decode.loop.decoding",
+    "Evaluation": "decode.measure.figures",
+    "EvaluationProtocol": "decode.settings",
+    "Run": "train.run.run",
+    "RunConfig": "train.run.config",
+    "Sampling": "decode.draw.sampling",
+    "SpeculativeGenerator": "decode.text",
+    "Stopped": "train.loop.checkpoint",
+    "Target": "decode.model.loading",
+    "TextPieces": "decode.text",
+    "UserError": "decode.base.errors",
+    "evaluate": "decode.measure.evaluation",
+    "load_target": "decode.model.loading",
+    "open_drafter": "decode.opening.directory",
+    "save_drafter": "decode.opening.directory",
+    "train": "train.run.entry",
+}
+
+if TYPE_CHECKING:
+    from decode.base.errors import UserError
+    from decode.draw.sampling import Sampling
+    from decode.loop.decoding import Decoded, Decoder
+    from decode.measure.evaluation import evaluate
+    from decode.measure.figures import Evaluation
+    from decode.model.loading import Target, load_target
+    from decode.opening.directory import open_drafter, save_drafter
+    from decode.settings import EvaluationProtocol
+    from decode.text import SpeculativeGenerator, TextPieces
+    from train.loop.checkpoint import Stopped
+    from train.run.config import RunConfig
+    from train.run.entry import train
+    from train.run.run import Run
 
 __all__ = [
     "Decoded",
@@ -55,3 +78,17 @@ __all__ = [
     "save_drafter",
     "train",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used (PEP 562)."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module("heads")  # registers the drafters that read the target's hidden states
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

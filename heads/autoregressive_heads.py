@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device import to_device
+from decode.base.device import to_device
 from decode.draft import Contexts
-from decode.sampling import Sampling
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.pard import unused_special_tokens
 from decode.drafters.trained import ParallelGrowth
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.forward.lean_forward import Attend
-from decode.target.loading import Target
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.model.forward.lean_forward import Attend
+from decode.model.loading import Target
+from decode.shapes import Growth
 from distill.row_numbers import row_numbers
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
-from decode.sampling import Sampling
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.shapes import Growth
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.heads_module import HEADS, HeadOptions, Prediction
 

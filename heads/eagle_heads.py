@@ -15,9 +15,9 @@ from torch.nn.functional import smooth_l1_loss
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL
+from decode.model.hidden_states import FINAL
 from distill.row_numbers import row_numbers
 from heads.autoregressive_heads import (
     AutoregressiveDrafter,

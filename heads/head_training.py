@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL, Recorder
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL, Recorder
 from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss

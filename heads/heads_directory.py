@@ -13,18 +13,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.artifact import CorruptArtifact
-from decode.device import dtype_name
+from decode.base.artifact import CorruptArtifact
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import save_drafter
-from decode.errors import UserError
-from decode.parts import require_no_encoder
-from decode.target.forward.prepare_model import can_pack, pack_layers
-from decode.target.identity import require_same_weights, sample_weights
-from decode.target.loading import Target
-from decode.target.pretrained import require_finite
-from decode.trees.static import TREE, Static, stored_shape
-from decode.trees.structure import Structure
+from decode.loop.parts import require_no_encoder
+from decode.model.forward.prepare_model import can_pack, pack_layers
+from decode.model.identity import require_same_weights, sample_weights
+from decode.model.loading import Target
+from decode.model.pretrained import require_finite
+from decode.opening.directory import save_drafter
+from decode.shapes.static import TREE, Static, stored_shape
+from decode.shapes.structure import Structure
 from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
 from heads.layers.llama_layer import DraftLayer
 
@@ -152,7 +152,7 @@ def read_heads(path: Path, target: Target) -> Heads:
 
     Raises UserError if the heads were made for another hidden size or other target weights, if
     weights are NaN or infinite, or if the files do not fit together.
-    (`decode.drafters.directory.open_drafter` compares the vocabularies before this.)
+    (`decode.opening.directory.open_drafter` compares the vocabularies before this.)
     """
     config = _read_config(path)
     hidden_size = output_layer(target.model).in_features

@@ -18,18 +18,18 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.cache.slots import Slots
-from decode.target.forward.lean_forward import AttentionMask, SlotAttention
-from decode.target.hidden_states import Features
-from decode.target.loading import DTYPES, Target
-from decode.trees import Growth, Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.cache.slots import Slots
+from decode.model.forward.lean_forward import AttentionMask, SlotAttention
+from decode.model.hidden_states import Features
+from decode.model.loading import DTYPES, Target
+from decode.shapes import Growth, Shape
 from decode.verification import Verification
 from heads.heads_directory import load_heads
 from heads.heads_module import HeadOptions, Heads

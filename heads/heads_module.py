@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from decode.errors import UserError, nearest
-from decode.registry import Registry
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
+from decode.base.errors import UserError, nearest
+from decode.base.registry import Registry
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
 from distill.flops import TextFlops, products_flops
 from heads.layers.target_layers import (
     BorrowedEmbeddings,
@@ -118,7 +118,7 @@ class Prediction:
 class Heads(nn.Module, ABC):
     """Heads on the target.
 
-    captured_layers: the layers whose hidden states are captured (`decode.target.hidden_states`).
+    captured_layers: the layers whose hidden states are captured (`decode.model.hidden_states`).
     depth: D, the max depth of a draft. rows: V', the rows of the output layer. vocabulary: the
     token ids of these rows, int64 [V'], ascending; None means all tokens. reserved_tokens: ids that
     the heads use for themselves, so texts must not contain them. estimates: the heads estimate the

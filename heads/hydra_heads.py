@@ -18,11 +18,11 @@ from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decode.device import to_device
+from decode.base.device import to_device
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.sampling import Sampling
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions, HeadsDrafter
 from heads.heads_module import (

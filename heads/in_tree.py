@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
-from decode.drafters.several.combinations import COMBINATIONS, Combination, Opening
 from decode.drafters.trained import ParallelGrowth
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import LayerView
-from decode.target.cache.probes import Probes
-from decode.target.loading import Target
-from decode.trees import Growth, Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import LayerView
+from decode.model.cache.probes import Probes
+from decode.model.loading import Target
+from decode.opening.combinations import COMBINATIONS, Combination, Opening
+from decode.shapes import Growth, Shape
 from decode.verification import Verification
 from heads.pass_heads import PassDrafter, PassHeads
 

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decode.device import to_device
+from decode.base.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, LayerView
-from decode.target.forward.sublayers import Sublayers
-from decode.target.kinds.layer_kinds import require_no_states
-from decode.target.loading import Target
-from decode.trees import Growth
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM, LayerView
+from decode.model.forward.sublayers import Sublayers
+from decode.model.kinds.layer_kinds import require_no_states
+from decode.model.loading import Target
+from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import (

@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.trained import require_weights
-from decode.errors import UserError
-from decode.target.loading import Target
-from decode.trees.structure import Structure
+from decode.model.loading import Target
+from decode.shapes.structure import Structure
 from distill.choose_vocabulary import rows_of_tokens
 from distill.distillation_loss import chunked_loss
 from distill.losses import WeightedLoss

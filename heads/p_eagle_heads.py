@@ -20,16 +20,16 @@ from torch.nn.functional import pad
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.pard import free_token
 from decode.drafters.trained import ParallelGrowth
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.forward.lean_forward import AttentionMask
-from decode.target.loading import Target
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.model.forward.lean_forward import AttentionMask
+from decode.model.loading import Target
+from decode.shapes import Growth
 from distill.parallel_distillation import copies_of_depths, kept_share
 from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions

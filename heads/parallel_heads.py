@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
-from decode.sampling import Sampling
-from decode.trees import Growth
+from decode.draw.sampling import Sampling
+from decode.shapes import Growth
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, trained_positions
 from heads.layers.llama_layer import feed_forward_size

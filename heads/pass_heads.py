@@ -22,13 +22,13 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
 from decode.drafters.trained import ParallelGrowth
-from decode.sampling import Sampling
-from decode.target.cache.cached_model import CachedLM, LayerView, require_trees
-from decode.target.forward.sublayers import Sublayers
-from decode.target.hidden_states import FINAL
-from decode.target.kinds.layer_kinds import require_no_states
-from decode.target.loading import DTYPES, Target
-from decode.trees import Growth, Shape
+from decode.draw.sampling import Sampling
+from decode.model.cache.cached_model import CachedLM, LayerView, require_trees
+from decode.model.forward.sublayers import Sublayers
+from decode.model.hidden_states import FINAL
+from decode.model.kinds.layer_kinds import require_no_states
+from decode.model.loading import DTYPES, Target
+from decode.shapes import Growth, Shape
 from distill.parallel_distillation import (
     MaskedCopies,
     copies_of_depths,

@@ -15,13 +15,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from decode.drafters import DRAFTERS
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.loading import Target
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
 from tests.stages import make_stage, plan_stage, run_stage
 from tests.tiny import tiny_target
+from train.base.stage import Outcome, StageInputs
 from train.data.corpus import read_answers
-from train.stage import Outcome, StageInputs
 
 NEW = 12
 SETTINGS = {"max_new_tokens": NEW, "part_prompts": 4, "seed": 5}

@@ -1,7 +1,7 @@
 """The browser in which tests look at pages."""
 
-from benchmarks.parts.browser import find_browser
-from decode.errors import UserError
+from benchmarks.shared.browser import find_browser
+from decode.base.errors import UserError
 from tests.export import require_environment
 
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.device import compute_apart
-from decode.loop import Decoder
-from decode.parts import Part
-from decode.sampling import Sampling
-from decode.target.loading import Target
+from decode.base.device import compute_apart
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.loop.parts import Part
+from decode.model.loading import Target
+from draftsmith.edge.client import EdgeClient
+from draftsmith.edge.link import Link
+from draftsmith.edge.server import VerifyServer
+from draftsmith.edge.sessions import Bounds
+from draftsmith.edge.verifier import Verifier
+from draftsmith.net.guard import Guard
+from draftsmith.net.listen import bind
 from tests.tiny import near_drafter, tiny_target
-from train.edge.client import EdgeClient
-from train.edge.link import Link
-from train.edge.server import VerifyServer
-from train.edge.sessions import Bounds
-from train.edge.verifier import Verifier
-from train.net.guard import Guard
-from train.net.listen import bind
 
 PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100]]
 NEW = 24

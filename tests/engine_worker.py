@@ -15,15 +15,15 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
-import train.run
+import train.run.run
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
+from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
-from train.cli.main import app
-from train.training import parallel
-from train.training.optimizer import OptimizerConfig, take_step
-from train.training.trainer import Trainer
+from train.loop import parallel
+from train.loop.optimizer import OptimizerConfig, take_step
+from train.loop.trainer import Trainer
 
 SHARDED = "stages.frozen.shard_teacher=true"
 
@@ -99,7 +99,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
 def check_and_train(config: str, die_at: int, found: Path) -> None:
     """Check the engine, then run the config. die_at: the step before which to die (0: none).
     found: where each rank leaves what it found."""
-    execute, step = train.run.Run.execute, Trainer._optimizer_step
+    execute, step = train.run.run.Run.execute, Trainer._optimizer_step
     taken = [0]
 
     def checked(self: Any) -> Any:
@@ -113,7 +113,7 @@ def check_and_train(config: str, die_at: int, found: Path) -> None:
             os._exit(9)
         return step(self, *args)
 
-    train.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
+    train.run.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
     # One process has nobody to share its teacher with.
     sharded = [SHARDED] if "WORLD_SIZE" in os.environ else []
     app(["train", config, "threads=1", *sharded])

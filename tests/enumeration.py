@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode import sampling
 from decode.draft import Draft, Siblings
+from decode.draw import sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import Rule
-from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores, Verification
 from tests.tiny import verify
 
@@ -37,8 +37,8 @@ LOW, HIGH = 0.0, 1 - 2.0**-53
 
 
 def by_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """Draws as `decode.sampling.draw` does, but as the inverse of the cumulative distribution: so
-    its law is seen from few uniforms."""
+    """Draws as `decode.draw.sampling.draw` does, but as the inverse of the cumulative distribution:
+    so its law is seen from few uniforms."""
     cdf = weights.double().cumsum(-1)
     total = cdf[..., -1:]
     point = torch.minimum(uniform[..., None] * total, torch.nextafter(total, -total))

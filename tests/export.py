@@ -14,21 +14,26 @@ from safetensors.torch import load_file, save_file
 from torch.nn.utils.rnn import pad_sequence
 
 from decode.drafters import DRAFTERS
-from decode.loop import Decoder
-from decode.target.loading import Target, load_target
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
+from draftsmith.export import ExportOptions, ImportOptions
+from draftsmith.export.engines import ENGINES, EngineTask
+from draftsmith.export.export_directory import (
+    Measuring,
+    check_export,
+    export_drafter,
+    reload_export,
+)
+from draftsmith.export.import_directory import import_drafter
+from draftsmith.export.verify_export import ExportVerification
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions, Heads
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import VOCAB, save_tiny
-from train.export import ExportOptions, ImportOptions
-from train.export.engines import ENGINES, EngineTask
-from train.export.export_directory import Measuring, check_export, export_drafter, reload_export
-from train.export.import_directory import import_drafter
-from train.export.verify_export import ExportVerification
 
 PROMPTS = [[3 + i, 17 + i, 250 - i, 9, 42 + i][: 2 + i % 4] for i in range(40)]
 # Attention heads of 32 numbers, the least that vLLM has kernels for.

@@ -28,16 +28,16 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.cache.prefix_cache import prefix_cache
-from decode.target.identity import fingerprint
-from decode.target.loading import Target
-from decode.target.small_copy import small_model
-from decode.trees import SHAPES
+from decode.loop.decoding import Decoder
+from decode.model.cache.prefix_cache import prefix_cache
+from decode.model.identity import fingerprint
+from decode.model.loading import Target
+from decode.model.small_copy import small_model
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from distill.untrained_student import student_from_layers
 from tests.markdown import table
 from tests.stages import make_stage, run_stage, stage_context

@@ -26,13 +26,13 @@ from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import HorizontalCascade
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoded, Decoder
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.loop.decoding import Decoded, Decoder
+from decode.loop.step import decided
+from decode.model.forward.prepare_model import prepare
 from decode.rules import Rule
-from decode.sampling import CounterRNG, Sampling, draw
+from decode.shapes import Growth, Shape
 from decode.stats import Counts
-from decode.step import decided
-from decode.target.forward.prepare_model import prepare
-from decode.trees import Growth, Shape
 from decode.verification import Decision, Scores, Verification
 from tests.tiny import padded, tiny_model
 

@@ -19,11 +19,11 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.drafters.trained import VerifyingDrafter
+from decode.draw.sampling import CounterRNG, Sampling, _keys, draw, exponentials
+from decode.model.cache.cached_model import CachedLM
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import CounterRNG, Sampling, _keys, draw, exponentials
-from decode.target.cache.cached_model import CachedLM
 from decode.verification import Decision, Scores
 
 
@@ -267,7 +267,7 @@ def path_one_slot_off() -> Iterator[None]:
 @contextmanager
 def processors_see_the_row() -> Iterator[None]:
     """Each node is judged after processors that saw the committed text, not the node's path."""
-    with mock.patch("decode.step.Scores", _RowsText):
+    with mock.patch("decode.loop.step.Scores", _RowsText):
         yield
 
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
-from decode.target.identity import fingerprint
-from decode.target.loading import Target
+from decode.model.identity import fingerprint
+from decode.model.loading import Target
 from tests.lossless import LONGER, Case
 from tests.tiny import tiny_tokenizer
 

@@ -11,13 +11,13 @@ from typing import Any
 import heads  # noqa: F401  (registers its drafters)
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.several.combinations import COMBINATIONS
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.opening.combinations import COMBINATIONS
 from decode.rules import RULES
-from decode.trees import SHAPES
+from decode.shapes import SHAPES
 from tests import test_heads_lossless, test_lossless
 from tests.lossless import LONGER, FixedDraft
 

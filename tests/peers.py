@@ -24,7 +24,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import TeacherLogits
 from tests.export import save_target
 from tests.tiny import VOCAB
-from train.export.engines.child_process import package_version, run_job
+from train.engines.child_process import package_version, run_job
 
 CHILD = Path(__file__).with_name("peers_child.py")
 PAGE = Path("docs/results/peers.md")

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import embedding, linear, silu
 
-from decode.target.loading import Target
+from decode.model.loading import Target
 from tests.export import KEPT
 from tests.tiny import VOCAB
 

@@ -17,14 +17,14 @@ from typing import Annotated, Any, get_args, get_origin
 
 from typer.models import ArgumentInfo
 
+from draftsmith.cli.main import app
 from tests.markdown import table
 from tests.pairings import pairings_reference
 from tests.request_fields import requests_reference
-from train.cli.main import app
-from train.config import RunConfig
-from train.config_file import describe
-from train.exit_status import ExitStatus
-from train.schema import Untitled
+from train.base.config_file import describe
+from train.base.exit_status import ExitStatus
+from train.base.schema import Untitled
+from train.run.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 

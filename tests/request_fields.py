@@ -3,11 +3,10 @@
 import json
 from typing import Any
 
-from tests.markdown import table
-from train.serve.contract import Contract, expected_of
-from train.serve.fields import IGNORED, REFUSED
-from train.serve.messages import MESSAGE, PART
-from train.serve.schema import (
+from draftsmith.serve.contract import Contract, expected_of
+from draftsmith.serve.fields import IGNORED, REFUSED
+from draftsmith.serve.messages import MESSAGE, PART
+from draftsmith.serve.schema import (
     CHAT,
     COMPLETION,
     OUR_OPTIONS,
@@ -15,6 +14,7 @@ from train.serve.schema import (
     RESPONSES,
     STREAM_OPTIONS,
 )
+from tests.markdown import table
 
 _SERVED: dict[str, Contract] = {
     "POST /v1/chat/completions": CHAT,

@@ -13,16 +13,16 @@ import httpx2
 
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
 from decode.settings import DecodeSettings
-from decode.target.loading import Target
 from decode.text import prompt_ids
-from train.net.guard import Guard
-from train.net.listen import bind
-from train.serve.api import Service
-from train.serve.engine import Engine
-from train.serve.requests import Bounds, Choice, Request
-from train.serve.server import Server, make_service
+from draftsmith.net.guard import Guard
+from draftsmith.net.listen import bind
+from draftsmith.serve.api import Service
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.requests import Bounds, Choice, Request
+from draftsmith.serve.server import Server, make_service
 
 MODEL = "tiny-llama"
 LONG = 200  # tokens: a text that is still decoding when a test looks

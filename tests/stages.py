@@ -9,13 +9,13 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from decode.target.loading import Target
+from decode.model.loading import Target
 from tests.training import Killed, Lines
+from train.base.stage import Outcome, StageInputs, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
-from train.stage import Outcome, StageInputs, StagePlan
+from train.loop.trainer import Trainer
 from train.stages import STAGES
-from train.training.trainer import Trainer
 
 WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")
 LOOP = {"epochs": 2, "tokens_per_batch": 150, "save_every": 2, "log_every": 1}

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from decode.target.loading import Target
+from decode.model.loading import Target
 from tests.tiny import tiny_target
 
 Tensors = dict[str, torch.Tensor]

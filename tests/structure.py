@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any
 
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder, Decoding
-from decode.sampling import Sampling
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
 from tests.stages import DRAFTER, make_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import reduce_output
-from decode.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures

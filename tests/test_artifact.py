@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 
 import pytest
 
-from decode import artifact
-from decode.artifact import (
+from decode.base import artifact
+from decode.base.artifact import (
     CorruptArtifact,
     newest_complete,
     recover,
@@ -29,7 +29,7 @@ from decode.artifact import (
     write_directory,
     write_file,
 )
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"model.bin": bytes(range(256)) * 4, "state/rng.json": b'{"seed": 1}', ".hidden": b"x" * 9}

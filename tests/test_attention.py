@@ -13,20 +13,20 @@ from torch import Tensor
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder
-from decode.target.cache import cached_model
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.slots import round_up_slots
-from decode.target.forward import lean_forward
-from decode.target.forward.lean_forward import (
+from decode.loop.decoding import Decoder
+from decode.model.cache import cached_model
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.slots import round_up_slots
+from decode.model.forward import lean_forward
+from decode.model.forward.lean_forward import (
     LONGEST_CHAIN,
     SLOT_STEP,
     AttentionMask,
     LeanForward,
 )
-from decode.target.forward.lean_parts import products_keep_bits
-from decode.target.forward.prepare_model import can_pack, pack_layers, prepare
-from decode.target.loading import Target
+from decode.model.forward.lean_parts import products_keep_bits
+from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
+from decode.model.loading import Target
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
@@ -167,7 +167,7 @@ def test_without_exact_bits_a_chain_is_one_query(monkeypatch: pytest.MonkeyPatch
 @torch.inference_mode()
 def test_transformers_attention_would_not_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without our attention the same comparison finds other bits."""
-    replace = "decode.target.forward.prepare_model.replace_attention"
+    replace = "decode.model.forward.prepare_model.replace_attention"
     monkeypatch.setattr(replace, lambda model: False)
     model = model_of("llama")
     prepare(model, lean=False)

@@ -34,11 +34,13 @@ from benchmarks.decode import (
     ratios,
 )
 from benchmarks.drafters import compare, table_row, with_random_layers
-from benchmarks.parts import decode_measurements, device_parts, domain_prompts, online_runs
-from benchmarks.parts.context_costs import cost_rows, with_random_weights
-from benchmarks.parts.decode_contestants import JobResult, Models, Passes
-from benchmarks.parts.decode_measurements import Setting, hold_contest, long_answers, profile_loop
-from benchmarks.parts.drafter_contestants import (
+from benchmarks.serve import __main__ as serve_main
+from benchmarks.serve import contestants as serve
+from benchmarks.shared import decode_measurements, device_parts, domain_prompts, online_runs
+from benchmarks.shared.context_costs import cost_rows, with_random_weights
+from benchmarks.shared.decode_contestants import JobResult, Models, Passes
+from benchmarks.shared.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.shared.drafter_contestants import (
     Contestant,
     cascades_of,
     named,
@@ -48,31 +50,29 @@ from benchmarks.parts.drafter_contestants import (
     trained_drafters,
     untrained,
 )
-from benchmarks.parts.notes import behind_notes
-from benchmarks.parts.pipeline_checks import weight_difference
-from benchmarks.parts.pipeline_runs import PipelineRun, draw_places
-from benchmarks.parts.small_vocabulary import write_student
-from benchmarks.parts.translation import (
+from benchmarks.shared.notes import behind_notes
+from benchmarks.shared.pipeline_checks import weight_difference
+from benchmarks.shared.pipeline_runs import PipelineRun, draw_places
+from benchmarks.shared.small_vocabulary import write_student
+from benchmarks.shared.translation import (
     SYLLABLES,
     Language,
     Shape,
     make_tokenizer,
     write_target,
 )
-from benchmarks.serve import __main__ as serve_main
-from benchmarks.serve import contestants as serve
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter, save_drafter
-from decode.drafters.several.combinations import COMBINATIONS
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.model.loading import load_target
+from decode.opening.combinations import COMBINATIONS
+from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
-from decode.target.loading import load_target
 from heads import HEADS
 from tests.tiny import save_tiny, tiny_llama, tiny_target
-from train.config import load_config, validate_config
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.read import Example, spread
+from train.run.config import load_config, validate_config
 
 
 def test_a_row_is_named_after_its_run_only_if_its_kind_does_not_tell_it_apart():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from tests.stages import DRAFTER, LOOP, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import (

@@ -16,17 +16,17 @@ from torch import Tensor
 from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.hidden_states import FINAL, Features, Recorder
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.dflash_heads import even_taps

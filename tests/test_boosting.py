@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
+from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
+from decode.opening.directory import open_drafter
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.parallel_distillation import ParallelConfig, ParallelDistillation
@@ -30,8 +30,8 @@ from tests.test_distill import batch_of
 from tests.tiny import VOCAB, tiny_llama, tiny_target
 from train.data.chat import Sample
 from train.data.read import Example
-from train.training import boosting
-from train.training.boosting import BoostConfig, Reading, TokenWeights, guesses
+from train.loop import boosting
+from train.loop.boosting import BoostConfig, Reading, TokenWeights, guesses
 
 NOUNS = ("dog", "fox", "sea", "shell")
 # What follows a noun: the first in three of five cases, the second in the others.

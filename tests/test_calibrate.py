@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
+from decode.draw.sampling import Sampling
 from decode.measure.calibrate_threshold import Trial, calibrate_threshold, choose
-from decode.sampling import Sampling
 from decode.settings import DecodeSettings
 from tests.tiny import tiny_model, tiny_target
 

@@ -12,29 +12,29 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
-from decode.artifact import CorruptArtifact, verify_directory
+from decode.base.artifact import CorruptArtifact, verify_directory
+from decode.base.errors import UserError
+from decode.costs import Costs
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import describe_drafter, open_drafter, save_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
-from decode.measure.costs import Costs
-from decode.sampling import Sampling
+from decode.model.loading import load_target
+from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
-from decode.target.loading import load_target
+from decode.shapes.calibrated import grow_greedily
+from decode.shapes.sequoia import TreePlan
+from decode.shapes.static import TREE, store_tree, stored_shape
+from decode.shapes.structure import Structure
 from decode.text import SpeculativeGenerator
-from decode.trees.calibrated import grow_greedily
-from decode.trees.sequoia import TreePlan
-from decode.trees.static import TREE, store_tree, stored_shape
-from decode.trees.structure import Structure
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
+from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
-from train.cli.main import app
 from train.data.chat import prompt_tokens
 from train.data.read import read_examples
 
@@ -438,7 +438,7 @@ def test_a_kill_while_storing_leaves_the_drafter_as_it_was(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("decode.artifact._seal", dying)
+        patch.setattr("decode.base.artifact._seal", dying)
         with pytest.raises(KeyboardInterrupt):
             store_tree(path, Structure([(0,), (1,)]), {})
     assert stored_shape(path) is None

@@ -9,25 +9,25 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter, partition_drafters
 from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
 from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.several.combinations import COMBINATIONS
 from decode.drafters.several.combined import CompositeDrafter, Group
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import TokenProfiles
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoded, Decoder
+from decode.opening.combinations import COMBINATIONS
+from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling
-from decode.trees import SHAPES
+from decode.shapes import SHAPES
 from tests.enumeration import (
     Contextual,
     enumerate_chains,

@@ -15,23 +15,23 @@ from rich.console import Console
 from rich.text import Text
 from typer.testing import CliRunner
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings
-from decode.target.loading import Target
 from decode.text import prompt_ids
 from decode.text_stream import decode
 from decode.verification import Verification
+from draftsmith.chat.conversation import OFTEN, Answer, Conversation, Write, _Pieces
+from draftsmith.chat.live_answer import LiveAnswer
+from draftsmith.chat.terminal import Terminal, figures_line, write_svg
+from draftsmith.cli.chat import ChatTarget, default_drafter
+from draftsmith.cli.main import app
 from tests.tiny import save_tiny, tiny_target
-from train.chat.conversation import OFTEN, Answer, Conversation, Write, _Pieces
-from train.chat.live_answer import LiveAnswer
-from train.chat.terminal import Terminal, figures_line, write_svg
-from train.cli.chat import ChatTarget, default_drafter
-from train.cli.main import app
 
 GREEN = "\x1b[32m"
 TOKENS = 40
@@ -363,7 +363,7 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """One line per turn; the answers alone are on standard output."""
     path = save_tiny(tmp_path / "target", max_positions=512)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.device.CPU_FLAGS", tmp_path / "no flags")
+    monkeypatch.setattr("decode.base.device.CPU_FLAGS", tmp_path / "no flags")
     command = ["chat", "--target", str(path), "--max-new-tokens", str(TOKENS), "--device", "cpu"]
     lines = f"{QUESTION}\n\n".encode() + b"caf\xe9\n" + b"And the cat?\n/quit\nnever asked\n"
     result = CliRunner().invoke(
@@ -397,7 +397,7 @@ def test_bfloat16_is_taken_where_the_processor_multiplies_in_it(
     ):
         flags = tmp_path / "cpuinfo"
         flags.write_text("flags : amx_bf16" if computes else "flags : avx2")
-        monkeypatch.setattr("decode.device.CPU_FLAGS", flags)
+        monkeypatch.setattr("decode.base.device.CPU_FLAGS", flags)
         assert ChatTarget(target=path, device="cpu", **named).load().dtype == dtype
 
 
@@ -427,7 +427,7 @@ def test_the_default_drafter_is_the_newest_that_fits(
     # One that comes along for this target goes before the newest of a run, which is named.
     shipped = tmp_path / "shipped"
     save_drafter(shipped / "mine", "small_lm", write, target=target, provenance={})
-    monkeypatch.setattr("decode.drafters.shipped.SHIPPED", shipped)
+    monkeypatch.setattr("decode.opening.shipped.SHIPPED", shipped)
     spec, _, why = default_drafter(target, tmp_path)
     assert spec == "ngram+embedded:mine"
     assert f"/drafter ngram+{saved['05-small']} takes the newest drafter of" in why

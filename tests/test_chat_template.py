@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from decode.errors import UserError
-from decode.target.chat_template import set_template_args
-from decode.target.loading import load_target
+from decode.base.errors import UserError
+from decode.model.chat_template import set_template_args
+from decode.model.loading import load_target
 from decode.text import prompt_ids
+from draftsmith.cli.command import Loading
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_tokenizer
-from train.cli.command import Loading
 from train.data.chat import prompt_tokens, to_sample
 from train.data.read import Example
 

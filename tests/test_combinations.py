@@ -22,9 +22,9 @@ from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.swift import SwiftDrafter
-from decode.loop import Decoder, Decoding
-from decode.sampling import Sampling
-from decode.target.cache.prefix_cache import PrefixCache
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.cache.prefix_cache import PrefixCache
 from tests.tiny import tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13, 14] * 3, [30] * 9, [11, 12, 13, 14] * 3 + [2]]

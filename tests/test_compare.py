@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from decode.errors import UserError
+from decode.base.errors import UserError
+from draftsmith.cli.main import app
 from tests.test_report import EVIL, Page, figures, write_run
-from train.cli.main import app
 from train.report.compare_runs import read_runs, render_comparison
 from train.report.report_files import make_report
 

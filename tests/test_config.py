@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from decode.errors import UserError
-from decode.parts import make_rule
-from decode.sampling import Sampling
-from train.config import differences, dump_config, load_config, validate_config
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.loop.parts import make_rule
+from train.base.schema import SamplingConfig
 from train.data.training_text import OnPolicyConfig
-from train.schema import SamplingConfig
+from train.run.config import differences, dump_config, load_config, validate_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -241,7 +241,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     (tmp_path / "run.yaml").write_text(GOOD.replace("text: answers", "losses: {forward_lk: 1}"))
     code = (
         "import sys\n"
-        "from train.cli.main import app\n"
+        "from draftsmith.cli.main import app\n"
         "try:\n"
         f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
         "except SystemExit as stop:\n"

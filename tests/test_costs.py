@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 import torch
 
-from decode import device
+from decode.base import device
+from decode.base.errors import UserError
+from decode.costs import Costs
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramIndex
 from decode.drafters.lookup.suffix import SuffixTrie
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.measure.costs import Costs
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.lengths.by_batch import ByBatch
+from decode.lengths.cost_model import CostModel
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.evaluation import evaluate
 from decode.measure.time_costs import measure_costs
-from decode.policies.by_batch import ByBatch
-from decode.policies.cost_model import CostModel
-from decode.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM
 from decode.settings import DecodeSettings, EvaluationProtocol
-from decode.target.cache.cached_model import CachedLM
 from tests.tiny import tiny_model, tiny_target
 
 model = functools.cache(tiny_model)

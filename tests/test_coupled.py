@@ -12,11 +12,11 @@ import torch
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder, Decoding
-from decode.mixed_sampling import combined
-from decode.rows import RowSettings
+from decode.draw.mixed_sampling import combined
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling
 from tests.lossless import LONGER, Watched, decode_runs, small_lm
 from tests.tiny import VOCAB, near_drafter, tiny_model
 

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.batches import Batches, bucket_batches, collate, padding_share
 from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples

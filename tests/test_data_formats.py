@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from tests.test_data import tokenizer_with
 from train.data.chat import prompt_tokens, to_samples
 from train.data.read import Example, data_fingerprint, read_examples

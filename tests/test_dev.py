@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
 from distill.agreement import Agreement, agreement_sums
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -21,10 +21,10 @@ from distill.untrained_student import student_from_layers
 from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
+from train.base.stage import StageInputs
 from train.data.chat import prompt_tokens
 from train.data.read import spread
-from train.stage import StageInputs
-from train.training.trainer import Trainer
+from train.loop.trainer import Trainer
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

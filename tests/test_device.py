@@ -17,11 +17,11 @@ from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
-from decode.loop import Decoder, Decoding
-from decode.sampling import Sampling
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.prepare_model import prepare
-from decode.trees import SHAPES, Shape
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import prepare
+from decode.shapes import SHAPES, Shape
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter

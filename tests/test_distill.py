@@ -9,9 +9,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
-from decode.errors import UserError
-from decode.target.pretrained import decoder_config
+from decode.model.pretrained import decoder_config
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss

@@ -8,10 +8,10 @@ import pytest
 
 import heads  # noqa: F401  (registers a combination)
 from decode.drafters import DRAFTERS
-from decode.drafters.several.combinations import COMBINATIONS
-from decode.policies import POLICIES
+from decode.lengths import POLICIES
+from decode.opening.combinations import COMBINATIONS
 from decode.rules import RULES
-from decode.trees import SHAPES
+from decode.shapes import SHAPES
 from tests.controls import CONTROLS, enumerated, learning_controls
 
 ROOT = Path(__file__).parent.parent

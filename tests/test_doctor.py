@@ -15,15 +15,15 @@ from decode.measure import check_lossless as checks
 from decode.measure import machine
 from decode.measure.check_lossless import SHAPE, check_loop, distance, random_llama
 from decode.measure.time_passes import pass_seconds, weight_bytes
-from decode.target.cache import cached_model
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward import prepare_model
-from decode.target.forward.prepare_model import has_products, reason_against_packing
-from decode.target.loading import EMBEDDED, EmbeddedModel
+from decode.model.cache import cached_model
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward import prepare_model
+from decode.model.forward.prepare_model import has_products, reason_against_packing
+from decode.model.loading import EMBEDDED, EmbeddedModel
+from draftsmith.cli import examination
+from draftsmith.cli.doctor import number
+from draftsmith.cli.main import app
 from tests.tiny import save_tiny, tiny_llama
-from train.cli import examination
-from train.cli.doctor import number
-from train.cli.main import app
 
 CPU = torch.device("cpu")
 bfloat16_kernels = pytest.mark.skipif(

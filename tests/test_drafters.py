@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.loop.decoding import Decoder
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES
+from decode.shapes import SHAPES
 from decode.verification import Verification
 from tests import lossless
 from tests.mutants import ChoosingDrafter

@@ -14,17 +14,17 @@ import torch
 import torch.nn.functional as F
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.hidden_states import FINAL, Features, Recorder
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
 from distill.place_weights import place_weights

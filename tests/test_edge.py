@@ -15,19 +15,27 @@ from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
 from benchmarks import edge as benchmark
-from benchmarks.parts.relay import Relay
+from benchmarks.shared.relay import Relay
+from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.rules.threshold import Threshold
-from decode.sampling import Sampling
+from draftsmith.cli.main import app
+from draftsmith.edge.client import summary
+from draftsmith.edge.link import Link
+from draftsmith.edge.protocol import (
+    FRAME_BYTES,
+    UP,
+    VERSION,
+    ProtocolError,
+    decode,
+    encode,
+    hash_ids,
+)
+from draftsmith.edge.server import Line
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
 from tests.tiny import near_drafter, save_tiny
-from train.cli.main import app
-from train.edge.client import summary
-from train.edge.link import Link
-from train.edge.protocol import FRAME_BYTES, UP, VERSION, ProtocolError, decode, encode, hash_ids
-from train.edge.server import Line
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 
@@ -237,7 +245,7 @@ def test_messages_that_come_twice_take_one_session_and_one_row() -> None:
 
 
 def test_long_prompts_come_and_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.edge.remote_target.FRAME_IDS", 3)
+    monkeypatch.setattr("draftsmith.edge.remote_target.FRAME_IDS", 3)
     prompts = [[100], [7, 9, 12, 40, 8, 8, 100] * 4, [7, 9]]
     read: list[int] = []
     with serving(prefill_tokens=3) as server, edge(server.url) as client:

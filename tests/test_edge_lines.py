@@ -16,16 +16,16 @@ import torch
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from benchmarks.parts.relay import Fate, Relay, random_fates
+from benchmarks.shared.relay import Fate, Relay, random_fates
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
+from draftsmith.edge.link import Link
+from draftsmith.edge.protocol import DOWN, UP, VERSION, encode
 from tests.edge import NEW, PROMPTS, Serving, edge, plain_texts, serving
 from tests.tiny import near_drafter, save_tiny, tiny_target
-from train.edge.link import Link
-from train.edge.protocol import DOWN, UP, VERSION, encode
-from train.export.engines.child_process import free_port
+from train.engines.child_process import free_port
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
 RESTARTS = {"restart before": "cut before", "restart after": "cut after"}
@@ -98,7 +98,7 @@ def test_a_text_is_unbroken_whatever_happens_to_a_message(
     unbroken: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("train.edge.remote_target.FRAME_IDS", 3)  # some prompts come in parts
+    monkeypatch.setattr("draftsmith.edge.remote_target.FRAME_IDS", 3)  # some prompts come in parts
     number = 3 if kind in ("draft", "verdict") else 0
     events = [BEFORE[kind]] if kind in BEFORE else []
     trouble = Trouble([*events, (kind, number, fate)], [one.port for one in servers[1:]])
@@ -210,7 +210,8 @@ def test_a_process_that_is_killed_and_started_again_continues_the_text(tmp_path:
     """Twice the start of a process: 15 s."""
     expected = plain_texts(SAMPLED, seed=6)
     port, directory = free_port(), save_tiny(tmp_path / "target")
-    command = [sys.executable, "-m", "train.cli.main", "verify-server", "--target", str(directory)]
+    program = [sys.executable, "-m", "draftsmith.cli.main"]
+    command = [*program, "verify-server", "--target", str(directory)]
     command += ["--dtype", "float32", "--device", "cpu", "--port", str(port)]
     processes = [subprocess.Popen(command)]
 

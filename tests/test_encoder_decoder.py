@@ -11,25 +11,25 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.check_lossless import FAR, distance
 from decode.measure.evaluation import evaluate
-from decode.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.generation_config import padded_prompts
+from decode.model.hidden_states import FINAL
+from decode.model.identity import fingerprint
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
-from decode.target.cache.cached_model import CachedLM, require_trees
-from decode.target.generation_config import padded_prompts
-from decode.target.hidden_states import FINAL
-from decode.target.identity import fingerprint
-from decode.target.loading import Target, load_target
+from decode.shapes.static import Static
 from decode.text import SpeculativeGenerator
-from decode.trees.static import Static
 from decode.verification import Verification
 from distill.teacher.feature_sources import LiveFeatures
 from heads import HEADS

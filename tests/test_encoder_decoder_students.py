@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.drafters.directory import open_drafter
+from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
@@ -15,11 +15,11 @@ from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.check_lossless import FAR, distance
-from decode.sampling import Sampling
-from decode.trees.static import Static
+from decode.opening.directory import open_drafter
+from decode.shapes.static import Static
 from distill.encoder_decoder import EncoderDecoderDistillation
 from distill.losses import WeightedLoss
 from distill.teacher.decoder_states import padded_sources

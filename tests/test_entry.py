@@ -18,12 +18,12 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, is_i
 
 import draftsmith
 from decode.measure.time_passes import trains_in_bfloat16
-from decode.target.loading import resolve_dtype
+from decode.model.loading import resolve_dtype
 from tests.tiny import save_tiny
-from train.config import load_config, validate_config
-from train.entry import begun
-from train.launcher import environment_of_one
-from train.tracking.trackers import PACKAGES, chosen_trackers
+from train.base.launcher import environment_of_one
+from train.base.tracking.trackers import PACKAGES, chosen_trackers
+from train.run.config import load_config, validate_config
+from train.run.entry import begun
 
 STAGE = {
     "name": "heads",
@@ -127,7 +127,7 @@ def test_an_unfinished_run_has_no_report_and_no_drafters(
         kept.append(run)
         raise draftsmith.Stopped("stopped after step 1 of 4")
 
-    monkeypatch.setattr("train.run.Run.execute", stop)
+    monkeypatch.setattr("train.run.run.Run.execute", stop)
     with pytest.raises(draftsmith.Stopped):
         draftsmith.train(settings(base))
     assert not is_initialized()
@@ -143,7 +143,7 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
     """seconds: of a wide product in bfloat16 and in float32."""
     flags = base / "cpuinfo"
     flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2")
-    monkeypatch.setattr("decode.device.CPU_FLAGS", flags)
+    monkeypatch.setattr("decode.base.device.CPU_FLAGS", flags)
     clock = [0]
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -184,7 +184,7 @@ def test_a_launch_in_fp16_is_refused(base: Path, monkeypatch: pytest.MonkeyPatch
 # As `accelerate launch` does it: a process that starts ranks and waits for them.
 LAUNCHER = """
 import os, subprocess, sys
-rank = "import time; from train.launcher import *; end_with_launcher(); time.sleep(60)"
+rank = "import time; from train.base.launcher import *; end_with_launcher(); time.sleep(60)"
 child = subprocess.Popen([sys.executable, "-c", rank], env=os.environ | {"LOCAL_RANK": "0"},
                          start_new_session=True)
 print(child.pid, flush=True)

@@ -13,28 +13,28 @@ import torch
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from decode.artifact import MANIFEST, CorruptArtifact
-from decode.drafters.directory import save_drafter
+from decode.base.artifact import MANIFEST, CorruptArtifact
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.target.loading import Target, load_model_and_tokenizer, load_target
-from tests.export import edit_json, edit_weights, rewrite_gguf
-from tests.test_target import write_gguf
-from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
-from train.cli import main as cli
-from train.export import ExportOptions, export_directory
-from train.export.export_directory import (
+from decode.model.loading import Target, load_model_and_tokenizer, load_target
+from decode.opening.directory import save_drafter
+from draftsmith.cli import main as cli
+from draftsmith.export import ExportOptions, export_directory
+from draftsmith.export.export_directory import (
     Measuring,
     check_export,
     export_drafter,
     push_export,
     reload_export,
 )
-from train.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
-from train.export.formats import EXPORT_FILE, FORMATS, format_for
-from train.export.model_card import drafter_card
-from train.export.trained_drafter import read_small_lm
+from draftsmith.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
+from draftsmith.export.formats import EXPORT_FILE, FORMATS, format_for
+from draftsmith.export.model_card import drafter_card
+from draftsmith.export.trained_drafter import read_small_lm
+from tests.export import edit_json, edit_weights, rewrite_gguf
+from tests.test_target import write_gguf
+from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 IDS = torch.tensor([[5, 17, 250, 9, 42, 7, 111]])
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")

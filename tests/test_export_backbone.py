@@ -10,10 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from decode.artifact import MANIFEST, CorruptArtifact, write_directory
-from decode.drafters.directory import describe_drafter
-from decode.errors import UserError
-from decode.target.loading import Target, load_target
+from decode.base.artifact import MANIFEST, CorruptArtifact, write_directory
+from decode.base.errors import UserError
+from decode.model.loading import Target, load_target
+from decode.opening.directory import describe_drafter
+from draftsmith.cli import main as cli
+from draftsmith.export import ExportOptions, export_directory
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.verify_export import verify_export
 from tests.export import (
     PROMPTS,
     SHAPE,
@@ -26,10 +30,6 @@ from tests.export import (
 )
 from tests.stages import LOOP, examples, make_stage, run_stage, stage_context
 from tests.tiny import save_tiny
-from train.cli import main as cli
-from train.export import ExportOptions, export_directory
-from train.export.export_directory import check_export, export_drafter
-from train.export.verify_export import verify_export
 
 MEDUSA = {"type": "medusa", "heads": 3}
 DRIFT = {"kl": 0.0123, "perplexity_original": 8.5, "perplexity_new": 8.25, "tokens": 321}

@@ -9,9 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     KEPT,
     PROMPTS,
@@ -26,10 +30,6 @@ from tests.export import (
     task,
     train_import,
 )
-from train.export.engines import Counting
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.verify_export import count_drafts, verify_export
 
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}

@@ -8,9 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     FEW,
     KEPT,
@@ -26,11 +31,6 @@ from tests.export import (
     task,
     train_import,
 )
-from train.export import ExportOptions
-from train.export.engines import Counting
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.verify_export import count_drafts, verify_export
 
 EAGLE1 = {"type": "eagle1", "depth": 3}
 EAGLE3 = {"type": "eagle3", "steps": 3}

@@ -9,9 +9,15 @@ import gguf
 import pytest
 import torch
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import Target, load_target
+from decode.base.errors import UserError
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS, format_for
+from draftsmith.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
+from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     KEPT,
     PROMPTS,
@@ -26,12 +32,6 @@ from tests.export import (
 )
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
-from train.export import ExportOptions
-from train.export.engines import Counting
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS, format_for
-from train.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
-from train.export.verify_export import count_drafts, verify_export
 
 EAGLE3 = {"type": "eagle3", "steps": 3}
 KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {

@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from decode.measure.tree_acceptance import probe
-from decode.target.loading import Target, load_target
+from decode.model.loading import Target, load_target
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import ENGINES, Counting
+from draftsmith.export.export_directory import Measuring, check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.verify_export import count_drafts, verify_export
 from heads.heads_module import Heads
 from tests.export import (
     FEW,
@@ -30,11 +35,6 @@ from tests.export import (
     train_import,
 )
 from tests.tiny import save_tiny
-from train.export import ExportOptions
-from train.export.engines import ENGINES, Counting
-from train.export.export_directory import Measuring, check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.verify_export import count_drafts, verify_export
 
 MEDUSA = {"type": "medusa", "heads": 3}
 WEIGHTS = "medusa_lm_head.safetensors"

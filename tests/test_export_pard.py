@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from decode.drafters.directory import open_drafter, save_drafter
+from decode.base.errors import UserError
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
-from decode.errors import UserError
-from decode.target.loading import Target, load_target
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter, save_drafter
+from draftsmith.export import ExportOptions
+from draftsmith.export.export_directory import check_export, export_drafter, reload_export
+from draftsmith.export.formats import FORMATS, format_for
+from draftsmith.export.verify_export import verify_export
 from heads.p_eagle_heads import PEagleDrafter
 from tests.export import (
     KEPT,
@@ -28,10 +32,6 @@ from tests.export import (
     train_import,
 )
 from tests.tiny import VOCAB, tiny_tokenizer
-from train.export import ExportOptions
-from train.export.export_directory import check_export, export_drafter, reload_export
-from train.export.formats import FORMATS, format_for
-from train.export.verify_export import verify_export
 
 MASK = 1  # <|im_start|>, which no prompt contains
 

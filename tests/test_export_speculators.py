@@ -12,8 +12,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.drafters.directory import open_drafter
-from decode.target.loading import Target
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.formats.eagle3_layer import is_speculators_config, speculators_config
+from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     KEPT,
     PROMPTS,
@@ -29,11 +34,6 @@ from tests.export import (
     train_import,
 )
 from tests.published import LAYOUTS
-from train.export.engines import Counting
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.formats.eagle3_layer import is_speculators_config, speculators_config
-from train.export.verify_export import count_drafts, verify_export
 
 EAGLE3 = {"type": "eagle3", "steps": 3}
 

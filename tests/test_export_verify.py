@@ -11,9 +11,13 @@ import psutil
 import pytest
 import torch
 
-from decode.drafters.directory import save_drafter
-from decode.errors import UserError
-from decode.target.loading import Target, load_target
+from decode.base.errors import UserError
+from decode.model.loading import Target, load_target
+from decode.opening.directory import save_drafter
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import ENGINES, Counting, EngineTask
+from draftsmith.export.export_directory import check_export, export_drafter, reload_export
+from draftsmith.export.verify_export import agreement, count_drafts, engine_for, verify_export
 from tests.export import (
     PROMPTS,
     SHAPE,
@@ -25,11 +29,7 @@ from tests.export import (
 )
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_tokenizer
-from train.export import ExportOptions
-from train.export.engines import ENGINES, Counting, EngineTask
-from train.export.engines.child_process import run_job, serving, start_process, stop_process
-from train.export.export_directory import check_export, export_drafter, reload_export
-from train.export.verify_export import agreement, count_drafts, engine_for, verify_export
+from train.engines.child_process import run_job, serving, start_process, stop_process
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +219,7 @@ def test_a_child_that_fails_says_why(python: Path) -> None:
 def test_a_child_that_hangs_is_ended_with_its_own(
     python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.export.engines.child_process.HANG_SECONDS", 6.0)
+    monkeypatch.setattr("train.engines.child_process.HANG_SECONDS", 6.0)
     python.write_text(
         "import os, pathlib, time\n"
         "child = os.fork()\n"
@@ -335,7 +335,7 @@ def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
 
 
 def test_a_server_that_never_gets_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("train.export.engines.child_process.READY_SECONDS", 0.5)
+    monkeypatch.setattr("train.engines.child_process.READY_SECONDS", 0.5)
     command = _script(tmp_path / "s.py", "import time; time.sleep(60)")
     with (
         pytest.raises(UserError, match="was not ready after"),

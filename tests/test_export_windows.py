@@ -6,18 +6,18 @@ from typing import Any
 
 import pytest
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.export import ImportOptions
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.formats.published_layer import published_window
+from draftsmith.export.import_directory import import_drafter
+from draftsmith.export.verify_export import count_drafts
 from heads.heads_directory import stored_options
 from tests.export import PROMPTS, edit_json, make_heads, reloaded, save_target, task
-from train.export import ImportOptions
-from train.export.engines import Counting
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.formats.published_layer import published_window
-from train.export.import_directory import import_drafter
-from train.export.verify_export import count_drafts
 
 WINDOW = 4
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,15 +8,15 @@ import torch
 import transformers
 from transformers import LlamaForCausalLM
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target import small_copy
-from decode.target.cache.cached_model import CachedLM, require_trees
-from decode.target.cache.prefix_cache import PrefixCache
-from decode.target.forward import recognition
-from decode.target.kinds.layer_kinds import attention_sizes, layer_windows
-from decode.target.memory import slot_bytes
+from decode.loop.decoding import Decoder
+from decode.model import small_copy
+from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.prefix_cache import PrefixCache
+from decode.model.forward import recognition
+from decode.model.kinds.layer_kinds import attention_sizes, layer_windows
+from decode.model.memory import slot_bytes
 from heads.layers.llama_layer import layer_config
 from tests.families import own_text
 from tests.tiny import sharpen, tiny_model

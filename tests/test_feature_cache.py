@@ -14,14 +14,15 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from decode import artifact
-from decode.artifact import CorruptArtifact
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
+from decode.base import artifact
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
 from distill.teacher import cache_parts
 from distill.teacher.feature_sources import CachedFeatures, LiveFeatures
 from distill.teacher.read_ahead import ReadAhead
+from draftsmith.cli.main import app
 from tests.stages import (
     drafter_weights,
     make_stage,
@@ -32,12 +33,11 @@ from tests.stages import (
 )
 from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal, forked, in_new_process, status_of, two_ranks
-from train.cli.main import app
+from train.base.stage import StageInputs
 from train.data.batches import collate
 from train.data.chat import Sample
-from train.stage import StageInputs
-from train.training.live_window import LiveWindow
-from train.training.open_caches import check_directory, open_features
+from train.loop.live_window import LiveWindow
+from train.loop.open_caches import check_directory, open_features
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -109,7 +109,7 @@ def test_training_from_it_is_training_beside_the_target(context: Any) -> None:
     live = run_stage(context, make_stage("heads", "live", **HEADS))
     stage = make_stage("heads", "cached", cache_stage(), features="cache", **HEADS)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.training.backbone.LiveFeatures", None)
+        patch.setattr("train.loop.backbone.LiveFeatures", None)
         cached = run_stage(context, stage)
     ours, theirs = drafter_weights(cached), drafter_weights(live)
     for name, weights in theirs.items():
@@ -166,12 +166,12 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
     run_stage(context, cache_stage(captured_layers=[0, FINAL]))
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.training.student_and_teacher.lost_mass", lambda *args: 0.0)
-        patch.setattr("train.training.student_and_teacher.LiveTeacher", None)
+        patch.setattr("train.loop.student_and_teacher.lost_mass", lambda *args: 0.0)
+        patch.setattr("train.loop.student_and_teacher.LiveTeacher", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.training.student_and_teacher.LiveTeacher", None)
-        patch.setattr("train.training.student_and_teacher.lost_mass", lambda *args: 0.0)
+        patch.setattr("train.loop.student_and_teacher.LiveTeacher", None)
+        patch.setattr("train.loop.student_and_teacher.lost_mass", lambda *args: 0.0)
         window = distilled("window-lm", teacher_temperature=0.9, tokens_per_pass=140)
     theirs = drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1
@@ -231,10 +231,10 @@ def test_a_full_disk_costs_only_the_part_under_way(
     sizes = [256 * len(sample.tokens) for sample in context.corpus.samples("data")]
     missing = sum(sizes[4:])
     with monkeypatch.context() as patch:
-        patch.setattr("decode.artifact.free_space", lambda _: missing - 1)
+        patch.setattr("decode.base.artifact.free_space", lambda _: missing - 1)
         with pytest.raises(UserError, match=r"the 2 missing parts of this cache .* need 0.00 GiB"):
             run_stage(context, cache_stage())
-        patch.setattr("decode.artifact.free_space", lambda _: missing)
+        patch.setattr("decode.base.artifact.free_space", lambda _: missing)
         run_stage(context, cache_stage())
     assert len(list(directory.glob("part-*"))) == 3
 

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import FINAL, Recorder
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.model.hidden_states import FINAL, Recorder
 from decode.verification import Verification
 from tests.tiny import tiny_model
 

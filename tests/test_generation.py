@@ -7,19 +7,19 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.timed_prompts import time_generate
-from decode.sampling import Sampling
+from decode.model.generation_config import nothing_filled_in, sampling_as_generate
+from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
-from decode.target.generation_config import nothing_filled_in, sampling_as_generate
-from decode.target.loading import Target
 from decode.text import SpeculativeGenerator
 from decode.text_stream import decode
+from draftsmith.export.engines import EngineTask
+from draftsmith.export.engines.transformers import _generate
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
-from train.export.engines import EngineTask
-from train.export.engines.transformers import _generate
 from train.stages.generate import GenerateConfig, _beam_search
 
 NEW = 24

@@ -16,19 +16,19 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.tree_acceptance import measure_acceptance, probe
-from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
-from decode.trees import SHAPES
-from decode.trees.structure import Structure
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter, save_drafter
+from decode.shapes import SHAPES
+from decode.shapes.structure import Structure
 from distill.agreement import Bigrams, lookup_top1
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
@@ -47,10 +47,10 @@ from tests.stages import (
 )
 from tests.tiny import EOS_ID, VOCAB, forbid_packing, tiny_target
 from tests.training import assert_equal, assert_near
-from train.config import validate_config
+from train.base.stage import StageInputs
 from train.data.chat import prompt_tokens
-from train.stage import StageInputs
-from train.training.trainer import Trainer
+from train.loop.trainer import Trainer
+from train.run.config import validate_config
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -822,7 +822,7 @@ def test_what_was_trained_outlives_a_tree_that_fails(
         raise UserError("the disk is full.")
 
     with monkeypatch.context() as patch:
-        patch.setattr("train.training.head_tree.calibrate_tree", full)
+        patch.setattr("train.loop.head_tree.calibrate_tree", full)
         with pytest.raises(UserError, match=r"no tree .* disk is full\. The trained drafter is in"):
             run_stage(context, stage)
     path = context.directory / "heads" / "drafter"

@@ -10,10 +10,10 @@ import torch
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import HorizontalCascade
+from decode.model.cache.sliding_window import SlidingWindow
 from decode.rules import RULES
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.trees import Shape
-from decode.trees.static import Static
+from decode.shapes import Shape
+from decode.shapes.static import Static
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter

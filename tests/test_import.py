@@ -13,19 +13,19 @@ import transformers
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
 from distill.teacher.feature_sources import LiveFeatures
+from draftsmith.cli.main import app
+from draftsmith.export import ImportOptions
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.import_directory import import_drafter, measure_import
 from heads.heads_directory import read_heads
 from heads.heads_module import HeadBatch
 from tests.export import KEPT, PROMPTS, make_taught, save_target
 from tests.published import LAYOUTS, Published, first_logits, maps
 from tests.tiny import VOCAB, save_tiny
-from train.cli.main import app
-from train.export import ImportOptions
-from train.export.export_directory import check_export, export_drafter
-from train.export.import_directory import import_drafter, measure_import
 
 # The indices of the hidden states that each layout reads.
 TAPS = {"eagle1": [-1], "eagle1_bias": [-1], "nemo_eagle3": [2, 4, 7]}

@@ -10,22 +10,22 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from decode.drafters.directory import open_drafter
+from decode.base.errors import UserError
 from decode.drafters.pard import ParallelLMDrafter
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from draftsmith.export import ImportOptions
+from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.engines import Counting
+from draftsmith.export.export_directory import export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.import_directory import import_drafter
+from draftsmith.export.verify_export import count_drafts
 from heads.dflash_heads import DFlashDrafter
 from heads.heads_directory import read_heads
 from tests.export import KEPT, PROMPTS, edit_json, edit_weights, make_heads, save_target, task
 from tests.published import HIDDEN, Published, layer_shapes, llama_config, random_tensors
 from tests.tiny import save_tiny
-from train.export import ImportOptions
-from train.export.checkpoint import Checkpoint
-from train.export.engines import Counting
-from train.export.export_directory import export_drafter
-from train.export.formats import FORMATS
-from train.export.import_directory import import_drafter
-from train.export.verify_export import count_drafts
 
 ROWS = 304
 KINDS: dict[str, dict[str, Any]] = {

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder, Decoding
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, require_trees
-from decode.trees import SHAPES
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from heads.heads_directory import save_heads
 from heads.in_tree import InTreeDrafter
 from heads.pass_heads import PassDrafter

@@ -12,22 +12,22 @@ from accelerate import Accelerator
 from click.testing import Result
 from typer.testing import CliRunner
 
-from decode.errors import UserError
-from decode.target.loading import load_target
+from decode.base.errors import UserError
+from decode.model.loading import load_target
+from draftsmith import starter_config
+from draftsmith.cli.init import GOAL_NAMES, MACHINE_NAMES, init
+from draftsmith.cli.main import app
+from draftsmith.cli.plan import plan_target
+from draftsmith.starter_config import GOALS, MACHINES
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.test_run import CONFIG, WORDS, fresh_accelerate  # noqa: F401  (a fixture)
 from tests.tiny import save_tiny
-from train import starter_config
-from train.cli.init import GOAL_NAMES, MACHINE_NAMES, init
-from train.cli.main import app
-from train.cli.plan import plan_target
-from train.config import load_config
-from train.console import Reporter
-from train.run import Run
-from train.stage import StagePlan
-from train.starter_config import GOALS, MACHINES
-from train.training.estimates import read_speeds, seconds_of
+from train.base.console import Reporter
+from train.base.stage import StagePlan
+from train.loop.estimates import read_speeds, seconds_of
+from train.run.config import load_config
+from train.run.run import Run
 
 
 @pytest.fixture
@@ -230,7 +230,7 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     assert "≈ 15 s" in planned.stdout  # 15 answers of 10 tokens
     assert "GiB of disk, where " in planned.stdout
     assert "disk may be too small" not in planned.stdout
-    monkeypatch.setattr("train.cli.plan.free_space", lambda _: 0)
+    monkeypatch.setattr("draftsmith.cli.plan.free_space", lambda _: 0)
     planned = command("train", str(place / "config.yaml"), "--dry-run")
     assert planned.exit_code == 0, planned.stderr
     assert "where 0.0 GiB are free" in planned.stdout

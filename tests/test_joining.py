@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
@@ -23,19 +24,18 @@ from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
-from decode.errors import MemoryShortage, UserError
-from decode.loop import Decoder, Decoding
-from decode.policies import POLICIES
-from decode.rows import RowSettings, compacted
-from decode.sampling import Sampling
-from decode.target import memory
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.cache.slots import Slots
-from decode.target.hidden_states import FINAL
-from decode.target.memory import slot_bytes
+from decode.draw.sampling import Sampling
+from decode.lengths import POLICIES
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings, compacted
+from decode.model import memory
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.cache.slots import Slots
+from decode.model.hidden_states import FINAL
+from decode.model.memory import slot_bytes
+from decode.shapes.static import Static
 from decode.text_stream import StopStrings
-from decode.trees.static import Static
 from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless
@@ -171,7 +171,7 @@ def test_numbers_depend_on_the_length_of_each_row(monkeypatch: pytest.MonkeyPatc
 
     which = decoder(small_lm(case=LONGER), sampling=SAMPLED)
     expected = alone(which, LIMITS)
-    monkeypatch.setattr("decode.sampling.CounterRNG.at_lengths", at_lengths)
+    monkeypatch.setattr("decode.draw.sampling.CounterRNG.at_lengths", at_lengths)
     assert staggered(which, LIMITS).result().outputs != expected
 
 
@@ -562,7 +562,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     expected = which.decode(PROMPTS[:1], NEW, seed=3).outputs[0]
     decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
     each = slot_bytes(longer_model(0.0))
-    monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 30 * each)
+    monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 30 * each)
     forward = functools.partial(pytest.fail, "it was read")
     with monkeypatch.context() as patch:
         patch.setattr(which.lm, "forward", forward)
@@ -601,7 +601,7 @@ def test_memory_grows_with_the_texts_and_its_lack_ends_the_longest(
     for _ in range(8):
         decoding.step()
     assert first < which.lm.slots.allocated[1] < 80
-    monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+    monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 0)
     while 2 in decoding.rows.numbers:
         decoding.step()
     assert list(failed) == [2]

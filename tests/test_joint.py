@@ -18,16 +18,17 @@ from accelerate import Accelerator
 from peft.tuners.tuners_utils import BaseTunerLayer
 from typer.testing import CliRunner
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import describe_drafter, open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure import evaluation as measure
-from decode.target.loading import Target, load_target
-from decode.trees import Chain
+from decode.model.loading import Target, load_target
+from decode.opening.directory import describe_drafter, open_drafter
+from decode.shapes import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
+from draftsmith.cli.main import app
 from heads.head_training import HeadTraining, JointTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions, shift_left, trained_positions
@@ -44,18 +45,17 @@ from tests.stages import (
 )
 from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import TOLERANCE, assert_equal, assert_near
-from train.cli.main import app
-from train.config import load_config
-from train.console import Reporter
+from train.base.console import Reporter
+from train.base.stage import StageInputs
 from train.data.chat import prompt_tokens
+from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.loop.trained_backbone import BackboneConfig, TrainedBackbone
+from train.loop.trained_target import AdapterConfig
+from train.loop.trainer import Clock
 from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
-from train.run import Run
-from train.stage import StageInputs
-from train.training.optimizer import GroupConfig, OptimizerConfig, make_optimizer
-from train.training.trained_backbone import BackboneConfig, TrainedBackbone
-from train.training.trained_target import AdapterConfig
-from train.training.trainer import Clock
+from train.run.config import load_config
+from train.run.run import Run
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -501,7 +501,7 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
         judged.append(target.name)
         return evaluate(target, *args)
 
-    monkeypatch.setattr("train.run_evaluation.evaluate", watched)
+    monkeypatch.setattr("train.run.run_evaluation.evaluate", watched)
     report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
     stages = config.run_dir / "stages"
     new = str(stages / "01-both" / "target")

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.target.hidden_states import Recorder
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.hidden_states import Recorder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from heads import kangaroo_heads
 from heads.heads_directory import make_ready, new_heads
 from heads.heads_module import HeadBatch, HeadOptions

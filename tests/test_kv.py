@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.hidden_states import FINAL
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.hidden_states import FINAL
 from tests.test_trees import MORE
 from tests.tiny import FAMILIES, VOCAB, forbid_packing, tiny_model
 

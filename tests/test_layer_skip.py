@@ -13,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.skip import SkipDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.forward.sublayers import Sublayers
-from decode.target.loading import load_target
+from decode.loop.decoding import Decoder
+from decode.model.forward.sublayers import Sublayers
+from decode.model.loading import load_target
+from decode.opening.directory import describe_drafter, open_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, split_model
@@ -35,10 +35,10 @@ from tests.stages import (
 )
 from tests.tiny import save_tiny, tiny_model, tiny_target
 from tests.training import assert_equal
-from train.config import load_config
-from train.console import Reporter
+from train.base.console import Reporter
 from train.report.report_files import render_page
-from train.run import Run
+from train.run.config import load_config
+from train.run.run import Run
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),

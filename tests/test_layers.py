@@ -80,9 +80,9 @@ def test_every_package_has_its_layer() -> None:
     [
         "import train",
         "import numpy, distill.losses",
-        "from train.config import Config",
+        "from train.run.config import Config",
         "def f():\n    from heads import x",
-        "if TYPE_CHECKING:\n    import train.run as run",
+        "if TYPE_CHECKING:\n    import train.run.run as run",
         "from ...train import x",
         "importlib.import_module('distill.teacher.teacher_signal')",
         "from tests.tiny import tiny_model",
@@ -105,10 +105,10 @@ def test_a_right_import_is_not(source: str) -> None:
 CHILDREN = {
     "tests/peers_child.py",
     "tests/speculators_child.py",
-    "benchmarks/parts/speculators_child.py",
-    "train/export/engines/openvino_child.py",
-    "train/export/engines/vllm_child.py",
-    "train/states/vllm_connector.py",
+    "benchmarks/shared/speculators_child.py",
+    "draftsmith/export/engines/openvino_child.py",
+    "draftsmith/export/engines/vllm_child.py",
+    "train/engines/states/vllm_connector.py",
 }
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {

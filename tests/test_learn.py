@@ -28,30 +28,31 @@ import torch
 import transformers
 from accelerate import Accelerator
 
-from decode.drafters.directory import open_drafter, save_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.loading import Target, load_target
+from decode.base.errors import UserError
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter, save_drafter
 from decode.text import prompt_ids
 from decode.text_stream import decode
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import EngineTask
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.learn import cycle
+from draftsmith.learn.cycle import Learner, require_ready
+from draftsmith.learn.learn_config import EngineConfig, read_learn_config
+from draftsmith.learn.learn_state import LearnState, Outcome, Window
+from draftsmith.learn.record.answers import Exchange
+from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
+from draftsmith.learn.swap import EngineProcesses, Engines, RecorderSwitch
+from draftsmith.learn.training_run import TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
 from tests.service import MODEL, serving, until
 from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
 from tests.upstream import ADMIN_KEY, read_until, recorded
-from train.console import Reporter
-from train.export import ExportOptions
-from train.export.engines import EngineTask, environment_of
-from train.export.export_directory import check_export, export_drafter
-from train.learn import cycle
-from train.learn.counters import DraftCounts, ask, parse_counters, read_counters
-from train.learn.cycle import Learner, require_ready
-from train.learn.learn_config import EngineConfig, read_learn_config
-from train.learn.learn_state import LearnState, Outcome, Window
-from train.learn.swap import EngineProcesses, Engines, RecorderSwitch
-from train.learn.training_run import TrainingRun, split_by_time, usable
-from train.record.answers import Exchange
-from train.record.records import LEARNT_FILE, Records, make_record
+from train.base.console import Reporter
+from train.engines.child_process import environment_of
+from train.engines.counters import DraftCounts, ask, parse_counters, read_counters
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -320,7 +321,7 @@ def test_an_engine_that_ignores_its_drafter_answers_nobody(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.engines.drafters["1"] = "none"
-    monkeypatch.setattr("train.learn.counters._SETTLE_SECONDS", 0.5)
+    monkeypatch.setattr("train.engines.counters._SETTLE_SECONDS", 0.5)
     outcome = site.learner().once()
     assert outcome is not None
     assert "accepted none" in outcome.reason
@@ -355,7 +356,7 @@ def test_a_command_that_is_killed_in_a_training_goes_on(
     config = LEARN.replace("recorder: {key_env: UNUSED}", recorder)
     config = config.replace("engine: {", "engine: {key_env: ENGINE, ")
     (site.base / "learn.yaml").write_text(config)
-    command = [sys.executable, "-m", "train.cli.main", "learn", str(site.base / "learn.yaml")]
+    command = [sys.executable, "-m", "draftsmith.cli.main", "learn", str(site.base / "learn.yaml")]
     keys = {"RECORDER": ADMIN_KEY, "ENGINE": ENGINE_KEY, "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=os.environ | keys)
     try:

@@ -15,14 +15,14 @@ pytest.importorskip("httpx2", reason="the extra serve is not installed")
 
 from accelerate import Accelerator
 
-from decode.errors import UserError
+from decode.base.errors import UserError
+from draftsmith.learn.cycle import Learner
+from draftsmith.learn.learn_config import read_learn_config
+from draftsmith.learn.learn_state import LearnState, Outcome, Swap
+from draftsmith.learn.swap import Engines, RecorderSwitch
 from tests.upstream import ADMIN_KEY, FakeEngine, recorded, served
-from train.console import Reporter
-from train.learn.counters import NoAnswer
-from train.learn.cycle import Learner
-from train.learn.learn_config import read_learn_config
-from train.learn.learn_state import LearnState, Outcome, Swap
-from train.learn.swap import Engines, RecorderSwitch
+from train.base.console import Reporter
+from train.engines.counters import NoAnswer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a drafter?"}]}
 LEARN = """

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks import long_context
-from benchmarks.parts.dense_attention import dense_attention
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL, Recorder
-from decode.target.loading import Target
+from benchmarks.shared.dense_attention import dense_attention
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL, Recorder
+from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
@@ -30,7 +30,7 @@ from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
-from train.training.estimates import heads_bytes
+from train.loop.estimates import heads_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 import train.data.corpus
-import train.text_stages
+import train.stages.text_stages
 from benchmarks import data as benchmark
-from decode.errors import UserError
+from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
 from tests.test_data import example, sample_of, write
 from tests.tiny import tiny_target
+from train.base.stage import StageInputs
 from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat import Sample
 from train.data.corpus import answers_of, read_answers, write_answers
@@ -33,7 +34,6 @@ from train.data.stored_samples import (
     write_samples,
 )
 from train.data.usable_rows import UsableRows
-from train.stage import StageInputs
 from train.stages.generate import GenerateStage
 
 
@@ -123,7 +123,7 @@ def test_a_stage_stores_its_samples_in_parts_and_keeps_those_of_an_earlier_start
         written.append((directory, number))
         original(directory, number, *rest)
 
-    monkeypatch.setattr(train.text_stages, "write_samples", counted)
+    monkeypatch.setattr(train.stages.text_stages, "write_samples", counted)
     with pytest.raises(UserError, match="disk is full"):
         stage().fitting_samples()
     first = written[0][0]
@@ -150,9 +150,9 @@ def test_a_plan_measures_a_part_of_long_data(
     stage = make_stage("feature_cache", "cache")
     exact = plan_stage(context, stage).tokens
     assert exact == sum(len(s.tokens) for s in context.corpus.samples("data"))
-    monkeypatch.setattr(train.text_stages, "PLANNED", 10)
+    monkeypatch.setattr(train.stages.text_stages, "PLANNED", 10)
     assert abs(plan_stage(context, stage).tokens - exact) < 0.1 * exact
-    monkeypatch.setattr(train.text_stages, "PLANNED", 1)
+    monkeypatch.setattr(train.stages.text_stages, "PLANNED", 1)
     assert plan_stage(context, stage).tokens % 40 == 0
 
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from decode.artifact import CorruptArtifact
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
-from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.lookup.datastore import (
     SORT_BYTES,
     SUFFIXES,
@@ -29,19 +29,19 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.rest import RestDrafter, RestOptions, write_rest
 from decode.drafters.lookup.suffix import Node, Place, SuffixDrafter, SuffixTrie
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.evaluation import evaluate
-from decode.sampling import Sampling
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import EvaluationProtocol
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.shapes import SHAPES
 from decode.verification import Verification
 from tests.lossless import longer_model
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import tiny_target
 from tests.training import Killed
-from train.config import validate_config
+from train.run.config import validate_config
 from train.stages.generate import GenerateConfig
 
 GREEDY = Sampling()

@@ -13,13 +13,13 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder
-from decode.policies import POLICIES
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.lengths import POLICIES
+from decode.loop.decoding import Decoded, Decoder
 from decode.stats import Counts
 from decode.trace import DraftedToken, drafted_tokens, format_trace
 from decode.verification import Decision, Observer, Scores, Verification

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from distill.distillation_loss import chunked_loss, eager_loss
 from distill.losses import LOSSES, Loss, Rows, WeightedLoss
 from distill.teacher.teacher_signal import Signal, TeacherLogits, TopK

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 
-from decode import step
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
@@ -30,11 +29,12 @@ from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.swift import SwiftDrafter
-from decode.loop import Decoder
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.loop import step
+from decode.loop.decoding import Decoder
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Chain
+from decode.shapes import SHAPES, Chain
 from decode.verification import Scores, Verification
 from tests.controls import CONTROLS, Control
 from tests.lossless import (

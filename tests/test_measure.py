@@ -13,25 +13,25 @@ import pytest
 import torch
 from scipy import stats
 
+from decode import costs as others
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder
-from decode.measure import costs as others
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.lengths import POLICIES
+from decode.loop.decoding import Decoded, Decoder
 from decode.measure.evaluation import evaluate
 from decode.measure.figures import Evaluation, break_even, repetition
 from decode.measure.intervals import ratio_of_totals, student_quantile
 from decode.measure.thinking import thinking_tokens
 from decode.measure.timed_prompts import fastest_gamma, in_turns
-from decode.policies import POLICIES
-from decode.sampling import CounterRNG, Sampling
 from decode.settings import EvaluationProtocol
+from decode.shapes import SHAPES, Chain
 from decode.stats import Counts, Tally, Timing, summary
-from decode.trees import SHAPES, Chain
 from decode.verification import Verification
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, verification
-from train.provenance import describe_process
+from train.base.provenance import describe_process
 from train.report.report_summary import footnotes
 
 model = functools.cache(tiny_model)

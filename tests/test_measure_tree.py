@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.tree_acceptance import Acceptance, measure_acceptance, probe
-from decode.sampling import Sampling
-from decode.trees import SHAPES
-from decode.trees.calibrated import grow_greedily
-from decode.trees.sequoia import plan_tree
-from decode.trees.structure import Structure
+from decode.shapes import SHAPES
+from decode.shapes.calibrated import grow_greedily
+from decode.shapes.sequoia import plan_tree
+from decode.shapes.structure import Structure
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_trees import nearly
 

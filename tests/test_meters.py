@@ -13,14 +13,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from distill.flops import TextFlops, layers_flops
+from draftsmith.cli.main import app
 from tests.stages import DRAFTER, LOOP, make_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines, tiny_trainer
-from train.cli.main import app
-from train.training.meters.peak_flops import peak_of
-from train.training.meters.profiler import WARM_UP
-from train.training.meters.throughput import Throughput, flops_of, in_words
-from train.training.trainer import Trainer
+from train.loop.meters.peak_flops import peak_of
+from train.loop.meters.profiler import WARM_UP
+from train.loop.meters.throughput import Throughput, flops_of, in_words
+from train.loop.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from decode.artifact import CorruptArtifact
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.loading import Target
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
 from distill.trainable_model import Trainable
 from distill.untrained_student import student_from_layers
 from tests.stages import (
@@ -29,9 +29,9 @@ from tests.stages import (
 )
 from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
+from train.base.stage import StageInputs
 from train.data.chat import Sample, prompt_tokens
 from train.data.training_text import OnPolicyConfig, OnPolicyText
-from train.stage import StageInputs
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}

@@ -18,17 +18,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from decode.artifact import CorruptArtifact
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import CounterRNG, Sampling
-from decode.trees.static import Static
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.shapes.static import Static
 from decode.verification import Decision, Scores, Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay import rejections

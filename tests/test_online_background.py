@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import NoDrafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.opening.directory import open_drafter
 from decode.verification import Verification
 from tests.stages import plan_stage, run_stage
 from tests.test_online import online_of, pair, prompts_of

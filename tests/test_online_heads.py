@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, NoDrafter
-from decode.drafters.directory import open_drafter, save_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import FINAL, Features, Recorder
-from decode.trees.static import Static
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.opening.directory import open_drafter, save_drafter
+from decode.shapes.static import Static
 from decode.verification import Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay.rejections import Collector

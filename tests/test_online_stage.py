@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import small_lm
-from decode.drafters.directory import describe_drafter, open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.loading import Target
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter, open_drafter
 from distill.replay import replay_buffer as replay
 from heads.parallel_heads import BlockwiseHeads, MedusaDrafter
 from tests.stages import (
@@ -37,14 +37,14 @@ from tests.training import (
     scramble,
     two_ranks,
 )
+from train.base.stage import StageInputs
+from train.loop.checkpoint import Stopped
 from train.online import stream_progress
 from train.online.learning import Online
 from train.online.serving import Serving
 from train.online.stream_progress import StreamProgress, Versions
-from train.plots.line_plots import stream_plot
-from train.stage import StageInputs
+from train.report.plots.line_plots import stream_plot
 from train.stages.online import OnlineStage
-from train.training.checkpoint import Stopped
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 LEARNING: dict[str, Any] = {

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
@@ -21,11 +21,11 @@ from decode.drafters.tokenizers.token_texts import (
     shared_coverage,
     shared_tokens,
 )
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder, Decoding
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.opening.directory import open_drafter
 from decode.rules import RULES
-from decode.sampling import Sampling
-from decode.trees.static import Static
+from decode.shapes.static import Static
 from tests.lossless import LONGER, PENALISED, decode
 from tests.mutants import NotRestricted
 from tests.other_tokenizers import (

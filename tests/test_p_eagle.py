@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import Recorder
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.hidden_states import Recorder
+from decode.model.loading import Target
+from decode.shapes import SHAPES
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads

@@ -53,7 +53,7 @@ def run(unpacked: Path, directory: Path, *arguments: str) -> subprocess.Complete
     """`draftsmith ARGUMENTS` of the unpacked wheel, in another directory. -I: without the
     repository, even if PYTHONPATH has it."""
     code = (
-        f"import sys; sys.path.insert(0, {str(unpacked)!r}); from train.cli.main import main; "
+        f"import sys; sys.path.insert(0, {str(unpacked)!r}); from draftsmith.cli.main import main; "
         f"import train; assert train.__file__.startswith({str(unpacked)!r}); "
         f"sys.argv = ['draftsmith', *{arguments!r}]; main()"
     )
@@ -82,7 +82,7 @@ def test_the_wheel_has_all_files_and_no_others(unpacked: Path):
     # A type checker reads annotations of packages that have this file.
     assert {f"{package}/py.typed" for package in PACKAGES if package != "configs"} <= packed
     assert {"train/schema.json", "configs/quickstart.yaml"} <= packed
-    assert {"configs/prompts/train.jsonl", "train/serve/static/index.html"} <= packed
+    assert {"configs/prompts/train.jsonl", "draftsmith/serve/static/index.html"} <= packed
 
 
 def test_commands_run_outside_the_repository(unpacked: Path, tmp_path: Path):
@@ -147,12 +147,13 @@ def test_imports_need_no_optional_package(tmp_path: Path):
     assert {"gguf", "matplotlib", "wandb", "uvicorn", "deepspeed"} <= hidden
     code = (
         f"import sys; sys.modules.update(dict.fromkeys({sorted(hidden)!r}))\n"
-        "import draftsmith, train.cli.main, train.config, train.run, train.export\n"
-        "from train.plots.bar_plots import bar_plot\n"
+        "import draftsmith, draftsmith.cli.main, draftsmith.export, draftsmith.learn\n"
+        "import train.run.config, train.run.run\n"
+        "from train.report.plots.bar_plots import bar_plot\n"
         "assert bar_plot('n', ['a'], [1.0], ['red'], axis='x') == ''\n"
         "from pathlib import Path\n"
-        "from train.export.formats.gguf_layout import target_gguf\n"
-        "from decode.target.without_weights import load_config\n"
+        "from decode.model.loading import target_gguf\n"
+        "from decode.model.without_weights import load_config\n"
         "for read in (target_gguf, load_config):\n"
         "    try: read('a.gguf')\n"
         "    except draftsmith.UserError as error: assert 'draftsmith[gguf]' in str(error), error\n"

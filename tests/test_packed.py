@@ -17,11 +17,11 @@ from transformers.masking_utils import sdpa_mask
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.lean_parts import PackedLinear
-from decode.target.forward.prepare_model import (
+from decode.loop.decoding import Decoder
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.prepare_model import (
     can_pack,
     fast_copy,
     has_products,
@@ -29,9 +29,9 @@ from decode.target.forward.prepare_model import (
     prepare,
     reason_against_lean,
 )
-from decode.target.forward.recognition import NotLean, lean_forward
-from decode.target.forward.transformers_forward import TransformersForward
-from decode.trees import SHAPES
+from decode.model.forward.recognition import NotLean, lean_forward
+from decode.model.forward.transformers_forward import TransformersForward
+from decode.shapes import SHAPES
 from tests.tiny import FAMILIES, forbid_packing, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))

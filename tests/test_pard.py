@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel, unused_token
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import CounterRNG, Sampling
-from decode.trees import SHAPES
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.opening.directory import describe_drafter, open_drafter
+from decode.shapes import SHAPES
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.parallel_distillation import (

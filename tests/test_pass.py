@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.sampling import CounterRNG, Sampling
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.prepare_model import prepare
-from decode.target.loading import Target
-from decode.trees import SHAPES
-from decode.trees.static import Static
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import prepare
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
+from decode.shapes.static import Static
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import build_heads, load_heads, new_heads, save_heads

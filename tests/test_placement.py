@@ -19,31 +19,31 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from typer.testing import CliRunner
 
 import heads  # noqa: F401  (registers its kinds)
+from decode.base.errors import UserError
 from decode.drafters import Drafter, NoDrafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.cache.slots import Slots
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.prepare_model import can_pack, prepare
-from decode.target.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
-from decode.target.loading import Target, load_target, resolve_device
-from decode.target.pretrained import input_device, require_finite
-from decode.target.without_weights import load_shapes
-from decode.trees import SHAPES
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.cache.slots import Slots
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import can_pack, prepare
+from decode.model.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
+from decode.model.loading import Target, load_target, resolve_device
+from decode.model.pretrained import input_device, require_finite
+from decode.model.without_weights import load_shapes
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.teacher_signal import split_model
 from distill.untrained_student import student_from_layers
+from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
-from train.cli.main import app
-from train.config import validate_config
-from train.console import Reporter
-from train.run import Run
+from train.base.console import Reporter
+from train.run.config import validate_config
+from train.run.run import Run
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 TREE = "static:widths=[2,1]"

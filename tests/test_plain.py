@@ -9,7 +9,7 @@ from scipy import stats
 
 from decode import plain
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from tests.tiny import tiny_model
 
 PROMPT = [3, 1, 2]

@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
+from decode.costs import Costs
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.measure.costs import Costs
-from decode.policies import POLICIES, Fixed, Policy
-from decode.policies.confidence import AdaptiveConfidence
-from decode.policies.cost_model import CostModel
-from decode.policies.feedback import Heuristic
-from decode.sampling import Sampling
-from decode.target.forward.sublayers import Sublayers
+from decode.draw.sampling import Sampling
+from decode.lengths import POLICIES, Fixed, Policy
+from decode.lengths.confidence import AdaptiveConfidence
+from decode.lengths.cost_model import CostModel
+from decode.lengths.feedback import Heuristic
+from decode.loop.decoding import Decoder
+from decode.model.forward.sublayers import Sublayers
 from decode.verification import Verification
 from tests import lossless
 from tests.tiny import tiny_model, verification

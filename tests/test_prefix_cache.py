@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.evaluation import evaluate
-from decode.sampling import Sampling
+from decode.model.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
+from decode.model.cache.slots import Slots, SlotStates
 from decode.settings import EvaluationProtocol
-from decode.target.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
-from decode.target.cache.slots import Slots, SlotStates
+from decode.shapes import Chain
 from decode.text import SpeculativeGenerator
-from decode.trees import Chain
 from tests.test_joining import KINDS, decoder
 from tests.tiny import VOCAB, tiny_model, tiny_target
 

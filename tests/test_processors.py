@@ -11,14 +11,14 @@ import transformers
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.rules.exact import ExactMatch
-from decode.sampling import Sampling
-from decode.trees import Growth
+from decode.shapes import Growth
 from decode.verification import Scores, Verification
 from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model

@@ -12,14 +12,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
-from decode.target import without_weights
+from decode.model import without_weights
+from draftsmith.cli.main import app
 from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
-from train.cli.main import app
-from train.config import load_config
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.read import Example
-from train.run import Run
+from train.run.config import load_config
+from train.run.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 RECIPES = sorted(path.name for path in (CONFIGS / "recipes").glob("*.yaml"))

@@ -22,16 +22,16 @@ httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed"
 
 from typer.testing import CliRunner  # noqa: E402
 
-from decode.errors import UserError  # noqa: E402
+from decode.base.errors import UserError  # noqa: E402
+from draftsmith.cli.main import app  # noqa: E402
+from draftsmith.learn.record.answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
+from draftsmith.learn.record.consent import Keys  # noqa: E402
+from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
+from draftsmith.learn.record.redaction import passes_luhn, redact  # noqa: E402
+from draftsmith.learn.record.upstream import Upstreams  # noqa: E402
 from tests.service import until  # noqa: E402
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served  # noqa: E402
-from train.cli.main import app  # noqa: E402
 from train.data.read import read_examples  # noqa: E402
-from train.record.answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
-from train.record.consent import Keys  # noqa: E402
-from train.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
-from train.record.redaction import passes_luhn, redact  # noqa: E402
-from train.record.upstream import Upstreams  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -152,7 +152,7 @@ def test_requests_that_no_engine_should_get(tmp_path: Path, monkeypatch: Any) ->
         evil = {"origin": "https://evil.example", "content-type": "text/plain"}
         body = json.dumps(chat(store=True)).encode()
         assert client.post(CHAT, content=body, headers=evil).status_code == 403
-        monkeypatch.setattr("train.record.proxy.HELD_BYTES", 10)
+        monkeypatch.setattr("draftsmith.learn.record.proxy.HELD_BYTES", 10)
         assert client.post(CHAT, json=chat()).status_code == 503
         assert engine.asked == []
 
@@ -503,7 +503,7 @@ def _bytes(path: Path) -> bytes:
 def test_the_command_records_and_ends_its_answers(tmp_path: Path) -> None:
     """As a process: it says where it is, answers, and ends at SIGTERM with what it has written."""
     with served(FakeEngine().app()) as url:
-        command = [sys.executable, "-m", "train.cli.main", "record", "--upstream", url]
+        command = [sys.executable, "-m", "draftsmith.cli.main", "record", "--upstream", url]
         process = subprocess.Popen(
             [*command, "--out", str(tmp_path), "--port", "0", "--keep-days", "1"],
             stdout=subprocess.PIPE,

@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
@@ -23,15 +23,15 @@ from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.prefix_cache import PrefixCache, prefix_cache
+from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
+from decode.model.memory import slot_bytes
+from decode.opening.directory import open_drafter
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, require_trees
-from decode.target.cache.prefix_cache import PrefixCache, prefix_cache
-from decode.target.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
-from decode.target.memory import slot_bytes
-from decode.trees.static import Static
+from decode.shapes.static import Static
 from tests.lossless import LONGER, Case, decode_runs
 from tests.stages import examples, make_stage, run_stage, stage_context
 from tests.test_heads_lossless import drafter as heads_drafter

@@ -10,7 +10,7 @@ import pytest
 from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
 from tests.reference import ROOT, cli_reference, make_files, make_schema
 
-# What describes a value, and what `train.config_file` checks.
+# What describes a value, and what `train.base.config_file` checks.
 DESCRIBES = {"description", "default", "title", "$defs"}
 CHECKED = {
     *("$ref", "anyOf", "oneOf", "discriminator", "type", "const", "enum", "pattern"),

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from decode.errors import UserError
-from train.cli.train import print_report
-from train.console import Reporter
+from decode.base.errors import UserError
+from draftsmith.cli.train import print_report
+from train.base.console import Reporter
+from train.base.stage import ReportSection, Stage, StagePlot
 from train.report.drafter_table import drafter_table, row_labels
 from train.report.format_figures import format_duration, format_ratio, format_share
 from train.report.report_files import make_report
 from train.report.report_summary import footnotes, headline
-from train.stage import ReportSection, Stage, StagePlot
 from train.stages import STAGES
 
 PROMPT = "Say <b>hello</b> & goodbye"

@@ -11,8 +11,11 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from draftsmith.export import ImportOptions
+from draftsmith.export.export_directory import export_drafter
+from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import SAMPLE, read_heads, stored_options
 from tests.export import KEPT, make_heads, save_target
 from tests.published import LAYOUTS
@@ -20,9 +23,6 @@ from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.test_import import FORMS
 from tests.test_import_block import KINDS, z_lab
 from tests.tiny import VOCAB, save_tiny
-from train.export import ImportOptions
-from train.export.export_directory import export_drafter
-from train.export.import_directory import import_drafter
 
 # One batch holds all of the text, so that losses of two steps can be compared.
 LOOP = {"epochs": 4, "tokens_per_batch": 2000, "log_every": 1}

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import NoDrafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByAcceptance, ByLabel, Routing
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder, Decoding
-from decode.rows import RowSettings
+from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.rows import RowSettings
+from decode.opening.directory import open_drafter
 from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
 from tests.test_online import online_of, pair, prompts_of
 from tests.tiny import tiny_target

@@ -14,18 +14,18 @@ import pytest
 import torch
 from transformers import BatchEncoding
 
+from decode.base.errors import UserError
 from decode.draft import Draft
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import StoreDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.mixed_sampling import MixedSampling, combined
-from decode.rows import RowSettings
-from decode.sampling import Sampling
-from decode.target.cache.prefix_cache import PrefixCache
+from decode.draw.mixed_sampling import MixedSampling, combined
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings
+from decode.model.cache.prefix_cache import PrefixCache
+from decode.shapes.chains import Chains
+from decode.shapes.static import Static
 from decode.text_stream import Stop, StopStrings
-from decode.trees.chains import Chains
-from decode.trees.static import Static
 from decode.verification import Verification
 from tests.lossless import LONGER, FixedDraft, fit_texts, longer_model, small_lm
 from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder
@@ -111,7 +111,7 @@ def test_the_sampling_of_one_row_for_all_is_seen(monkeypatch: pytest.MonkeyPatch
     drafter = KINDS["chain"]()
     expected = alone(drafter)
     monkeypatch.setattr(
-        "decode.rows.combined", lambda settings, kinds: (settings or [Sampling()])[0]
+        "decode.loop.rows.combined", lambda settings, kinds: (settings or [Sampling()])[0]
     )
     assert mixed(decoder(drafter)).result().outputs != expected
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.mixed_sampling import MixedSampling
+from decode.draw.mixed_sampling import MixedSampling
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.loop.decoding import Decoder
 from decode.rules import RULES, Rule
 from decode.rules.exact import ExactMatch
-from decode.sampling import CounterRNG, Sampling, draw
 from decode.verification import Scores, Verification
 from tests.enumeration import (
     PLAIN,

@@ -21,30 +21,30 @@ from tensorboard.backend.event_processing.event_file_loader import RawEventFileL
 from tensorboard.compat.proto.event_pb2 import Event
 from typer.testing import CliRunner
 
-import train.run_evaluation
-from decode.artifact import CorruptArtifact
-from decode.drafters.directory import describe_drafter
+import train.run.run_evaluation
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
+from decode.opening.directory import describe_drafter
 from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss
+from draftsmith.cli.main import app
+from draftsmith.watch.run_state import RunState
 from tests.tiny import save_tiny, tiny_llama
 from tests.training import in_new_process, two_ranks
-from train.cli.main import app
-from train.config import load_config
-from train.console import Reporter
+from train.base.console import Reporter
+from train.base.directory_lock import DirectoryLock
+from train.base.tracking.curve_file import CURVES_FILE, CurveReader
 from train.data.chat import Sample
 from train.data.corpus import read_answers
 from train.data.training_text import FixedText
-from train.directory_lock import DirectoryLock
+from train.loop.optimizer import OptimizerConfig
+from train.loop.trainer import Trainer
+from train.loop.training_task import LoopConfig, TrainingTask
 from train.report.report_summary import footnotes
-from train.run import Run
+from train.run.config import load_config
+from train.run.run import Run
 from train.stages.generate import GenerateStage
-from train.tracking.curve_file import CURVES_FILE, CurveReader
-from train.training.optimizer import OptimizerConfig
-from train.training.trainer import Trainer
-from train.training.training_task import LoopConfig, TrainingTask
-from train.watch.run_state import RunState
 
 WORDS = [
     "the",
@@ -301,17 +301,17 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
 def test_drafters_that_cannot_be_asked_in_turn_cost_their_row_only(base, monkeypatch):
     said = []
     monkeypatch.setattr(Reporter, "say", lambda self, text: said.append(text))
-    original = train.run_evaluation.evaluate
+    original = train.run.run_evaluation.evaluate
 
     def picky(target: Any, drafter: Any, *args: Any) -> Any:
         if isinstance(drafter, CompositeDrafter):
             raise UserError("these do not go together")
         return original(target, drafter, *args)
 
-    monkeypatch.setattr(train.run_evaluation, "evaluate", picky)
+    monkeypatch.setattr(train.run.run_evaluation, "evaluate", picky)
     assert [row["stage"] for row in start(base)["rows"]][-1] == "distill"
     assert "ngram+distill is not evaluated: these do not go together" in said
-    monkeypatch.setattr(train.run_evaluation, "evaluate", original)
+    monkeypatch.setattr(train.run.run_evaluation, "evaluate", original)
     assert [row["stage"] for row in start(base)["rows"]][-1] == "ngram+distill"
 
 
@@ -325,7 +325,7 @@ def test_a_second_start_says_that_it_is_done(base, monkeypatch):
         with pytest.raises(UserError, match=holder):
             start(base)
     kill_at(monkeypatch, 1)  # any training would die
-    monkeypatch.setattr("train.run_evaluation.evaluate", None)  # and any evaluation
+    monkeypatch.setattr("train.run.run_evaluation.evaluate", None)  # and any evaluation
     assert start(base)["rows"] == first["rows"]
 
 
@@ -457,13 +457,13 @@ def test_other_settings_for_a_run_that_exists_are_refused(base, monkeypatch):
 
 def test_figures_of_changed_settings_are_measured_again_and_others_kept(base, monkeypatch):
     """A finished run goes on with changes: the report has each drafter of its config once."""
-    sound, measured = train.run_evaluation.evaluate, []
+    sound, measured = train.run.run_evaluation.evaluate, []
 
     def counted(target: Any, drafter: Any, prompts: Any, protocol: Any, *args: Any) -> Any:
         measured.append(protocol.max_new_tokens)
         return sound(target, drafter, prompts, protocol, *args)
 
-    monkeypatch.setattr(train.run_evaluation, "evaluate", counted)
+    monkeypatch.setattr(train.run.run_evaluation, "evaluate", counted)
     config = base / "config.yaml"
     text = config.read_text()
     # One trained drafter is enough here.
@@ -598,10 +598,10 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
         write_rows(base / "test.jsonl", rows)
         message = r"test.jsonl:1: the prompt has \d+ tokens and the target's context holds 256"
     elif what == "the disk":
-        monkeypatch.setattr("decode.artifact.free_space", lambda directory: 1000)
+        monkeypatch.setattr("decode.base.artifact.free_space", lambda directory: 1000)
         message = "all stages, with answers at full length, in .* need .* free some space"
     else:
-        monkeypatch.setattr("train.run.require_trees", cannot)
+        monkeypatch.setattr("train.run.run.require_trees", cannot)
         overrides.append("evaluation.shape=dynamic")
         message = "no trees here"
     with pytest.raises(UserError, match=message):

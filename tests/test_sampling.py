@@ -9,15 +9,15 @@ import scipy.stats
 import torch
 import transformers
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.rows import RowSettings
-from decode.sampling import CounterRNG, Sampling, argmax, draw, draw_of, top
-from decode.trees.static import Static
+from decode.draw.sampling import CounterRNG, Sampling, argmax, draw, draw_of, top
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings
+from decode.shapes.static import Static
 from tests.enumeration import by_cdf
 from tests.tiny import tiny_model
 

@@ -9,26 +9,26 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from decode.base.errors import UserError
+from decode.costs import Costs
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter, SkipDrafter
 from decode.drafters.swift import VARY_EVERY, LayerSearch, SwiftDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
-from decode.measure.costs import Costs
-from decode.sampling import Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.prefix_cache import PrefixCache
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.prepare_model import prepare
-from decode.target.forward.sublayers import Sublayers
-from decode.trees import SHAPES
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.prefix_cache import PrefixCache
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import prepare
+from decode.model.forward.sublayers import Sublayers
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
+from draftsmith.cli.main import app
+from draftsmith.edge.remote_target import RemoteLM
 from tests.tiny import save_tiny, tiny_model, tiny_target
-from train.cli.main import app
-from train.edge.remote_target import RemoteLM
 
 LAYERS = 4
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.memory import slot_bytes
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.model.memory import slot_bytes
 from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from train.data import self_prompts

@@ -20,19 +20,19 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 httpx2 = pytest.importorskip("httpx2")
 
+from decode.base.errors import UserError  # noqa: E402
 from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
-from decode.errors import UserError  # noqa: E402
-from decode.loop import Decoding  # noqa: E402
-from decode.sampling import Sampling  # noqa: E402
+from decode.draw.sampling import Sampling  # noqa: E402
+from decode.loop.decoding import Decoding  # noqa: E402
+from decode.model.pretrained import UNLIMITED_POSITIONS  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
-from decode.target.pretrained import UNLIMITED_POSITIONS  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
+from draftsmith.serve.answers import AnswerText  # noqa: E402
+from draftsmith.serve.engine import Engine  # noqa: E402
+from draftsmith.serve.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
-from train.serve.answers import AnswerText  # noqa: E402
-from train.serve.engine import Engine  # noqa: E402
-from train.serve.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
 
 QUESTION = "What does the drafter propose?"
 SAMPLED = DecodeSettings(gamma=3, sampling=Sampling(0.8, top_p=0.95))
@@ -335,7 +335,7 @@ def test_texts_without_memory_and_too_long_a_queue_say_when_to_come_again(
     with serving(endless, **limits) as running, running.client() as client:
         post = functools.partial(client.post, "/v1/chat/completions")
         held = Held(running)
-        monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+        monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 0)
         with ThreadPoolExecutor() as pool:
             alone = pool.submit(post, json=chat(QUESTION, max_tokens=9))
             assert alone.result().status_code == 503
@@ -344,7 +344,7 @@ def test_texts_without_memory_and_too_long_a_queue_say_when_to_come_again(
             monkeypatch.undo()
             first = pool.submit(post, json=chat(QUESTION, max_tokens=9))
             assert held.waits.wait(60)
-            monkeypatch.setattr("decode.target.memory.free_bytes", lambda device: 0)
+            monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 0)
             # Many texts of one prompt hold its tokens once.
             others = [pool.submit(post, json=chat(QUESTION, max_tokens=300, n=4))]
             until(lambda: running.engine.held == 5)
@@ -415,7 +415,7 @@ def test_prompts_reuse_what_they_share_with_earlier_texts(monkeypatch: Any) -> N
             assert (counts[hits] > 0) == (size is None)
             queries = counts["draftsmith:prefix_cache_queries_total"]
             assert queries == (0 if size == 0 else counts["draftsmith:prompt_tokens_total"])
-    monkeypatch.setattr("train.serve.server.prefix_cache", lambda *_: None)
+    monkeypatch.setattr("draftsmith.serve.server.prefix_cache", lambda *_: None)
     with (
         pytest.raises(UserError, match="a prefix cache of 9 bytes would not be used"),
         serving(target(), options={"prefix_cache_bytes": 9}),

@@ -17,21 +17,21 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 pytest.importorskip("httpx2")
 
-from decode.drafters.directory import describe_drafter, open_drafter, save_drafter
-from decode.errors import UserError
+from decode.base.errors import UserError
+from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
 from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import Record
+from draftsmith.serve.learner import (
+    LearnOptions,
+    learning_config,
+    open_learning_drafter,
+)
 from heads.online_heads import HeadStudent
 from tests.service import Running, alone, chat, serving, until
 from tests.test_online_heads import heads_of
 from tests.test_serve import asked, endless, words
 from tests.test_serve_settings import save_small, set_to, text_of
-from train.serve.learner import (
-    LearnOptions,
-    learning_config,
-    open_learning_drafter,
-)
 
 __all__ = ["endless"]  # a fixture
 CONFIG = learning_config(

@@ -15,13 +15,16 @@ pytest.importorskip("uvicorn", reason="the extra serve is not installed")
 pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
 pytest.importorskip("httpx2")
 
-from decode.drafters.directory import save_drafter
+from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByLabel
-from decode.errors import UserError
+from decode.opening.directory import save_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
+from draftsmith.net.guard import Guard
+from draftsmith.serve import settings as serve_settings
+from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
 from tests.service import LONG, Running, alone, chat, events, serving, until
 from tests.test_serve import (
     QUESTION,
@@ -34,9 +37,6 @@ from tests.test_serve import (
     words,
 )
 from tests.tiny import tiny_llama, tiny_tokenizer
-from train.net.guard import Guard
-from train.serve import settings as serve_settings
-from train.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
 
 __all__ = ["endless"]  # a fixture
 
@@ -277,7 +277,7 @@ def lenience(running: Running) -> float:
 def test_texts_are_exact_without_a_spike_and_lenient_in_one(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("train.serve.dynamic_lenience.SECONDS", 1e-3)
+    monkeypatch.setattr("draftsmith.serve.dynamic_lenience.SECONDS", 1e-3)
     expected = words(alone(endless, asked(QUESTION), 40, SAMPLED, seed=7))
     body = chat(QUESTION, max_tokens=40, seed=7)
     options: Any = {"max_rows": 1, "options": {"dynamic_lenience": 0.2}}

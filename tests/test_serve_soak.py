@@ -17,9 +17,9 @@ from benchmarks.serve.client import ask, read_metrics
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
 from benchmarks.serve.soak import Texts, soak
 from decode.text_stream import decode
+from draftsmith.net.listen import bind
 from tests.service import alone, until
 from tests.tiny import save_tiny, tiny_target
-from train.net.listen import bind
 
 pytestmark = pytest.mark.slow
 

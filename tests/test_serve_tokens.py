@@ -14,18 +14,18 @@ openai = pytest.importorskip("openai")
 
 from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
 from decode.drafters.small_lm import SmallLMDrafter  # noqa: E402
-from decode.logprobs import TokenLogprob  # noqa: E402
+from decode.draw.logprobs import TokenLogprob  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
+from decode.shapes.static import Static  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from decode.trace import drafted_tokens  # noqa: E402
-from decode.trees.static import Static  # noqa: E402
 from decode.verification import Verification  # noqa: E402
+from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
+from draftsmith.serve.answers import written  # noqa: E402
+from draftsmith.serve.requests import Choice, NewTokens  # noqa: E402
 from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
 from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
-from train.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
-from train.serve.answers import written  # noqa: E402
-from train.serve.requests import Choice, NewTokens  # noqa: E402
 
 QUESTION = [{"role": "user", "content": "What does the drafter propose?"}]
 target = functools.cache(functools.partial(tiny_target, max_positions=512))

@@ -11,9 +11,9 @@ from tokenizers import normalizers
 pytest.importorskip("httpx2", reason="the extra serve is not installed")
 
 
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.model.loading import Target
 from tests.answer_server import (
     NEW,
     SETTINGS,
@@ -28,11 +28,11 @@ from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import EOS_ID, tiny_target
 from tests.training import Killed
 from tests.upstream import served
-from train.answers import ask_servers
-from train.answers.journal import Journal
-from train.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
-from train.answers.server_config import ServerConfig
-from train.stage import StageInputs
+from train.base.stage import StageInputs
+from train.engines import ask_servers
+from train.engines.answers.journal import Journal
+from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
+from train.engines.server_config import ServerConfig
 
 
 @pytest.fixture(autouse=True)

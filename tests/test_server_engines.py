@@ -18,10 +18,11 @@ pytest.importorskip("httpx2", reason="the extra serve is not installed")
 
 import httpx2
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.target.loading import load_target
+from decode.model.loading import load_target
 from distill.teacher.top_k_cache import CachedTeacher
+from draftsmith.export.engines.llama_server import program
 from tests.answer_server import (
     SERVER,
     SETTINGS,
@@ -35,15 +36,14 @@ from tests.stages import examples, make_stage, plan_stage, run_stage, stage_cont
 from tests.test_target import write_gguf
 from tests.tiny import tiny_target
 from tests.upstream import served
-from train.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
-from train.answers.launch import launched
-from train.answers.server_config import ServerConfig
+from train.base.stage import StageInputs
 from train.data.batches import collate, inputs
 from train.data.corpus import write_answers
 from train.data.stored_samples import fit
-from train.export.engines.child_process import python_of
-from train.export.engines.llama_server import program
-from train.stage import StageInputs
+from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
+from train.engines.child_process import python_of
+from train.engines.launch import launched
+from train.engines.server_config import ServerConfig
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from starlette.responses import Response
 
 pytest.importorskip("httpx2", reason="the extra serve is not installed")
 
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
 from tests.export import save_target
 from tests.stages import (
@@ -30,11 +30,11 @@ from tests.state_server import StatesEngine, Tensors
 from tests.tiny import tiny_target
 from tests.training import assert_equal
 from tests.upstream import served
-from train.answers import ask_servers
-from train.export.engines.child_process import python_of
-from train.stage import StageInputs
-from train.states import ask_states
-from train.states.states_config import ServedFeatures
+from train.base.stage import StageInputs
+from train.engines import ask_servers
+from train.engines.child_process import python_of
+from train.engines.states import ask_states
+from train.engines.states.states_config import ServedFeatures
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -199,7 +199,7 @@ def test_disks_and_directories(context: StageInputs, monkeypatch: pytest.MonkeyP
             with pytest.raises(UserError, match=r"the disk of .*files is full"):
                 train_with(context, url)
         with monkeypatch.context() as patch:
-            patch.setattr("decode.artifact.free_space", lambda _: 100)
+            patch.setattr("decode.base.artifact.free_space", lambda _: 100)
             with pytest.raises(UserError, match=r"on their way .features.server.max_gib"):
                 train_with(context, url)
 
@@ -255,7 +255,7 @@ def test_vllm_hands_out_the_states_of_the_target(
             for layer, x in source.joined([states], target.device).items():
                 off.append(float((x - expected[layer]).norm() / expected[layer].norm()))
 
-    monkeypatch.setattr("train.states.open_states._check", compared)
+    monkeypatch.setattr("train.engines.states.open_states._check", compared)
     options = {"enforce_eager": True, "max_num_seqs": 2, "max_num_batched_tokens": 16}
     server = {"launch": "vllm", "options": options, "concurrency": 2}
     outcome = run_stage(context, make_stage("heads", "s", features={"server": server}, **stage))

@@ -12,13 +12,13 @@ import torch
 import transformers
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import CounterRNG, Sampling, draw
-from decode.trees import SHAPES, Growth, Shape
-from decode.trees.structure import Structure
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.loop.decoding import Decoder
+from decode.shapes import SHAPES, Growth, Shape
+from decode.shapes.structure import Structure
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import FAMILIES, after, tiny_model
 

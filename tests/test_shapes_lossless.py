@@ -13,19 +13,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings, first_equal, pack
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.mixed_sampling import MixedSampling
+from decode.draw.mixed_sampling import MixedSampling
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.loop.step import decided
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
-from decode.sampling import CounterRNG, Sampling
-from decode.step import decided
-from decode.trees import SHAPES, Growth, Shape
+from decode.shapes import SHAPES, Growth, Shape
 from decode.verification import Decision, Scores
 from tests.enumeration import (
     TOKENS,

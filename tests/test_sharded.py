@@ -10,18 +10,18 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure.calibrate_tree import calibrate_tree
-from decode.target.loading import load_target
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
 from tests.tiny import save_tiny
 from tests.training import forked, in_new_process, status_of, two_ranks
-from train.config import RunConfig, load_config, validate_config
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.read import spread
-from train.run import Run
+from train.run.config import RunConfig, load_config, validate_config
+from train.run.run import Run
 
 LEARNING = """
     loop: {epochs: 1, tokens_per_batch: 40, log_every: 1}

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
-from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.opening.directory import describe_drafter, open_drafter
 from distill.losses import WeightedLoss
 from distill.shared_vocabulary import SharedVocabulary, SharedVocabularyDistillation
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from decode.target.cache.slots import Slots
+from decode.model.cache.slots import Slots
 
 CAPACITY = 30
 # Heads and head size of each layer's keys, and of its values.

@@ -7,22 +7,22 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import open_drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.sparse import Part, SparseDrafter, choose_chunks
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder, Decoding
-from decode.sampling import Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.prefix_cache import PrefixCache
-from decode.target.forward.prepare_model import prepare
-from decode.trees import SHAPES
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.prefix_cache import PrefixCache
+from decode.model.forward.prepare_model import prepare
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
+from draftsmith.edge.remote_target import RemoteLM
 from tests.tiny import forbid_packing, near_drafter, tiny_model, tiny_target
-from train.edge.remote_target import RemoteLM
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14, 200, 3] * 6]
 # Chosen anew every 6 tokens: 2 sinks, 4 to 6 recent tokens and two chunks of 3.

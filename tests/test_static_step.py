@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters import Drafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.loop.decoding import Decoder
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
+from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.prepare_model import has_products, prepare
+from decode.model.forward.recognition import lean_forward
+from decode.model.hidden_states import FINAL
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward.lean_forward import STATIC_SLOT_STEP, LeanForward
-from decode.target.forward.lean_parts import PackedLinear
-from decode.target.forward.prepare_model import has_products, prepare
-from decode.target.forward.recognition import lean_forward
-from decode.target.hidden_states import FINAL
-from decode.trees import Growth, chain_of
+from decode.shapes import Growth, chain_of
 from decode.verification import Scores
 from tests.test_device import LAYERS, headed
 from tests.test_packed import LEAN
@@ -214,7 +214,7 @@ def test_a_chain_is_drafted_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPa
         steps += 1
         return draft_once(growth, depth, *rest)
 
-    monkeypatch.setattr("decode.trees.chain_of", draft)
+    monkeypatch.setattr("decode.shapes.chain_of", draft)
     assert texts() == expected
     assert steps >= 3
     assert counter.frame_count == 1

@@ -11,11 +11,11 @@ import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from decode import text_stream
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.text_stream import StopStrings, TextStream, decode, text_of
 from tests.tiny import PAD_ID, VOCAB, tiny_model, tiny_tokenizer
 

@@ -9,18 +9,19 @@ import huggingface_hub
 import pytest
 import torch
 
-from decode.artifact import CorruptArtifact, write_directory
-from decode.drafters import NoDrafter, directory
-from decode.drafters.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
+from decode.base.artifact import CorruptArtifact, write_directory
+from decode.base.errors import UserError
+from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output, save_with_vocabulary
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.loading import Target
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.opening import directory
+from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
+from decode.shapes import SHAPES
 from decode.text import SpeculativeGenerator
-from decode.trees import SHAPES
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7]]

@@ -9,22 +9,22 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
-from decode.artifact import verify_directory
-from decode.drafters.directory import describe_drafter, open_drafter, split_window
-from decode.drafters.shipped import SHIPPED, shipped_drafter, shipped_names
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.loading import Target
-from decode.trees import Chain
+from decode.base.artifact import verify_directory
+from decode.base.errors import UserError
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter, open_drafter, split_window
+from decode.opening.shipped import SHIPPED, shipped_drafter, shipped_names
+from decode.shapes import Chain
+from draftsmith.cli.chat import default_drafter
+from draftsmith.export import ExportOptions
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.model_card import drafter_card
+from draftsmith.export.trained_drafter import target_hub_id
 from heads.heads_directory import SAMPLE, WEIGHTS, read_heads, stored_options
 from tests.export import FEW, KEPT, PROMPTS, edit_weights, make_heads, save_target
 from tests.tiny import real_target
-from train.cli.chat import default_drafter
-from train.export import ExportOptions
-from train.export.export_directory import check_export, export_drafter
-from train.export.formats import FORMATS
-from train.export.model_card import drafter_card
-from train.export.trained_drafter import target_hub_id
 
 EAGLE = {"type": "eagle1", "depth": 3}
 ROOT = Path(__file__).parent.parent

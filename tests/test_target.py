@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from decode.errors import UserError
-from decode.target.identity import Fingerprint, fingerprint, require_same_vocabulary
-from decode.target.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
+from decode.base.errors import UserError
+from decode.model.identity import Fingerprint, fingerprint, require_same_vocabulary
+from decode.model.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
+from draftsmith.export.formats.eagle3_gguf import rotation_slowdowns
 from tests.tiny import (
     EOS_ID,
     FAMILIES,
@@ -28,7 +29,6 @@ from tests.tiny import (
     tiny_target,
     tiny_tokenizer,
 )
-from train.export.formats.eagle3_gguf import rotation_slowdowns
 
 IDS = torch.tensor([[5, 17, 250, 9, 42]])
 

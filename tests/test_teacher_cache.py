@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from decode.artifact import CorruptArtifact
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.artifact import CorruptArtifact
+from decode.base.errors import UserError
+from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, TopK, split_model
@@ -36,10 +36,10 @@ from tests.stages import (
 )
 from tests.tiny import padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from tests.training import Killed, assert_equal
+from train.base.stage import StageInputs
 from train.data.batches import collate
-from train.stage import StageInputs
+from train.loop.open_caches import open_cache
 from train.stages.teacher_cache import TeacherCacheStage
-from train.training.open_caches import open_cache
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
 
+from decode.base.errors import UserError
 from decode.drafters import NoDrafter
-from decode.drafters.directory import save_drafter
 from decode.drafters.draft_vocabulary import save_with_vocabulary
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
+from decode.opening.directory import save_drafter
 from decode.text import SpeculativeGenerator, TextPieces
 from decode.text_stream import decode
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.errors import UserError
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES
-from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores
 from tests.tiny import verify
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores
 
 ROWS, NODES, TOKENS, STEPS = 3, 4, 40, 3
@@ -69,7 +69,7 @@ def test_a_rule_is_one_graph_in_every_step(
     rule: str, shape: str, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As on an accelerator: no walk ends early, so that paths are equally long.
-    monkeypatch.setattr("decode.device.reads_are_free", lambda device: False)
+    monkeypatch.setattr("decode.base.device.reads_are_free", lambda device: False)
     judge = RULES[rule]()
 
     def decide(draft: Draft, logits: Tensor, rng: CounterRNG) -> Tensor:

@@ -30,11 +30,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner
 
-from decode import artifact
-from decode.artifact import verify_directory
-from decode.errors import UserError
+from decode.base import artifact
+from decode.base.artifact import verify_directory
+from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss
+from draftsmith.cli.main import app
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,
@@ -59,20 +60,19 @@ from tests.training import (
     tiny_trainer,
     two_ranks,
 )
-from train.cli.main import app
+from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
-from train.exit_status import ExitStatus
-from train.training.checkpoint import Stopped, StopRequest, _require_sound
-from train.training.optimizer import (
+from train.loop.checkpoint import Stopped, StopRequest, _require_sound
+from train.loop.optimizer import (
     EMA,
     GroupConfig,
     OptimizerConfig,
     learning_rate_factor,
     make_optimizer,
 )
-from train.training.student_and_teacher import checkpoint_layers
-from train.training.trainer import Clock, Trainer
-from train.training.training_task import LoopConfig, steps_in
+from train.loop.student_and_teacher import checkpoint_layers
+from train.loop.trainer import Clock, Trainer
+from train.loop.training_task import LoopConfig, steps_in
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -380,7 +380,7 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
             patch.setattr(torch, "save", disk(torch.save))
             for module in (
                 "accelerate.utils.other.safe_save_file",
-                "train.training.parallel.save_file",
+                "train.loop.parallel.save_file",
             ):
                 patch.setattr(module, disk(save_file))
             patch.setattr(Path, "write_text", disk(Path.write_text))
@@ -840,7 +840,7 @@ def test_layers_that_are_computed_twice_give_the_same_loss_and_gradients():
 
 def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("train.training.trainer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("train.loop.trainer.time.perf_counter", lambda: now[0])
 
     def pass_time(seconds: float) -> None:
         now[0] += seconds
@@ -907,9 +907,9 @@ STAGE = """
 def base(tmp_path, monkeypatch) -> Path:
     """Two stages with dropout; what judges their drafters is left out."""
     for name in ("baselines", "drafter", "combined"):
-        monkeypatch.setattr(f"train.run.RunEvaluation.{name}", lambda *arguments: None)
-    monkeypatch.setattr("train.run.make_report", lambda directory: {})
-    monkeypatch.setattr("train.cli.train.print_report", lambda run, report: None)
+        monkeypatch.setattr(f"train.run.run.RunEvaluation.{name}", lambda *arguments: None)
+    monkeypatch.setattr("train.run.run.make_report", lambda directory: {})
+    monkeypatch.setattr("draftsmith.cli.train.print_report", lambda run, report: None)
     save_tiny(tmp_path / "target", layers=2)
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)

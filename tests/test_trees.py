@@ -8,14 +8,14 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.sampling import Sampling
-from decode.target.cache.cached_model import CachedLM
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.cache.cached_model import CachedLM
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_shapes import DRAWN, NAMES, drawn, shape
 from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
-from decode.errors import UserError
+from decode.base.errors import UserError
+from draftsmith.cli.main import app
+from draftsmith.watch.run_state import LOG_LINES, POINTS, RunState
 from tests.browser import browser_path
-from train.cli.main import app
-from train.console import Reporter
-from train.tracking.curve_file import CURVES_FILE
-from train.watch.run_state import LOG_LINES, POINTS, RunState
+from train.base.console import Reporter
+from train.base.tracking.curve_file import CURVES_FILE
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -27,7 +27,7 @@ HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">
 
 
 class WrittenRun:
-    """A run's directory, written bit by bit, as `train.run` writes it."""
+    """A run's directory, written bit by bit, as `train.run.run` writes it."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -155,8 +155,8 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address(run: WrittenRun) -> Iterator[str]:
-    from train.net.listen import bind
-    from train.watch.server import HOST, WatchServer
+    from draftsmith.net.listen import bind
+    from draftsmith.watch.server import HOST, WatchServer
 
     started = threading.Event()
     with bind(HOST, 0) as bound:

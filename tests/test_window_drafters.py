@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.parts.dense_attention import dense_attention
+from benchmarks.shared.dense_attention import dense_attention
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS
-from decode.drafters.directory import open_drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder, Decoding
-from decode.sampling import Sampling
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.forward.lean_forward import AttentionMask
-from decode.target.hidden_states import Recorder
-from decode.target.loading import Target
-from decode.trees import SHAPES
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.lean_forward import AttentionMask
+from decode.model.hidden_states import Recorder
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.shapes import SHAPES
 from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HeadBatch, HeadOptions
@@ -283,7 +283,7 @@ def test_a_small_model_sees_a_window(shape: str, window: SlidingWindow) -> None:
 
 
 def test_a_small_model_reads_a_long_prompt_in_short_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("decode.target.cache.cached_model.SHORT_PASS_TOKENS", 8)
+    monkeypatch.setattr("decode.model.cache.cached_model.SHORT_PASS_TOKENS", 8)
     window = SlidingWindow(6, sinks=2)
     small = tiny_model("mistral", vocab=VOCAB, sliding_window=4)
     other = tiny_model("mistral", vocab=VOCAB, sliding_window=4)

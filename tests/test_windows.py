@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.target.forward.lean_forward import LeanForward
-from decode.target.forward.prepare_model import prepare
-from decode.target.kinds.layer_kinds import layer_windows
-from decode.target.loading import load_model_and_tokenizer
-from decode.trees import SHAPES
+from decode.loop.decoding import Decoder
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import prepare
+from decode.model.kinds.layer_kinds import layer_windows
+from decode.model.loading import load_model_and_tokenizer
+from decode.shapes import SHAPES
 from tests.tiny import tiny_model, tiny_tokenizer
 
 NEW = 16

@@ -16,9 +16,9 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.target.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import FINAL, Recorder
 from distill.losses import WeightedLoss
 from distill.parallel_distillation import ParallelConfig, ParallelDistillation
 from distill.row_numbers import row_numbers
@@ -40,9 +40,9 @@ from tests.training import (
     tiny_trainer,
     two_ranks,
 )
-from train.shared_disk import require_shared
-from train.training import parallel
-from train.training.checkpoint import Checkpoints
+from train.base.shared_disk import require_shared
+from train.loop import parallel
+from train.loop.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

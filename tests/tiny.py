@@ -18,11 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.hidden_states import Features
+from decode.model.identity import fingerprint
+from decode.model.loading import EMBEDDED, Target, load_target
 from decode.rules import Rule
-from decode.sampling import CounterRNG, Sampling
-from decode.target.hidden_states import Features
-from decode.target.identity import fingerprint
-from decode.target.loading import EMBEDDED, Target, load_target
 from decode.verification import Scores, Verification
 
 # Ids 0, 1 and 2: padding, beginning and end of a turn.
@@ -187,7 +187,7 @@ def sharpen(model: Any) -> None:
 
 def forbid_packing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepare models as on a device where products cannot be packed."""
-    name = "decode.target.forward.prepare_model.reason_against_packing"
+    name = "decode.model.forward.prepare_model.reason_against_packing"
     monkeypatch.setattr(name, lambda model: "a test forbids it")
 
 

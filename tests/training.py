@@ -27,19 +27,19 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from tests.tiny import tiny_model
-from train.console import Reporter
+from train.base.console import Reporter
+from train.base.exit_status import ExitStatus
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.training_text import FixedText
-from train.exit_status import ExitStatus
-from train.training.checkpoint import Stopped
-from train.training.optimizer import GroupConfig, OptimizerConfig
-from train.training.trainer import Trainer
-from train.training.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.loop.checkpoint import Stopped
+from train.loop.optimizer import GroupConfig, OptimizerConfig
+from train.loop.trainer import Trainer
+from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 40
@@ -264,8 +264,8 @@ def status_of(pid: int) -> int:
 
 # What trainings import, also late: a fork that has it begins to train at once.
 PRELOADED = [
-    "train.run",
-    "train.cli.main",
+    "train.run.run",
+    "draftsmith.cli.main",
     "torch._dynamo",
     "deepspeed",
     "transformers.models.gpt2.modeling_gpt2",
@@ -353,7 +353,7 @@ def launched(directory: Path, signal_number: int, batch: int) -> None:
         hook = at_batch(batch, lambda: os.kill(os.getpid(), signal_number))
     else:
         hook = at_batch(0, die)
-    torch.manual_seed(1)  # a run sets it (`train.run`); a process begins with what it likes
+    torch.manual_seed(1)  # a run sets it (`train.run.run`); a process begins with what it likes
     tiny_trainer(directory, 6, optimizer=RICH, hook=hook).fit()
 
 

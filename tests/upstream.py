@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from draftsmith.learn.record.consent import Keys
+from draftsmith.learn.record.proxy import Recorder
+from draftsmith.learn.record.records import Records, Retention
+from draftsmith.learn.record.upstream import Upstreams
+from draftsmith.net.guard import Guard
 from tests.service import until
-from train.net.guard import Guard
-from train.record.consent import Keys
-from train.record.proxy import Recorder
-from train.record.records import Records, Retention
-from train.record.upstream import Upstreams
 
 ADMIN_KEY = "admin"
 DRAFTED = 40

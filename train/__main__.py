@@ -2,7 +2,7 @@
 
 import typer
 
-from train.cli.train import train
+from draftsmith.cli.train import train
 
 if __name__ == "__main__":
     typer.run(train)

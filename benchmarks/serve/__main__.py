@@ -67,15 +67,15 @@ from benchmarks.serve.contestants import (
 )
 from benchmarks.serve.process import ServiceProcess, serve_command
 from benchmarks.serve.soak import Soak, soak
-from decode.device import dtype_name
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target, load_target
 from decode.settings import DecodeSettings
-from decode.target.loading import Target, load_target
 from decode.text import prompt_ids
 from decode.text_stream import decode
-from train.console import Reporter
+from train.base.console import Reporter
 from train.data.read import Example, read_examples, spread
 
 CLIENTS = [1, 4, 16]

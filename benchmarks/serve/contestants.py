@@ -13,11 +13,11 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
-from decode.device import dtype_name
-from decode.drafters.directory import open_drafter
-from decode.errors import UserError
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from decode.target.loading import Target
 
 NAMES = {
     "served": "draftsmith serve, with the drafter",

@@ -12,13 +12,13 @@ from typing import Annotated
 import typer
 
 from benchmarks.common import TARGET, DeviceOption, TargetOption, run_command, start_benchmark
-from benchmarks.parts.browser import find_browser, opened
-from decode.drafters.directory import open_drafter
+from benchmarks.shared.browser import find_browser, opened
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from decode.target.loading import load_target
-from train.net.listen import bind
-from train.serve.requests import Bounds
-from train.serve.server import Server, make_service
+from draftsmith.net.listen import bind
+from draftsmith.serve.requests import Bounds
+from draftsmith.serve.server import Server, make_service
 
 QUESTION = "Why is the sky blue?"
 LONGEST_MS = 300_000  # for one answer

@@ -14,7 +14,7 @@ from types import TracebackType
 import psutil
 
 from benchmarks.serve.client import CHAT, Answer, ask
-from train.export.engines.child_process import free_port
+from train.engines.child_process import free_port
 
 MODEL = "target"  # what requests call it
 START_SECONDS = 180
@@ -23,7 +23,7 @@ OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's ou
 
 def command(*words: str) -> list[str]:
     """The command `draftsmith` with these words, of this Python."""
-    return [sys.executable, "-m", "train.cli.main", *words]
+    return [sys.executable, "-m", "draftsmith.cli.main", *words]
 
 
 def serve_command(target: str, drafter: str, *options: str) -> list[str]:

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from decode.base.errors import UserError
+from decode.base.registry import Registry
 from decode.draft import Contexts, Draft, Limits, Siblings
-from decode.errors import UserError
-from decode.registry import Registry
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.probes import Probes
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.loading import Target
-from decode.trees import Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.probes import Probes
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.loading import Target
+from decode.shapes import Shape
 from decode.verification import Verification
 
 
@@ -32,7 +32,7 @@ class Drafter(ABC):
     come, `start` follows again.
 
     captured_layers: the layers whose hidden states are captured for the drafter
-    (`decode.target.hidden_states`). They come from the target's normal passes.
+    (`decode.model.hidden_states`). They come from the target's normal passes.
     reads_cache: its drafts read the target's keys and values of the text.
     has_probes: it drafts from what the target reads behind a draft (`probes`).
     trained: the drafter can only be loaded from a directory.
@@ -54,7 +54,7 @@ class Drafter(ABC):
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
-        """Loads a directory written by `decode.drafters.directory.save_drafter`, onto the target's
+        """Loads a directory written by `decode.opening.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
 

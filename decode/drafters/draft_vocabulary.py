@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 FILE = "draft_vocabulary.safetensors"
 

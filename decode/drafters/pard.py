@@ -6,15 +6,15 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import ParallelGrowth
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.loading import Target
-from decode.trees import Growth, Shape
+from decode.draw.sampling import Sampling
+from decode.model.loading import Target
+from decode.shapes import Growth, Shape
 
 
 def mark_parallel(config: Any, mask_token: int) -> None:

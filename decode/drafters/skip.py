@@ -8,18 +8,18 @@ import numpy as np
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.device import dtype_name
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
 from decode.drafters.trained import ShapedDrafter
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, LayerView
-from decode.target.forward.sublayers import Sublayers
-from decode.target.identity import require_same_weights, sample_weights
-from decode.target.loading import Target
-from decode.trees import Growth, Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM, LayerView
+from decode.model.forward.sublayers import Sublayers
+from decode.model.identity import require_same_weights, sample_weights
+from decode.model.loading import Target
+from decode.shapes import Growth, Shape
 
 # The files of a drafter directory: the set, and a sample of the target's weights, by their dtype.
 SUBLAYERS, SAMPLE = "sublayers.json", "target_sample.safetensors"

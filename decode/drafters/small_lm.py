@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device import reads_are_free, to_device
+from decode.base.device import reads_are_free, to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.trained import VerifyingDrafter, take_weights
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, require_trees
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.loading import Target, load_model_and_tokenizer
-from decode.target.memory import slot_bytes
-from decode.trees import Growth, Shape
-from decode.trees.static import stored_shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.loading import Target, load_model_and_tokenizer
+from decode.model.memory import slot_bytes
+from decode.shapes import Growth, Shape
+from decode.shapes.static import stored_shape
 from decode.verification import Verification
 
 logger = logging.getLogger(__name__)

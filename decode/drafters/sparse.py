@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfGrowth
 from decode.drafters.trained import VerifyingDrafter
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM, LayerView
-from decode.target.forward.prepare_model import Forward, watchable_forward
-from decode.target.forward.sublayers import Sublayers
-from decode.target.kinds.layer_kinds import layer_windows
-from decode.trees import Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM, LayerView
+from decode.model.forward.prepare_model import Forward, watchable_forward
+from decode.model.forward.sublayers import Sublayers
+from decode.model.kinds.layer_kinds import layer_windows
+from decode.shapes import Shape
 from decode.verification import Verification
 
 

@@ -7,14 +7,14 @@ Shapes: B rows, n tokens of a trial.
 import numpy as np
 import torch
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward.sublayers import Sublayers
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.sublayers import Sublayers
 from decode.verification import Verification
 
 # The paper's interval between sets that are not random.

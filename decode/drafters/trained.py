@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Siblings
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.sampling import Sampling
-from decode.target.forward.prepare_model import refresh_packed
-from decode.trees import Chain, Growth, Shape
+from decode.draw.sampling import Sampling
+from decode.model.forward.prepare_model import refresh_packed
+from decode.shapes import Chain, Growth, Shape
 
 
 class ShapedDrafter(Drafter):

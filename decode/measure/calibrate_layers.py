@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
+from decode.costs import Costs, busy
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.measure.costs import Costs, busy
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.time_costs import measure_costs
-from decode.sampling import Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward.sublayers import Sublayers
-from decode.target.loading import Target
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.sublayers import Sublayers
+from decode.model.loading import Target
 
 OnProgress = Callable[[int], None]  # called with the number of sets tried so far
 # How many of the sublayers that stay are tried in the place of one that is skipped.
@@ -249,7 +249,7 @@ def calibrate_layers(
 
     depth: of the longest chains. costs: None: they are measured. Raises UserError for no prompts,
     if the target emits nothing, and as `Decoder`, `measure_costs` and
-    `decode.target.forward.sublayers.changed_forward` do.
+    `decode.model.forward.sublayers.changed_forward` do.
     """
     if not prompts:
         raise UserError("there are no prompts to search layers on")

@@ -6,13 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from decode.base.errors import UserError
+from decode.base.registry import Choice
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoded
-from decode.registry import Choice
+from decode.loop.decoding import Decoded
+from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from decode.stats import Counts, finite
-from decode.target.loading import Target
 
 GRID = (0.15, 0.20, 0.25, 0.30, 0.35)
 WITHIN = (0.6, 0.8)

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from decode.base.errors import UserError
+from decode.costs import Costs, busy
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.measure.costs import Costs, busy
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.ranks import ALONE, Ranks
 from decode.measure.time_costs import CAREFUL_REPEATS, measure_costs
 from decode.measure.tree_acceptance import (
@@ -20,16 +21,15 @@ from decode.measure.tree_acceptance import (
     probe,
     require_shaped,
 )
-from decode.sampling import Sampling
+from decode.model.cache.cached_model import require_trees
+from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from decode.shapes import Chain, Shape
+from decode.shapes.calibrated import grow_greedily
+from decode.shapes.sequoia import TreePlan, plan_tree, smallest_within
+from decode.shapes.static import FixedTree
+from decode.shapes.structure import Structure
 from decode.stats import Counts
-from decode.target.cache.cached_model import require_trees
-from decode.target.loading import Target
-from decode.trees import Chain, Shape
-from decode.trees.calibrated import grow_greedily
-from decode.trees.sequoia import TreePlan, plan_tree, smallest_within
-from decode.trees.static import FixedTree
-from decode.trees.structure import Structure
 
 Method = Literal["calibrated", "sequoia"]
 OnProgress = Callable[[str], None]  # called with the name of the next phase

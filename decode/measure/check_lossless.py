@@ -18,13 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.time_passes import CPU
-from decode.sampling import Sampling
-from decode.target.forward.prepare_model import prepare
-from decode.target.pretrained import input_device
-from decode.trees import Chain
-from decode.trees.static import Static
+from decode.model.forward.prepare_model import prepare
+from decode.model.pretrained import input_device
+from decode.shapes import Chain
+from decode.shapes.static import Static
 
 # Wide weights: the likeliest token is a clear one, and each token depends on the text before it.
 SHAPE: dict[str, Any] = {

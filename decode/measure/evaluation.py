@@ -9,20 +9,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from decode.device import dtype_name
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure.figures import Evaluation, repetition
 from decode.measure.machine import describe_kernels
 from decode.measure.ranks import ALONE, Ranks
 from decode.measure.same_text import identical
 from decode.measure.thinking import counts_by_part, thinking_tokens
 from decode.measure.timed_prompts import OnProgress, time_by_turns, timed_batches
+from decode.model.cache.prefix_cache import prefix_cache
+from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts
-from decode.target.cache.prefix_cache import prefix_cache
-from decode.target.loading import Target
 from decode.verification import Verification
 
 

@@ -16,12 +16,12 @@ The meaning of each figure:
   is the time of a pass of a small language model. A drafter that computes all depths in one pass
   pays about the same for any depth, so its c falls as γ grows. `measured_costs` has the two parts
   of a draft's cost, the fixed one and the one per depth, where a policy or shape needed them
-  (`decode.measure.costs`).
+  (`decode.costs`).
 - break-even acceptance: the α at which (1 − α^(γ+1)) / ((1 − α)(γc + v)) is 1. It exists only for a
   fixed γ that some drafts reach. A pass over several tokens is never cheaper than a pass over one:
   a v below 1 is noise, and then there is no break-even.
 - others' share: the share of the processor that other processes used during timing
-  (`decode.measure.costs`).
+  (`decode.costs`).
 - γ, la/k and milliseconds by part of a step: see `decode.stats.summary`. They are given separately
   for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
 - parts: the counts and figures of the acceptance run for a reasoning model, `thinking` and `answer`
@@ -36,8 +36,8 @@ from typing import Any
 
 import numpy as np
 
-from decode.loop import Decoded
-from decode.measure.costs import Costs, busy
+from decode.costs import Costs, busy
+from decode.loop.decoding import Decoded
 from decode.measure.intervals import ratio_of_totals
 from decode.settings import EvaluationProtocol
 from decode.stats import Counts, Tally, Timing, finite, summary
@@ -52,7 +52,7 @@ class Evaluation:
 
     plain, drafted: one run for each timed batch. generate_seconds, generate_tokens: the same for
     `generate()`. drafts: a short description, such as `chain`. others: see
-    `decode.measure.costs`. ranks: the processes that shared the acceptance run. parts: counts
+    `decode.costs`. ranks: the processes that shared the acceptance run. parts: counts
     inside and outside of the thinking part, if both occur. kernels: what computed the target
     (`decode.measure.machine.describe_kernels`)."""
 

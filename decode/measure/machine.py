@@ -7,14 +7,14 @@ import psutil
 import torch
 
 from decode.measure.time_passes import seconds_by_turns
-from decode.target.cache.cached_model import CachedLM
-from decode.target.forward import lean_forward, lean_parts
-from decode.target.forward.prepare_model import (
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward import lean_forward, lean_parts
+from decode.model.forward.prepare_model import (
     has_products,
     reason_against_lean,
     reason_against_packing,
 )
-from decode.target.loading import DTYPES
+from decode.model.loading import DTYPES
 
 GIB = 2**30
 # Bytes that are read to measure the memory: far more than caches hold.

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from decode.target.loading import Target
-from decode.target.pretrained import decoder_start
+from decode.model.loading import Target
+from decode.model.pretrained import decoder_start
 
 
 def identical(

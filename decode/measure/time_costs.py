@@ -10,14 +10,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decode.base.errors import UserError
+from decode.costs import Costs, OtherProcesses, draft_parts
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoder
-from decode.measure.costs import Costs, OtherProcesses, draft_parts
-from decode.policies import Policy
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.lengths import Policy
+from decode.loop.decoding import Decoder
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
 # The number of times that each width and each depth is timed, in turns. The mean of the fastest

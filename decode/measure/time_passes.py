@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.device import computes_bfloat16
-from decode.errors import UserError
-from decode.target.cache.cached_model import CachedLM
+from decode.base.device import computes_bfloat16
+from decode.base.errors import UserError
+from decode.model.cache.cached_model import CachedLM
 
 CPU = torch.device("cpu")
 # A product that is timed to choose between dtypes.

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from decode.base.errors import UserError
+from decode.costs import OtherProcesses
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.loop import Decoded, Decoder, Decoding
-from decode.measure.costs import OtherProcesses
+from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.measure.time_passes import finish
-from decode.settings import EvaluationProtocol
-from decode.target.generation_config import (
+from decode.model.generation_config import (
     decoder_settings,
     nothing_filled_in,
     padded_prompts,
     stated_config,
 )
-from decode.target.loading import Target
+from decode.model.loading import Target
+from decode.settings import EvaluationProtocol
 
 OnProgress = Callable[[str, int, int], None]  # name of the measurement, number done, total
 # Tokens per row that a decoder emits in one turn. With short turns, a slow second of the machine
@@ -32,7 +32,7 @@ GAMMA_TURNS = 2
 @dataclass
 class TimedRuns:
     """plain, drafted: one run for each timed batch. generated: the seconds and tokens of
-    `generate()` for each; empty if it was not timed. others: see `decode.measure.costs`; None if
+    `generate()` for each; empty if it was not timed. others: see `decode.costs`; None if
     nothing was timed."""
 
     plain: list[Decoded] = field(default_factory=list)

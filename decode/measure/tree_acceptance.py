@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError, require_whole
 from decode.drafters import Drafter
 from decode.drafters.trained import ShapedDrafter
-from decode.errors import UserError, require_whole
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.ranks import ALONE, Ranks
-from decode.sampling import Sampling
-from decode.trees.static import FixedTree
-from decode.trees.structure import Structure
+from decode.shapes.static import FixedTree
+from decode.shapes.structure import Structure
 from decode.verification import Verification
 
 

@@ -7,10 +7,10 @@ parameters. It knows nothing about drafters or the loop.
 from abc import ABC, abstractmethod
 from typing import get_args
 
+from decode.base.errors import UserError
+from decode.base.registry import Registry
 from decode.draft import Draft, Siblings
-from decode.errors import UserError
-from decode.registry import Registry
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.verification import Decision, Scores
 
 
@@ -22,7 +22,8 @@ class Rule(ABC):
     siblings: the kinds of siblings that the rule judges in trees. A node of a chain has one child,
         drawn or chosen, and every rule judges that.
     exact_when_greedy: at temperature 0 the rule is equal to exact match, which is used instead;
-        for a lossless rule also where tokens were chosen and not drawn (`decode.step.decided`).
+        for a lossless rule also where tokens were chosen and not drawn
+        (`decode.loop.step.decided`).
     couples: chains are to be drawn with the noise of the text (`CounterRNG.coupled`).
     """
 

@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
+from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
-from decode.sampling import CounterRNG, draw
 from decode.verification import Decision, Scores
 
 

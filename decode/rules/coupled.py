@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
-from decode.sampling import CounterRNG, Sampling
 
 
 @RULES.register("coupled")

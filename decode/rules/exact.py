@@ -6,10 +6,10 @@ Shapes: B rows, N nodes, D depth.
 import torch
 from torch import Tensor
 
-from decode.device import reads_are_free
+from decode.base.device import reads_are_free
 from decode.draft import Draft
+from decode.draw.sampling import CounterRNG, Sampling, argmax
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, Sampling, argmax
 from decode.verification import Decision, Scores
 
 

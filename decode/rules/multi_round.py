@@ -9,11 +9,11 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from decode.device import settled
+from decode.base.device import settled
 from decode.draft import Draft
+from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
-from decode.sampling import CounterRNG, draw
 from decode.verification import Decision, Scores
 
 

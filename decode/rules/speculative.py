@@ -4,11 +4,11 @@ two variants that are LOSSY: with lenience, and without the residual."""
 import torch
 from torch import Tensor
 
-from decode.device import settled
+from decode.base.device import settled
+from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.errors import UserError
+from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, draw
 from decode.verification import Decision, Scores
 
 # Replaces a divisor of 0 if only the sign of the quotient matters.

@@ -1,9 +1,9 @@
 """Probability threshold, as used for drafting on the edge and verifying in the cloud. LOSSY."""
 
+from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.errors import UserError
+from decode.draw.sampling import CounterRNG
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG
 from decode.verification import Decision, Scores
 
 

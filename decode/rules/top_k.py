@@ -3,11 +3,11 @@
 
 import torch
 
+from decode.base.errors import UserError, require_whole
 from decode.draft import Draft
-from decode.errors import UserError, require_whole
+from decode.draw.sampling import CounterRNG
 from decode.rules import RULES, Rule
 from decode.rules.exact import longest_path
-from decode.sampling import CounterRNG
 from decode.verification import Decision, Scores
 
 

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from decode.device import reads_are_free
+from decode.base.device import reads_are_free
+from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.errors import UserError
+from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
-from decode.sampling import CounterRNG, draw
 from decode.verification import Decision, Scores
 
 

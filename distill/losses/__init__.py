@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.errors import UserError, nearest
-from decode.registry import Registry
+from decode.base.errors import UserError, nearest
+from decode.base.registry import Registry
 from distill.teacher.teacher_signal import Signal
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from distill.losses import LOSSES, ForwardKL, Loss, Rows, TotalVariation
 
 

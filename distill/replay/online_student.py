@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import require_weights
-from decode.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import (

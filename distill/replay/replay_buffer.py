@@ -25,9 +25,9 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.artifact import recover, remove_directory, verify_directory, write_directory
-from decode.errors import UserError
-from decode.target.loading import Target
+from decode.base.artifact import recover, remove_directory, verify_directory, write_directory
+from decode.base.errors import UserError
+from decode.model.loading import Target
 from distill.teacher.teacher_signal import TopK
 from distill.teacher.top_k_cache import bytes_per_token, require_same_teacher
 

@@ -25,8 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decode.artifact import MANIFEST, verify_directory, write_directory, write_file
-from decode.errors import UserError
+from decode.base.artifact import MANIFEST, verify_directory, write_directory, write_file
+from decode.base.errors import UserError
 
 PART = "part-"
 FILE = "cache.safetensors"

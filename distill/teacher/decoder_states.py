@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.target.generation_config import padded_prompts
+from decode.model.generation_config import padded_prompts
 
 # What the encoder reads, and its attention mask: int64 [B, S] each, padded on the right.
 Sources = tuple[Tensor, Tensor]

@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from decode.artifact import verify_directory
-from decode.errors import UserError
-from decode.target.hidden_states import Recorder
-from decode.target.identity import describe_target, require_same_target
-from decode.target.loading import Target
+from decode.base.artifact import verify_directory
+from decode.base.errors import UserError
+from decode.model.hidden_states import Recorder
+from decode.model.identity import describe_target, require_same_target
+from decode.model.loading import Target
 from distill.teacher.cache_parts import Parts, Text, part_directories, write_part
 from distill.teacher.decoder_states import decoder_states, padded_sources
 from distill.teacher.read_ahead import ReadAhead

@@ -23,9 +23,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL
-from decode.target.pretrained import has_encoder, input_device, require_present
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL
+from decode.model.pretrained import has_encoder, input_device, require_present
 from distill.teacher.decoder_states import decoder_states
 from distill.teacher.feature_sources import FeatureSource
 

@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.artifact import verify_directory, write_directory
-from decode.errors import UserError
-from decode.target.identity import describe_target, require_equal, require_same_target
-from decode.target.loading import Target
+from decode.base.artifact import verify_directory, write_directory
+from decode.base.errors import UserError
+from decode.model.identity import describe_target, require_equal, require_same_target
+from decode.model.loading import Target
 from distill.teacher import cache_parts
 from distill.teacher.cache_parts import Parts, Text
 from distill.teacher.read_ahead import ReadAhead

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.forward.lean_forward import Attend, AttentionMask
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.lean_forward import Attend, AttentionMask
 from heads.layers.llama_layer import Attention
 
 # cos and sin of positions, [B, n, D] each.

@@ -21,12 +21,12 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decode.errors import UserError
-from decode.target.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
-from decode.target.forward.lean_parts import LeanNorm, Packed
-from decode.target.forward.prepare_model import refresh_packed
-from decode.target.kinds.layer_kinds import usual_layer
-from decode.target.pretrained import explained
+from decode.base.errors import UserError
+from decode.model.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
+from decode.model.forward.lean_parts import LeanNorm, Packed
+from decode.model.forward.prepare_model import refresh_packed
+from decode.model.kinds.layer_kinds import usual_layer
+from decode.model.pretrained import explained
 
 
 def feed_forward_size(config: Any) -> int:

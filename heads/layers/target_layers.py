@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
-from decode.errors import UserError
-from decode.target.forward.lean_parts import PackedLinear
+from decode.base.errors import UserError
+from decode.model.forward.lean_parts import PackedLinear
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -85,7 +85,7 @@ class HeadOutput(nn.Module):
             self._layer_in_use = None
 
     def pack(self) -> None:
-        """Pack the borrowed layer (`decode.target.forward.lean_parts`).
+        """Pack the borrowed layer (`decode.model.forward.lean_parts`).
 
         The module's own layers are packed elsewhere, like all other layers.
         """

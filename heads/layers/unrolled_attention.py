@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from decode.target.cache.sliding_window import SlidingWindow
-from decode.target.forward.lean_forward import Attend
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.lean_forward import Attend
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.

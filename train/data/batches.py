@@ -10,7 +10,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.chat import Sample
 from train.data.stored_samples import sample_ids, take
 

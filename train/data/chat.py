@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.read import Example
 from train.data.rows import REASONING
 from train.data.template import (

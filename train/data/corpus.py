@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from decode.artifact import MANIFEST, verify_directory, write_directory
-from decode.errors import UserError
+from decode.base.artifact import MANIFEST, verify_directory, write_directory
+from decode.base.errors import UserError
 from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts

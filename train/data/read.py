@@ -21,7 +21,7 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.rows import (
     EXPECTED,
     KINDS,

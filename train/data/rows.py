@@ -22,7 +22,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from decode.errors import nearest
+from decode.base.errors import nearest
 from decode.measure.thinking import MARKS
 
 Message = dict[str, Any]

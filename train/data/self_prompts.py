@@ -16,13 +16,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.artifact import remove_directory, verify_directory, write_directory
+from decode.base.artifact import remove_directory, verify_directory, write_directory
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.ranks import ALONE, Ranks
-from decode.sampling import Sampling
-from decode.target.loading import Target
+from decode.model.loading import Target
 from train.data.chat import user_prefix
 from train.data.read import Examples, read_examples
 from train.data.template import has_template

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from decode.errors import UserError, nearest
+from decode.base.errors import UserError, nearest
 from train.data.rows import EXPECTED, FIELDS, READ, short
 
 # The builder of `datasets` for each type of file. This module reads the other types itself: in a

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.read import Example, select
 from train.data.template import takes_tools, tool_messages
 

@@ -14,8 +14,8 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from decode.artifact import verify_directory, write_directory
-from decode.errors import UserError
+from decode.base.artifact import verify_directory, write_directory
+from decode.base.errors import UserError
 from train.data.chat import Sample
 
 PART = "part-"

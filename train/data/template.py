@@ -13,7 +13,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from train.data.read import Example
 from train.data.rows import REASONING, Message
 

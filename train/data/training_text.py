@@ -14,17 +14,17 @@ from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.artifact import remove_directory, verify_directory, write_directory
+from decode.base.artifact import remove_directory, verify_directory, write_directory
 from decode.drafters import DRAFTERS
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure.ranks import Ranks
-from decode.target.loading import Target
+from decode.model.loading import Target
 from distill.trainable_model import Trainable
+from train.base.schema import SamplingConfig, Strict
 from train.data.batches import permutation
 from train.data.chat import Sample
 from train.data.corpus import Corpus
 from train.data.read import Example
-from train.schema import SamplingConfig, Strict
 
 # Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix
 # is removed from the names.

@@ -10,9 +10,9 @@ from typing import Literal
 
 import numpy as np
 
-from decode.errors import UserError
+from decode.base.errors import UserError
+from decode.loop.rows import prompt_problem
 from decode.measure.ranks import ALONE, Ranks
-from decode.rows import prompt_problem
 from train.data.chat import Sample
 from train.data.read import Example, select
 

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.drafters.directory import describe_drafter, open_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.errors import UserError
-from decode.target.loading import Target, load_model_and_tokenizer
-from decode.trees.static import stored_shape
+from decode.model.loading import Target, load_model_and_tokenizer
+from decode.opening.directory import describe_drafter, open_drafter
+from decode.shapes.static import stored_shape
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, SmallLMStudent
 from heads.heads_directory import read_heads
 from heads.heads_module import HEADS
 from heads.online_heads import HeadStudent
-from train.schema import StageConfig, closest_stage
-from train.training.student_and_teacher import DRAFTER_STAGES, choose_trained
+from train.base.schema import StageConfig, closest_stage
+from train.loop.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)

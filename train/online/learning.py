@@ -30,14 +30,14 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from decode.drafters import Drafter
-from decode.target.loading import Target
+from decode.model.loading import Target
 from decode.verification import Verification
 from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer
+from train.base.schema import Strict
 from train.data.batches import permutation
-from train.schema import Strict
-from train.training.optimizer import OptimizerConfig, make_optimizer, take_step
+from train.loop.optimizer import OptimizerConfig, make_optimizer, take_step
 
 # Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]
@@ -183,7 +183,7 @@ class Online:
     # Called by a server.
 
     def observe(self, verification: Verification) -> None:
-        """Record a verification pass; an observer of `decode.loop.Decoder`."""
+        """Record a verification pass; an observer of `decode.loop.decoding.Decoder`."""
         self.collector(verification)
 
     def due(self) -> bool:

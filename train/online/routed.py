@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from decode.base.errors import UserError
 from decode.drafters.several.routed import RoutedDrafter
-from decode.errors import UserError
 from decode.verification import Verification
 from train.online.learning import Online
 
@@ -29,7 +29,7 @@ class RoutedLearning:
         self.router, self.learners = router, list(learners)
 
     def observe(self, verification: Verification) -> None:
-        """Record a verification pass; an observer of `decode.loop.Decoder`."""
+        """Record a verification pass; an observer of `decode.loop.decoding.Decoder`."""
         rows, routes = verification.rows.tolist(), self.router.routes.tolist()
         for row, route in zip(rows, routes, strict=True):
             learner = self.learners[route]

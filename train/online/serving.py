@@ -13,16 +13,16 @@ from accelerate.utils import gather_object
 from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
 from decode.rules import RULES
-from decode.target.loading import Target
 from distill.replay.online_student import OnlineStudent
-from train.console import Reporter
+from train.base.console import Reporter
+from train.base.schema import Losses, SamplingConfig, StageConfig, name_in
+from train.loop.checkpoint import Stopped, StopRequest
+from train.loop.student_and_teacher import StudentConfig
 from train.online.learning import Online, OnlineConfig, Round
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate
-from train.schema import Losses, SamplingConfig, StageConfig, name_in
-from train.training.checkpoint import Stopped, StopRequest
-from train.training.student_and_teacher import StudentConfig
 
 
 class OnlineStageConfig(StageConfig):

@@ -22,7 +22,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from decode.artifact import (
+from decode.base.artifact import (
     ReadFailure,
     newest_complete,
     numbers_of,
@@ -30,12 +30,12 @@ from decode.artifact import (
     remove_directory,
     write_directory,
 )
-from decode.drafters.directory import describe_drafter, save_drafter
-from decode.errors import UserError
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter, save_drafter
 from decode.stats import finite
-from decode.target.loading import Target
 from distill.replay.online_student import OnlineStudent
-from train.console import Reporter
+from train.base.console import Reporter
 
 # For each request: verification passes, emitted tokens, positions reached, accepted tokens.
 COUNTS = ("steps", "emitted", "reached", "accepted")
@@ -190,7 +190,7 @@ class Versions:
 
     def recover(self, *, alone: bool = False) -> None:
         """Clean up after a process that was killed while writing. alone: see
-        `decode.artifact.recover`."""
+        `decode.base.artifact.recover`."""
         recover(self.versions, alone=alone)
         recover(self.saves, alone=alone)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from markupsafe import Markup
 
-from decode.errors import UserError
-from train.config_file import dotted
-from train.plots import DARK, LIGHT, SERIES, css_variables
+from decode.base.errors import UserError
+from train.base.config_file import dotted
 from train.report.drafter_table import COLUMNS, row_labels
 from train.report.format_figures import MISSING
+from train.report.plots import DARK, LIGHT, SERIES, css_variables
 from train.report.report_files import FORMAT, evaluation_plots, template
 from train.report.report_summary import headline, ranking
 

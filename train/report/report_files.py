@@ -12,14 +12,14 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from decode.artifact import write_file
-from train.plots import DARK, LIGHT, REFERENCE, SERIES, css_variables
-from train.plots.bar_plots import bar_plot, interval_plot, stacked_bar_plot
-from train.plots.line_plots import FEW, position_plot
+from decode.base.artifact import write_file
+from train.base.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
 from train.report.drafter_table import COLUMNS, DETAILS, is_baseline, row_labels, without_gamma
 from train.report.format_figures import MISSING, format_duration, format_number, format_share
+from train.report.plots import DARK, LIGHT, REFERENCE, SERIES, css_variables
+from train.report.plots.bar_plots import bar_plot, interval_plot, stacked_bar_plot
+from train.report.plots.line_plots import FEW, position_plot
 from train.report.report_summary import footnotes, headline
-from train.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
 from train.stages import STAGES
 
 FORMAT = 1
@@ -145,8 +145,8 @@ def _shortened(text: Any) -> str:
 def stage_section(number: int, stage: dict[str, Any]) -> dict[str, Any]:
     """Return the page's section for a stage: name and kind, figures as text by name, and plots.
 
-    Each kind of stage chooses its figures and plots (`train.stage.Stage.show`). number: the unique
-    number of the stage in the run.
+    Each kind of stage chooses its figures and plots (`train.base.stage.Stage.show`). number: the
+    unique number of the stage in the run.
     """
     name, kind, summary = stage["name"], stage["kind"], stage["summary"]
     section = STAGES[kind].show(summary, number)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from decode.measure.intervals import FEWEST_PROMPTS
-from train.plots import can_plot
+from train.base.run_files import START
 from train.report.drafter_table import (
     is_baseline,
     is_combined,
@@ -23,7 +23,7 @@ from train.report.format_figures import (
     rule_name,
     target_drift,
 )
-from train.run_files import START
+from train.report.plots import can_plot
 
 # What it means that texts differ, and yet all are identical up to rounding.
 ROUNDING = (

@@ -1,6 +1,6 @@
 """The stages, one file for each kind. Each file registers its stage."""
 
-from train.stage import STAGES
+from train.base.stage import STAGES
 from train.stages import (
     datastore,
     distill,

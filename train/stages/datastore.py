@@ -9,14 +9,14 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from decode.drafters.directory import describe_drafter, save_drafter
 from decode.drafters.lookup.datastore import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.measure.ranks import Ranks
+from decode.opening.directory import describe_drafter, save_drafter
+from train.base.schema import StageConfig
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.stored_samples import StoredSamples
-from train.schema import StageConfig
-from train.stage import STAGES, Memory, Outcome, StagePlan
-from train.text_stages import TextConfig, TextStage, size
+from train.stages.text_stages import TextConfig, TextStage, size
 
 # Bytes of a finished datastore per token: at most four for the token and its position each, up to
 # two billion tokens.

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
-from decode.drafters.directory import save_drafter
 from decode.drafters.draft_vocabulary import ReducedVocabulary, save_with_vocabulary
 from decode.drafters.pard import (
     ParallelLMDrafter,
@@ -19,10 +18,11 @@ from decode.drafters.pard import (
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
 from decode.measure.ranks import Ranks
-from decode.target.cache.cached_model import require_decoding, require_trees
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
-from decode.target.pretrained import is_sharded
+from decode.model.cache.cached_model import require_decoding, require_trees
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
+from decode.model.pretrained import is_sharded
+from decode.opening.directory import save_drafter
 from distill.distillation_loss import Distillation
 from distill.encoder_decoder import EncoderDecoderDistillation
 from distill.parallel_distillation import (
@@ -41,38 +41,28 @@ from distill.teacher.teacher_signal import (
 )
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable
+from train.base.schema import StageConfig
+from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
-from train.schema import StageConfig
-from train.stage import STAGES, Outcome, StagePlan
-from train.stages.distill_config import DistillConfig, check_settings, check_with_encoder
-from train.stages.distill_student import (
-    mask_token_of,
-    require_room,
-    require_sources_fit,
-    require_unused,
-    student_of,
-)
-from train.stages.training_memory import distill_memory
-from train.text_stages import TrainingStage, complete_target_part
-from train.training.boosting import (
+from train.loop.boosting import (
     Reading,
     TokenWeights,
     check_earlier_drafter,
     stored_guesses,
 )
-from train.training.dev_slice import DevConfig, DevSlice, Judging
-from train.training.estimates import (
+from train.loop.dev_slice import DevConfig, DevSlice, Judging
+from train.loop.estimates import (
     planned_tokens,
     steps_in_words,
     time_limit,
     training_disk_bytes,
 )
-from train.training.live_window import LiveWindow, look_ahead_of
-from train.training.meters.stage_flops import distill_flops
-from train.training.open_caches import Cache, open_cache
-from train.training.student_and_teacher import (
+from train.loop.live_window import LiveWindow, look_ahead_of
+from train.loop.meters.stage_flops import distill_flops
+from train.loop.open_caches import Cache, open_cache
+from train.loop.student_and_teacher import (
     checkpoint_layers,
     choose_trained,
     make_student,
@@ -81,8 +71,18 @@ from train.training.student_and_teacher import (
     teacher_of,
     teaching_model,
 )
-from train.training.trainer import Clock, Trainer
-from train.training.training_task import TrainingTask
+from train.loop.trainer import Clock, Trainer
+from train.loop.training_task import TrainingTask
+from train.stages.distill_config import DistillConfig, check_settings, check_with_encoder
+from train.stages.distill_student import (
+    mask_token_of,
+    require_room,
+    require_sources_fit,
+    require_unused,
+    student_of,
+)
+from train.stages.text_stages import TrainingStage, complete_target_part
+from train.stages.training_memory import distill_memory
 
 
 @STAGES.register("distill")

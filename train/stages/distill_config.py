@@ -6,20 +6,20 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from distill.parallel_distillation import ParallelConfig
 from distill.teacher.feature_sources import holds_features
 from distill.trainable_model import LoraConfig
+from train.base.schema import Losses, StageConfig, closest_stage
 from train.data.corpus import stages_of
 from train.data.training_text import OnPolicyConfig
+from train.loop.boosting import BoostConfig, check_boost
+from train.loop.dev_slice import DevConfig
+from train.loop.optimizer import OptimizerConfig
+from train.loop.student_and_teacher import DRAFTER_STAGES, StudentConfig
+from train.loop.training_task import LoopConfig
 from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
-from train.schema import Losses, StageConfig, closest_stage
-from train.text_stages import LossConfig
-from train.training.boosting import BoostConfig, check_boost
-from train.training.dev_slice import DevConfig
-from train.training.optimizer import OptimizerConfig
-from train.training.student_and_teacher import DRAFTER_STAGES, StudentConfig
-from train.training.training_task import LoopConfig
+from train.stages.text_stages import LossConfig
 
 
 class DistillConfig(LossConfig):

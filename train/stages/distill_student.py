@@ -5,16 +5,16 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import ReducedVocabulary, reduce_output
 from decode.drafters.pard import mark_parallel, stored_mask_token, unused_token
-from decode.errors import UserError
 from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat import Sample
+from train.loop.open_caches import Cache
+from train.loop.student_and_teacher import make_student
 from train.stages.distill_config import DistillConfig, refuse
-from train.text_stages import TrainingStage
-from train.training.open_caches import Cache
-from train.training.student_and_teacher import make_student
+from train.stages.text_stages import TrainingStage
 
 DistillLike = TrainingStage[DistillConfig]
 

@@ -8,9 +8,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decode.errors import UserError
-from decode.target.hidden_states import FINAL, Recorder
-from decode.target.pretrained import require_present
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL, Recorder
+from decode.model.pretrained import require_present
 from distill.teacher.feature_sources import (
     CachedFeatures,
     LiveFeatures,
@@ -20,11 +20,11 @@ from distill.teacher.feature_sources import (
     write_features,
 )
 from distill.teacher.teacher_signal import require_linear_logits
+from train.base.schema import StageConfig
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.chat import Sample
-from train.schema import StageConfig
-from train.stage import STAGES, Memory, Outcome, StagePlan
-from train.text_stages import CacheStage, TextConfig, size
-from train.training.estimates import forward_bytes
+from train.loop.estimates import forward_bytes
+from train.stages.text_stages import CacheStage, TextConfig, size
 
 
 class FeatureCacheConfig(TextConfig):

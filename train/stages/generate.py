@@ -9,26 +9,22 @@ from typing import Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from decode.artifact import remove_directory, verify_directory
+from decode.base.artifact import remove_directory, verify_directory
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.errors import UserError
-from decode.loop import Decoder
+from decode.loop.decoding import Decoder
 from decode.measure.ranks import Ranks
-from decode.target.generation_config import (
+from decode.model.generation_config import (
     decoder_processors,
     decoder_settings,
     nothing_filled_in,
     padded_prompts,
     stated_config,
 )
-from decode.target.loading import Target
-from train.answers.jobs import Jobs
-from train.answers.journal import Journal
-from train.answers.known_parts import Part, part_meta, prompt_key, take_over
-from train.answers.launch import require_server
-from train.answers.protocols import AskSettings
-from train.answers.server_config import ServerConfig
-from train.console import Bar
+from decode.model.loading import Target
+from train.base.console import Bar
+from train.base.schema import SamplingConfig, Seed, StageConfig
+from train.base.stage import STAGES, Outcome, Stage, StagePlan
 from train.data.corpus import (
     PART,
     SELF_PROMPTS,
@@ -38,9 +34,13 @@ from train.data.corpus import (
 )
 from train.data.read import Example, id_key, select, spread
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
-from train.schema import SamplingConfig, Seed, StageConfig
-from train.stage import STAGES, Outcome, Stage, StagePlan
-from train.training.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
+from train.engines.answers.jobs import Jobs
+from train.engines.answers.journal import Journal
+from train.engines.answers.known_parts import Part, part_meta, prompt_key, take_over
+from train.engines.answers.protocols import AskSettings
+from train.engines.launch import require_server
+from train.engines.server_config import ServerConfig
+from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
 
 
 class SelfPromptSampling(SamplingConfig):
@@ -289,7 +289,7 @@ class GenerateStage(Stage[GenerateConfig]):
 
     def _ask_server(self, jobs: Jobs, parts: list[Part], bar: Bar) -> int:
         """Write these parts from a server's answers."""
-        from train.answers.answer_parts import write_server_parts  # needs the extra serve
+        from train.engines.answers.answer_parts import write_server_parts  # needs the extra serve
 
         config = self.config
         assert config.server is not None

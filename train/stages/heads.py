@@ -15,45 +15,45 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.directory import describe_drafter
-from decode.errors import UserError
 from decode.measure.calibrate_tree import TreeCalibration
 from decode.measure.ranks import Ranks
-from decode.target.loading import Target
-from decode.trees.static import store_tree
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter
+from decode.shapes.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
 from distill.teacher.teacher_signal import require_linear_logits
 from heads.head_training import HeadTraining, JointTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
+from train.base.schema import StageConfig
+from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
-from train.schema import StageConfig
-from train.stage import STAGES, Outcome, StagePlan
-from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
-from train.stages.heads_features import open_source, planned_source
-from train.stages.training_memory import heads_memory
-from train.states.states_config import ServedFeatures
-from train.text_stages import TrainingStage, complete_target_part
-from train.training.backbone import Backbone, FrozenBackbone, Source
-from train.training.dev_slice import DevSlice, Judging
-from train.training.estimates import (
+from train.engines.states.states_config import ServedFeatures
+from train.loop.backbone import Backbone, FrozenBackbone, Source
+from train.loop.dev_slice import DevSlice, Judging
+from train.loop.estimates import (
     planned_tokens,
     steps_in_words,
     time_limit,
     training_disk_bytes,
 )
-from train.training.head_tree import calibrated_tree, require_tree
-from train.training.meters.stage_flops import heads_flops
-from train.training.trained_backbone import TrainedBackbone
-from train.training.trained_target import PREFIX, held_out_samples
-from train.training.trainer import Clock, Trainer
-from train.training.training_task import TrainingTask
+from train.loop.head_tree import calibrated_tree, require_tree
+from train.loop.meters.stage_flops import heads_flops
+from train.loop.trained_backbone import TrainedBackbone
+from train.loop.trained_target import PREFIX, held_out_samples
+from train.loop.trainer import Clock, Trainer
+from train.loop.training_task import TrainingTask
+from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
+from train.stages.heads_features import open_source, planned_source
+from train.stages.text_stages import TrainingStage, complete_target_part
+from train.stages.training_memory import heads_memory
 
 BIGRAM_TOKENS = 10_000_000  # of the text, that a bigram table counts
 

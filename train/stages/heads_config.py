@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from heads import HEADS
 from heads.heads_module import HeadOptions
+from train.base.schema import Losses, StageConfig, closest_stage, one_of
 from train.data.corpus import stages_of
-from train.schema import Losses, StageConfig, closest_stage, one_of
-from train.states.states_config import ServedFeatures
-from train.text_stages import LossConfig
-from train.training.dev_slice import DevConfig
-from train.training.head_start import check_start
-from train.training.head_tree import TreeConfig
-from train.training.optimizer import OptimizerConfig
-from train.training.trained_backbone import BackboneConfig
-from train.training.training_task import LoopConfig
+from train.engines.states.states_config import ServedFeatures
+from train.loop.dev_slice import DevConfig
+from train.loop.head_start import check_start
+from train.loop.head_tree import TreeConfig
+from train.loop.optimizer import OptimizerConfig
+from train.loop.trained_backbone import BackboneConfig
+from train.loop.training_task import LoopConfig
+from train.stages.text_stages import LossConfig
 
 if TYPE_CHECKING:
     AnyHeads = HeadOptions

@@ -4,22 +4,22 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from decode.target.loading import Target
+from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
 from distill.teacher.read_ahead import READ_AHEAD
 from heads.head_training import captured_with
 from heads.heads_module import Heads
-from train.answers.launch import require_server
+from train.base.stage import Memory
 from train.data.stored_samples import StoredSamples
-from train.stage import Memory
+from train.engines.launch import require_server
+from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
+from train.engines.states.states_config import ServedFeatures
+from train.loop.backbone import Source
+from train.loop.estimates import batch_share
+from train.loop.open_caches import open_features
+from train.loop.trainer import Clock
 from train.stages.heads_config import HeadsConfig
-from train.states.served_states import engine_ids, file_bytes, last_norm, require_room
-from train.states.states_config import ServedFeatures
-from train.text_stages import TrainingStage
-from train.training.backbone import Source
-from train.training.estimates import batch_share
-from train.training.open_caches import open_features
-from train.training.trainer import Clock
+from train.stages.text_stages import TrainingStage
 
 
 def planned_source(
@@ -56,7 +56,7 @@ def open_source(
     target, accelerator = stage.target, stage.accelerator
     timed = partial(clock, "teacher")
     if isinstance(config.features, ServedFeatures):
-        from train.states.open_states import served_states  # needs the extra serve
+        from train.engines.states.open_states import served_states  # needs the extra serve
 
         served = served_states(
             config.features.server,

@@ -9,20 +9,19 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from decode.drafters.directory import save_drafter
+from decode.base.errors import UserError
 from decode.drafters.skip import write_skip_drafter
-from decode.errors import UserError
-from decode.target.forward.sublayers import Sublayers
-from decode.target.kinds.layer_kinds import require_no_states
+from decode.model.forward.sublayers import Sublayers
+from decode.model.kinds.layer_kinds import require_no_states
+from decode.opening.directory import save_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.row_numbers import row_numbers
 from distill.teacher.teacher_signal import require_linear_logits
+from train.base.schema import Losses, StageConfig
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
-from train.schema import Losses, StageConfig
-from train.stage import STAGES, Memory, Outcome, StagePlan
-from train.text_stages import LossConfig, TrainingStage
-from train.training.estimates import (
+from train.loop.estimates import (
     activation_bytes,
     batch_share,
     forward_bytes,
@@ -31,15 +30,16 @@ from train.training.estimates import (
     time_limit,
     training_disk_bytes,
 )
-from train.training.optimizer import OptimizerConfig
-from train.training.trained_target import (
+from train.loop.optimizer import OptimizerConfig
+from train.loop.trained_target import (
     AdapterConfig,
     TrainedTarget,
     TrainedTargetConfig,
     held_out_samples,
 )
-from train.training.trainer import Clock
-from train.training.training_task import LoopConfig, TrainingTask
+from train.loop.trainer import Clock
+from train.loop.training_task import LoopConfig, TrainingTask
+from train.stages.text_stages import LossConfig, TrainingStage
 
 
 class LayerSkipConfig(TrainedTargetConfig, LossConfig):

@@ -9,20 +9,31 @@ from typing import Any
 
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.drafters.directory import save_drafter
-from decode.errors import UserError
+from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
-from decode.rows import require_prompts
+from decode.model.cache.cached_model import require_trees
+from decode.opening.directory import save_drafter
 from decode.rules import RULES
-from decode.target.cache.cached_model import require_trees
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.teacher.teacher_signal import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
+from train.base.schema import StageConfig
+from train.base.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
 from train.data.read import Example, select, spread
+from train.loop.estimates import (
+    PROMPTS_MEASURED,
+    activation_bytes,
+    decoding_memory,
+    optimizer_bytes,
+    prompt_length,
+    training_disk_bytes,
+)
+from train.loop.student_and_teacher import choose_trained, make_student, start_provenance
 from train.online.learners import (
     OTHER_TOKENIZER,
     PARALLEL,
@@ -34,18 +45,7 @@ from train.online.learners import (
 from train.online.learning import Online, OnlineConfig
 from train.online.serving import OnlineStageConfig, Request, Serving
 from train.online.stream_progress import History, StreamProgress, Versions
-from train.plots.line_plots import stream_plot
-from train.schema import StageConfig
-from train.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
-from train.training.estimates import (
-    PROMPTS_MEASURED,
-    activation_bytes,
-    decoding_memory,
-    optimizer_bytes,
-    prompt_length,
-    training_disk_bytes,
-)
-from train.training.student_and_teacher import choose_trained, make_student, start_provenance
+from train.report.plots.line_plots import stream_plot
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 

@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.teacher_signal import LiveTeacher, TopK, require_linear_logits, split_model
 from distill.teacher.top_k_cache import (
@@ -20,13 +20,13 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
-from train.answers.answer_top_k import AnswerTopK
+from train.base.schema import StageConfig, closest_stage
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.chat import Sample
-from train.schema import StageConfig, closest_stage
-from train.stage import STAGES, Memory, Outcome, StagePlan
-from train.text_stages import CacheStage, TextConfig, size
-from train.training.estimates import forward_bytes
-from train.training.student_and_teacher import shared_vocabulary
+from train.engines.answers.answer_top_k import AnswerTopK
+from train.loop.estimates import forward_bytes
+from train.loop.student_and_teacher import shared_vocabulary
+from train.stages.text_stages import CacheStage, TextConfig, size
 
 
 class TeacherCacheConfig(TextConfig):

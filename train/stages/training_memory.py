@@ -2,13 +2,11 @@
 
 from transformers import PreTrainedModel
 
-from decode.target.hidden_states import FINAL
-from decode.target.loading import Target
+from decode.model.hidden_states import FINAL
+from decode.model.loading import Target
 from heads.heads_module import Heads
-from train.stage import Memory
-from train.stages.distill_config import DistillConfig
-from train.stages.heads_config import HeadsConfig
-from train.training.estimates import (
+from train.base.stage import Memory
+from train.loop.estimates import (
     activation_bytes,
     batch_share,
     heads_bytes,
@@ -16,6 +14,8 @@ from train.training.estimates import (
     optimizer_bytes,
     source_memory,
 )
+from train.stages.distill_config import DistillConfig
+from train.stages.heads_config import HeadsConfig
 
 
 def heads_memory(

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from decode.errors import UserError
-from decode.target.memory import free_bytes
+from decode.base.errors import UserError
+from decode.model.memory import free_bytes
 
 TOKENS, SUFFIXES = "tokens.npy", "suffixes.npy"
 END = 0  # stands after each document

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupTree, as_draft
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
 

@@ -9,8 +9,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from decode.base.errors import require_whole
 from decode.draft import Draft
-from decode.errors import require_whole
 
 P = TypeVar("P")
 

@@ -5,7 +5,7 @@ import numpy as np
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import StoreDrafter
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 
 
 def longest_match(text: np.ndarray) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling, top
+from decode.draw.sampling import CounterRNG, Sampling, top
 from decode.verification import Verification
 
 # The longest n-gram. Each token of a text costs one entry for each size.
@@ -167,7 +167,7 @@ class StoreDrafter(Drafter):
     most `width` tokens, about 0.3 kB each (`NgramStore` describes which ones are dropped).
 
     Drafts depend on other rows and earlier requests. The text for a seed does not: drafts are
-    chosen, and exact match judges them (`decode.step.decided`). Raises UserError as
+    chosen, and exact match judges them (`decode.loop.step.decided`). Raises UserError as
     `require_sizes`, and unless the other sizes are at least 1.
     """
 

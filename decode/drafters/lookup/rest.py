@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.datastore import SORTED_TOKENS, Datastore, write_datastore
@@ -17,10 +18,9 @@ from decode.drafters.lookup.lookup_tree import (
     require_tree_nodes,
 )
 from decode.drafters.lookup.ngram import require_sizes
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling
-from decode.target.loading import Target
-from decode.trees import Chain, Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.loading import Target
+from decode.shapes import Chain, Shape
 
 OPTIONS_FILE = "config.json"
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.lookup_tree import (
@@ -21,8 +22,7 @@ from decode.drafters.lookup.lookup_tree import (
     grow_likeliest,
     require_tree_nodes,
 )
-from decode.errors import UserError, require_whole
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
 # The longest match with its continuation. Each token of a text costs one step for each size.

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.several.combined import Group, chosen_rows, common_device, joined_q
 from decode.drafters.trained import VerifyingDrafter
-from decode.errors import UserError, require_whole
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES, Rule, used_rule
-from decode.sampling import CounterRNG, Sampling
 from decode.verification import Scores, Verification
 
 # The arguments of `Contexts.standing`: the tokens that a drafter saw after the committed texts, and

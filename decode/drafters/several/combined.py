@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from decode.device import to_device
+from decode.base.device import to_device
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, pack, renumbered
 from decode.drafters import Drafter
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.target.cache.cached_model import CachedLM
-from decode.target.cache.probes import Probes
-from decode.trees import Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.probes import Probes
+from decode.shapes import Shape
 from decode.verification import Verification
 
 
@@ -255,7 +255,7 @@ class SeveralDrafters(Group):
 
     If any drafter draws its tokens, each node has the q of its drafter (1 for a chosen token), and
     siblings are mixed: independent draws from different q's. A token equal to an earlier sibling
-    then stays as a leaf, and its children move to the earlier one (`decode.trees.chains` explains
+    then stays as a leaf, and its children move to the earlier one (`decode.shapes.chains` explains
     why). If all drafters choose their tokens, equal nodes become one.
 
     Siblings are in the order of the drafters. Raises UserError as `Group` does, and if one drafter

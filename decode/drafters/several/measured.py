@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import Drafter
 from decode.drafters.several.combined import CompositeDrafter
-from decode.errors import UserError
 from decode.verification import Verification
 
 # Acceptance is counted apart at depth 1, 2, …; what is deeper counts together at the last.
@@ -33,7 +33,7 @@ class MeasuredComposite(CompositeDrafter):
     depends on the row and the costs, and reads no clock.
 
     costs: of each drafter, in passes of the target: c, the cost of one more token of depth (0 for a
-    lookup), or both parts, (f, c), as `decode.measure.costs.Costs` has them. prior: the acceptance
+    lookup), or both parts, (f, c), as `decode.costs.Costs` has them. prior: the acceptance
     before any verification. memory: in each step, past counts are multiplied by it. So a drafter
     that is passed over comes back to the prior, and is tried again.
 

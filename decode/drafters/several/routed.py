@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routing import ByText, Classify, Routing
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.verification import Verification
 
 

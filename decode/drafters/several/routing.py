@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 # The index of the drafter for a text, int64 [L].
 Classify = Callable[[np.ndarray], int]

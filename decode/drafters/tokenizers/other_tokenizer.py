@@ -13,10 +13,10 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.token_texts import TokenTexts, compared_texts
-from decode.sampling import CounterRNG, Sampling
-from decode.target.loading import Target, load_model_and_tokenizer
-from decode.trees import Shape
-from decode.trees.static import stored_shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.model.loading import Target, load_model_and_tokenizer
+from decode.shapes import Shape
+from decode.shapes.static import stored_shape
 
 
 @dataclass

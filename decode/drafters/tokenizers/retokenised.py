@@ -12,12 +12,12 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
 from decode.drafters.tokenizers.token_texts import CONTEXT_BYTES, TokenTexts
-from decode.errors import UserError
-from decode.sampling import CounterRNG, Sampling
-from decode.trees import Shape
+from decode.draw.sampling import CounterRNG, Sampling
+from decode.shapes import Shape
 
 # The last tokens of a text are split again with each step, because new text can join them.
 TAIL_TOKENS = 4

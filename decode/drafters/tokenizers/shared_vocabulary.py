@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
 from decode.drafters.tokenizers.token_texts import TokenTexts, shared_tokens, spelled
-from decode.errors import UserError
-from decode.target.loading import Target
-from decode.trees import Shape
+from decode.model.loading import Target
+from decode.shapes import Shape
 
 logger = logging.getLogger(__name__)
 

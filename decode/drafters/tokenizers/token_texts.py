@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from decode.errors import UserError
+from decode.base.errors import UserError
 
 # The bytes of a special token: its name between two bytes that no UTF-8 text contains.
 _BEGIN, _END = b"\xff", b"\xfe"

@@ -1,0 +1,336 @@
+"""What `benchmarks.decode` measures: contests, one for each setting, cold starts, and a profile."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from benchmarks.common import in_fresh_process
+from benchmarks.shared.decode_contestants import (
+    NAMES,
+    Contestant,
+    Models,
+    Passes,
+    makers,
+)
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.drafters import DRAFTERS
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop.decoding import Decoder
+from decode.measure.intervals import ratio_of_totals
+from decode.measure.same_text import identical
+from decode.measure.time_passes import finish
+from decode.model.loading import Target, load_target
+from decode.stats import finite
+from train.base.console import Reporter
+from train.base.launcher import cores
+from train.data.read import spread
+
+T = TypeVar("T")
+OURS = ("plain", "speculative", "lookup")
+PACKAGES = ("flashspec", "economize")
+OPERATIONS = 8  # a profile lists this many of the slowest operations
+
+
+@dataclass(frozen=True)
+class Setting:
+    """jobs: the number of batches of `batch` prompts, each answered with `tokens` tokens. dtype:
+    overrides the requested dtype; "" keeps it. context: the tokens of notes before each prompt; if
+    there are any, times are without the pass over the prompt."""
+
+    jobs: int
+    tokens: int
+    batch: int = 1
+    sampled: bool = False
+    dtype: str = ""
+    context: int = 0
+
+    @property
+    def ending(self) -> str:
+        """The ending of the names of this setting's ratios."""
+        batch = f"_batch{self.batch}" if self.batch > 1 else ""
+        context = f"_ctx{self.context}" if self.context else ""
+        return "_sampled" * self.sampled + batch + (self.dtype and f"_{self.dtype}") + context
+
+
+@dataclass
+class Contest:
+    """The results of one setting. By contestant: seconds and outputs by job, and passes. `unable`
+    has the reason why a contestant does not take part."""
+
+    setting: Setting
+    dtype: str
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
+    passes: dict[str, Passes] = field(default_factory=dict)
+    unable: dict[str, str] = field(default_factory=dict)
+    equal: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        how = "temperature 1" if self.setting.sampled else "greedy"
+        behind = f", behind {self.setting.context} tokens" if self.setting.context else ""
+        return f"{how}, batch {self.setting.batch}, {self.dtype}{behind}"
+
+    @contextmanager
+    def excusing(self, name: str) -> Iterator[None]:
+        """Exclude a contestant that raises inside this block. Errors of our own loops and of plain
+        `generate()` are raised: they must take part."""
+        try:
+            yield
+        except Exception as error:
+            if name in (*OURS, "generate"):
+                raise
+            self.unable[name] = _reason(error)
+            for results in (self.seconds, self.outputs, self.passes):
+                results.pop(name, None)
+
+    def ratio(self, theirs: str, ours: str) -> dict[str, float] | None:
+        """Return the time of `theirs` over the time of `ours`, with an interval if there is more
+        than one job. None if one of them has no times."""
+        if theirs not in self.seconds or ours not in self.seconds:
+            return None
+        ratio = ratio_of_totals(*(np.array(self.seconds[name]) for name in (theirs, ours)))
+        return {"value": ratio["value"]} if ratio and self.setting.jobs == 1 else ratio
+
+    def figures(self, name: str) -> dict[str, Any]:
+        """Return a contestant's figures for JSON and the table. Unknown ones are None."""
+        passes, seconds = self.passes[name], sum(self.seconds[name])
+        timed = -1 if self.setting.context else 0  # the prompt's pass gives the first token
+        tokens = sum(len(row) + timed for job in self.outputs[name] for row in job)
+        milliseconds = {
+            f"{what}_ms": 1000 * median(times) if times else None
+            for what, times in (
+                ("draft", passes.draft_s),
+                ("verify", passes.verify_s),
+                ("overhead", passes.overhead_s),
+            )
+        }
+        equal, close = self.equal.get(name, (None, None))
+        return {
+            "tokens_per_second": tokens / seconds,
+            "seconds": self.seconds[name],
+            "tokens_per_step": _share(passes.emitted, passes.steps),
+            "acceptance_rate": _share(passes.accepted, passes.reached),
+            "draft_efficiency": _share(passes.accepted, passes.drafted),
+            **milliseconds,
+            "equal_to_generate": equal,
+            "equal_within_rounding": close,
+        }
+
+
+def _share(part: int, total: int) -> float | None:
+    return finite(part / total) if total else None
+
+
+def long_answers(
+    target: Target, prompts: Sequence[list[int]], *, count: int, tokens: int
+) -> list[list[int]]:
+    """Return at most `count` prompts, spread over all, whose greedy answers have at least `tokens`
+    tokens. Raises UserError if there is none."""
+    decoder = Decoder(target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
+    long: list[list[int]] = []
+    # About half of the answers are too short. If more are, try the other prompts too.
+    first = spread(range(len(prompts)), 2 * count)
+    order = first + sorted(set(range(len(prompts))) - set(first))
+    for begin in range(0, len(order), 16):
+        if len(long) >= count:
+            break
+        batch = [prompts[index] for index in order[begin : begin + 16]]
+        outputs = decoder.decode(batch, tokens).outputs
+        ends = set(target.eos_token_ids)
+        long += [
+            prompt
+            for prompt, output in zip(batch, outputs, strict=True)
+            if len(output) == tokens and output[-1] not in ends
+        ]
+    if not long:
+        raise UserError(
+            f"no greedy answer to these {len(prompts)} prompts has {tokens} tokens; give prompts "
+            "that ask for longer ones"
+        )
+    return spread(long, count)
+
+
+def hold_contest(
+    models: Models,
+    setting: Setting,
+    texts: Sequence[list[int]],
+    gamma: int,
+    reporter: Reporter,
+    names: Sequence[str] = tuple(NAMES),
+) -> Contest:
+    """Let the contestants with these names answer the setting's prompts, in turns.
+
+    Errors of other packages are recorded as reasons. Our own loop and plain `generate()` must
+    support every setting, so their errors are raised.
+    """
+    prompts = spread(texts, setting.jobs * setting.batch)
+    count = max(setting.batch, len(prompts) - len(prompts) % setting.batch)  # complete batches
+    jobs = [prompts[i : i + setting.batch] for i in range(0, count, setting.batch)]
+    dtype, device = dtype_name(models.target.dtype), models.target.device
+    contest = Contest(replace(setting, jobs=len(jobs)), dtype)
+    ready: dict[str, Contestant] = {}
+    make = makers(models, gamma=gamma, sampled=setting.sampled)
+    for name in names:
+        with contest.excusing(name):
+            contestant = make[name]()
+            contestant(jobs[0], min(8, setting.tokens), 0)  # the warm-up
+            ready[name] = contestant
+            contest.seconds[name], contest.outputs[name] = [], []
+            contest.passes[name] = Passes()
+    order = list(ready)
+    for number, job in enumerate(jobs):
+        reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
+        turn = len(order) * number // len(jobs)
+        for name in order[turn:] + order[:turn]:
+            if name in contest.unable:
+                continue
+            with contest.excusing(name):
+                answer, prompt = ready[name], 0.0
+                if setting.context:
+                    prompt, _ = timed(device, partial(answer, job, 1, number))
+                seconds, result = timed(device, partial(answer, job, setting.tokens, number))
+                contest.seconds[name].append(seconds - prompt)
+                contest.outputs[name].append(result.outputs)
+                contest.passes[name] += result.passes()
+    if not setting.sampled:
+        prompts = [prompt for job in jobs for prompt in job]
+        rows = {
+            name: [row for job in outputs for row in job]
+            for name, outputs in contest.outputs.items()
+        }
+        contest.equal = {
+            name: identical(models.target, prompts, rows["generate"], rows[name]) for name in rows
+        }
+    return contest
+
+
+def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
+    """Return the seconds of some work on a device, and what it returns."""
+    finish(device)
+    begin = time.perf_counter()
+    result = work()
+    finish(device)
+    return time.perf_counter() - begin, result
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+        return f'not installed (pip install "draftsmith[benchmarks]" installs {error.name})'
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
+
+
+def cold_starts(
+    names: Sequence[str],
+    models: dict[str, str],
+    prompt: Sequence[int],
+    gamma: int,
+    reporter: Reporter,
+) -> dict[str, dict[str, float]]:
+    """Return the seconds to the first token, each contestant in a new process (`first_token`)."""
+    seconds = {}
+    for name in names:
+        reporter.say(f"cold start: {NAMES[name]}")
+        try:
+            seconds[name] = in_fresh_process(
+                "benchmarks.shared.decode_measurements:first_token",
+                name=name,
+                prompt=list(prompt),
+                gamma=gamma,
+                **models,
+            )
+        except RuntimeError as error:
+            reporter.say(f"  not available: {str(error).splitlines()[-1]}")
+    return seconds
+
+
+def first_token(
+    name: str, prompt: list[int], gamma: int, target: str, drafter: str, dtype: str, device: str
+) -> dict[str, float]:
+    """Return three times in seconds: from loaded models to a ready loop (ours: with packed
+    weights), the first call for one token, and a second such call."""
+    torch.set_num_threads(cores())
+    models = Models.load(load_target(target, dtype=dtype, device=device), drafter)
+    begin = time.perf_counter()
+    run = makers(models, gamma=gamma, sampled=False)[name]()
+    finish(models.target.device)
+    marks = [begin, time.perf_counter()]
+    for _ in range(2):
+        run([prompt], 1, 0)
+        finish(models.target.device)
+        marks.append(time.perf_counter())
+    ready, first, second = (b - a for a, b in pairwise(marks))
+    return {"ready": ready, "first": first, "second": second}
+
+
+def profile_loop(
+    models: Models, prompt: Sequence[int], tokens: int, gamma: int
+) -> dict[str, dict[str, Any]]:
+    """Return milliseconds per step, plain and with the drafter, for the forwards, the rule and the
+    bookkeeping. A second run under torch's profiler gives the slowest operations.
+
+    operations: (name, milliseconds per step, calls per step), ordered by self time. python_ms: the
+    time of a step in the profiled run outside all operations, including the profiler itself.
+    """
+    profiles: dict[str, dict[str, Any]] = {}
+    for name, drafter in (
+        ("plain", DRAFTERS["none"]()),
+        ("speculative", SmallLMDrafter(models.assistant)),
+    ):
+        decoder = Decoder(models.target.model, drafter, gamma=gamma)
+        decoder.decode([prompt], 8)
+        rule_seconds = [0.0]
+        decide = decoder.rule.decide
+
+        def timed(*args: Any, decide: Any = decide, seconds: list[float] = rule_seconds) -> Any:
+            begin = time.perf_counter()
+            decision = decide(*args)
+            if models.target.device.type == "cuda":
+                torch.cuda.synchronize(models.target.device)
+            seconds[0] += time.perf_counter() - begin
+            return decision
+
+        vars(decoder.rule)["decide"] = timed
+        timing = decoder.decode([prompt], tokens).timing
+        del vars(decoder.rule)["decide"]
+        ms_per_step = 1000 / timing.steps
+        profiles[name] = {
+            "draft_ms": timing.draft * ms_per_step,
+            "verify_ms": timing.verify * ms_per_step,
+            "rule_ms": rule_seconds[0] * ms_per_step,
+            "bookkeeping_ms": (timing.overhead - rule_seconds[0]) * ms_per_step,
+            **_operations(decoder, prompt, tokens),
+        }
+    return profiles
+
+
+def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    cuda = decoder.lm.device.type == "cuda"
+    if cuda:
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        timing = decoder.decode([prompt], tokens).timing
+
+    def self_time(event: Any) -> float:  # microseconds
+        return float(event.self_device_time_total if cuda else event.self_cpu_time_total)
+
+    events = sorted(profiler.key_averages(), key=self_time, reverse=True)
+    ms_per_step = 1e-3 / timing.steps
+    return {
+        "python_ms": 1000 * timing.total / timing.steps - sum(map(self_time, events)) * ms_per_step,
+        "operations": [
+            (event.key, self_time(event) * ms_per_step, event.count / timing.steps)
+            for event in events[:OPERATIONS]
+        ],
+    }

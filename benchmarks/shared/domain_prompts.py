@@ -1,0 +1,70 @@
+"""The prompts of `benchmarks.online` and `benchmarks.routed`: their options, files and settings."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.shared.online_runs import DOMAINS, Settings
+from decode.base.artifact import write_file
+from decode.base.errors import UserError
+from train.data.read import Example, read_examples
+
+DataOption = Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")]
+MathsOption = Annotated[Path | None, typer.Option(help="prompts of the first domain")]
+CodeOption = Annotated[Path | None, typer.Option(help="prompts of the second")]
+GeneralOption = Annotated[Path | None, typer.Option(help="prompts of the third")]
+QuickOption = Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")]
+RequestsOption = Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")]
+
+
+def domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
+    """Return the file of each domain. Raises UserError if neither it nor a directory is named."""
+    files = {}
+    for domain, file in zip(DOMAINS, named_files, strict=True):
+        if file is None and data is None:
+            raise UserError(f"no prompts for the domain {domain}; give --data DIR or --{domain}")
+        files[domain] = file or (data or Path()) / f"{domain}.jsonl"
+    return files
+
+
+def make_settings(
+    quick: bool, runs: Path, requests: int | None, temperature: float = 0.0
+) -> Settings:
+    """Return the settings, with the defaults of the options. Both benchmarks prepare their prompts
+    in the same directory."""
+    size = requests or (100 if quick else 400)
+    directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
+    return Settings(quick, runs, directory.absolute(), size, temperature)
+
+
+def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> None:
+    """Write each domain's prompts for offline distillation and for serving, if they do not exist.
+
+    Raises UserError if an input file is missing, broken or too short.
+    """
+    for domain, file in files.items():
+        if all((directory / f"{domain}-{split}.jsonl").exists() for split in sizes):
+            continue
+        examples, _ = read_examples(str(file), limit=sum(sizes.values()))
+        prompts = [example for example in examples if example.messages is not None]
+        if len(prompts) < sum(sizes.values()):
+            raise UserError(
+                f"{file} has {len(prompts)} prompts among its first {sum(sizes.values())} rows; "
+                f"expected prompts in all of the first {sum(sizes.values())} rows"
+            )
+        begin = 0
+        for split, count in sizes.items():
+            lines = [_line(domain, e) for e in prompts[begin : begin + count]]
+            write_file(directory / f"{domain}-{split}.jsonl", "".join(lines))
+            begin += count
+
+
+def _line(domain: str, example: Example) -> str:
+    # Leave out the answers in the data: all arms learn from the target's own answers.
+    assert example.messages is not None
+    turns = list(example.messages)
+    while turns[-1]["role"] == "assistant":
+        turns.pop()
+    return json.dumps({"id": f"{domain} {example.id}", "messages": turns, "kind": domain}) + "\n"

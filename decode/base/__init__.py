@@ -1,0 +1,1 @@
+"""What every package uses: errors, registries, the files of a drafter, devices and dtypes."""

@@ -1,0 +1,1 @@
+"""From logits to tokens: distributions, random numbers, and log-probabilities."""

@@ -1,0 +1,96 @@
+"""Changes logits by the text before them: the repetition penalty and logits processors.
+
+In a tree, each node has a different text before it: its path. So the children of two siblings are
+judged after different texts.
+
+Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (position 0 follows the
+committed text, position i+1 follows node i), L tokens of the longest row, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.device import to_device
+
+# Same as transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
+    """Repetition penalty (1909.05858): float32 logits [..., V]. The logits of the tokens in
+    ids [..., M] are divided by the penalty if positive and multiplied by it if negative, each once.
+    penalty: one number, or a tensor that fits logits [..., 1].
+
+    The result is float32, as in `generate()`. Rounded to bfloat16, a penalised logit could tie with
+    an unpenalised one or change its order with it.
+    """
+    before = logits.gather(-1, ids).float()
+    after = torch.where(before < 0, before * penalty, before / penalty)
+    return logits.to(torch.float32, copy=True).scatter_(-1, ids, after)
+
+
+def tokens_before(
+    tokens: np.ndarray, lengths: np.ndarray, nodes: Tensor, on_path: Tensor
+) -> Tensor:
+    """int64 [B, R, L+N]: the set of tokens in the text before each position. Unused entries
+    repeat the first token of the text.
+
+    tokens, lengths: the committed texts, int [B, C] and [B]. nodes: int64 [B, N]. on_path: bool
+    [B, R, N], the nodes on the path to each position.
+    """
+    width = int(lengths.max())
+    inside = np.arange(width)[None, :] < lengths[:, None]
+    committed = to_device(np.where(inside, tokens[:, :width], tokens[:, :1]), nodes.device)
+    positions = on_path.shape[1]
+    path = torch.where(on_path, nodes[:, None, :], committed[:, :1, None])
+    return torch.cat([committed[:, None, :].expand(-1, positions, -1), path], 2)
+
+
+def process(
+    processors: Sequence[LogitsProcessor],
+    logits: Tensor,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    nodes: Tensor,
+    on_path: Tensor,
+) -> tuple[Tensor, dict[int, Exception]]:
+    """(float32 logits [B, R, V] after the processors, each position with the exact text before it;
+    what processors raised, by row). Where one raised, the logits are NaN.
+
+    Processors get float32, as in `generate()`. They do not know padding, so one call gets only
+    positions with texts of the same length. If one raises, each of these positions is tried alone.
+    Arguments are as in `tokens_before`. Nodes are in the order of their depth.
+    """
+    host = torch.cat([nodes[:, None], on_path.long()], 1).cpu().numpy()
+    drafted, mask = host[:, 0], host[:, 1:].astype(bool)
+    texts: dict[int, list[tuple[int, int, np.ndarray]]] = {}
+    for row in range(len(lengths)):
+        for position in range(mask.shape[1]):
+            text = np.concatenate([tokens[row, : lengths[row]], drafted[row, mask[row, position]]])
+            texts.setdefault(len(text), []).append((row, position, text))
+    changed = logits.to(torch.float32, copy=True)
+    failed: dict[int, Exception] = {}
+    groups = list(texts.values())
+    while groups:
+        same_length = groups.pop()
+        at_rows, at_positions, ids = zip(*same_length, strict=True)
+        at = (
+            to_device(np.array(at_rows), logits.device),
+            to_device(np.array(at_positions), logits.device),
+        )
+        scores = changed[at]
+        input_ids = to_device(np.stack(ids), logits.device)
+        try:
+            for processor in processors:
+                scores = processor(input_ids, scores)
+            changed[at] = scores.float()
+        except Exception as error:
+            if len(same_length) > 1:
+                groups += [[one] for one in same_length]
+                continue
+            failed[at_rows[0]] = error
+            changed[at] = torch.nan
+    return changed, failed

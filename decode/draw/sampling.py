@@ -1,0 +1,449 @@
+"""Turns logits into probabilities and tokens, and makes the random numbers for the draws."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from numbers import Real
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.device import reads_are_free, to_device
+from decode.base.errors import UserError, require_whole
+
+# How many tokens beyond the top k are searched for ties with the k-th.
+SPARE = 64
+# For top-p: how many of the likeliest tokens to look at in the first and second try, before the
+# full vocabulary is sorted.
+LOOKED_AT = (256, 4096)
+# Group size in the search for the largest few tokens.
+SIEVE = 16
+# Block size in the first stage of a draw, and of the search for the largest logit.
+BLOCK = 256
+# Beyond these values a text is noise: all tokens are equally likely, or no token comes twice.
+HOTTEST = 1e6
+STRONGEST_PENALTY = 1e3
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How text is drawn: repetition penalty, temperature, top-k, top-p, min-p, in the order of
+    `generate()`.
+
+    temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
+    these settings off. min_p: removes tokens with a probability below min_p times the largest
+    probability. This class does not apply the repetition penalty, because it depends on the text
+    so far. `decode.draw.logits` and `decode.shapes` apply it before they call this class.
+
+    Raises UserError for a value that is not a finite number in its range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        most = f"{HOTTEST:g}"
+        least, largest = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY
+        for name, fits, expected in (
+            ("temperature", lambda x: 0 <= x <= HOTTEST, f"a number from 0 (greedy) to {most}"),
+            ("top_p", lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
+            ("min_p", lambda x: 0 <= x <= 1, "a number in [0, 1], where 0 is off"),
+            (
+                "repetition_penalty",
+                lambda x: least <= x <= largest,
+                f"a number from {least:g} to {largest:g}, where 1 is off",
+            ),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
+                raise UserError(f"{name} is {value!r}; expected {expected}")
+        require_whole(0, top_k=self.top_k)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    def greedy_rows(self, rows: int) -> np.ndarray:
+        """bool [rows]: which rows are greedy."""
+        return np.full(rows, self.greedy)
+
+    @property
+    def warmed(self) -> "Sampling":
+        """The same, but temperature 1 without filters where it is greedy, which has no
+        probabilities."""
+        return Sampling(temperature=1.0) if self.greedy else self
+
+    @property
+    def penalises(self) -> bool:
+        """Whether there is a repetition penalty."""
+        return self.repetition_penalty != 1
+
+    def penalty(self, device: torch.device) -> float | Tensor:
+        """The repetition penalty of all rows, or float32 [B, 1, 1] on this device."""
+        return self.repetition_penalty
+
+    def at(self, rows: Tensor) -> "Sampling":
+        """For tensors whose row i is drawn as row rows[i], int64 [n]."""
+        return self
+
+    def probs(self, logits: Tensor) -> Tensor:
+        """float32 [..., V]: the distribution that tokens are drawn from. Undefined if greedy."""
+        flat = logits.reshape(-1, logits.shape[-1])
+        full = None
+        for rows, ids, probs in self._groups(flat):
+            if ids is not None:
+                probs = probs.new_zeros(len(probs), flat.shape[1]).scatter_(-1, ids, probs)
+            if len(probs) == len(flat):
+                full = probs
+                break
+            if full is None:
+                full = probs.new_zeros(flat.shape)
+            full[rows] = probs
+        assert full is not None
+        return full.view(logits.shape)
+
+    def pick(self, logits: Tensor, uniform: Tensor) -> Tensor:
+        """int64 [...]: the argmax if greedy, else one draw per distribution. uniform: float64
+        [...], one number per distribution, unused if greedy."""
+        if self.greedy:
+            return argmax(logits)
+        flat, uniforms = logits.reshape(-1, logits.shape[-1]), uniform.reshape(-1)
+        picked = torch.zeros(len(flat), dtype=torch.int64, device=logits.device)
+        for rows, ids, probs in self._groups(flat):
+            if ids is None:
+                picked[rows] = draw(probs, uniforms[rows])
+            else:
+                picked[rows] = draw_of(ids, probs, uniforms[rows], flat.shape[1])
+        return picked.view(logits.shape[:-1])
+
+    def race(self, logits: Tensor, keys: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """int64 [...]: the argmax if greedy, else one draw per distribution, with random numbers
+        for each token: the token with the largest p/E, where E is exponential. This is the argmax
+        of log p + G with Gumbel noise G. Two distributions p and q that draw with the same keys
+        draw the same token with probability ≥ (1 − TV)/(1 + TV) (2408.07978).
+
+        keys: int64 [...], one for each distribution (`CounterRNG.text_keys`), unused if greedy.
+        vocabulary: int64 [V], the token ids of the columns. None: column i is token i.
+        """
+        if self.greedy:
+            return argmax(logits)
+        flat, flat_keys = logits.reshape(-1, logits.shape[-1]), keys.reshape(-1)
+        columns = torch.arange(flat.shape[1], device=flat.device)[None]
+        winners = torch.zeros(len(flat), dtype=torch.int64, device=flat.device)
+        for rows, ids, probs in self._groups(flat):
+            places = columns if ids is None else ids
+            tokens = places if vocabulary is None else vocabulary[places]
+            first = _race(probs, flat_keys[rows], tokens)
+            winners[rows] = first if ids is None else ids.gather(-1, first[:, None])[:, 0]
+        return winners.view(logits.shape[:-1])
+
+    def _groups(self, logits: Tensor) -> Iterator[tuple[Tensor, Tensor | None, Tensor]]:
+        """The distributions of logits [n, V] in groups of rows, each row once. A group is (its rows
+        [m], the ids [m, k] of the tokens that hold all the mass, ascending, or None for all tokens,
+        their probabilities).
+
+        On a CPU, passes over a large vocabulary cost more than a small model, and sorting it costs
+        even more. Filters leave few tokens. The result of a row does not depend on other rows.
+        """
+        rows = torch.arange(len(logits), device=logits.device)
+        for count in self._counts(logits):
+            ids, probs, covered = self._candidates(logits, count)
+            if covered.all():
+                yield rows, ids, probs
+                return
+            yield rows[covered], ids[covered], probs[covered]
+            rows, logits = rows[~covered], logits[~covered]
+        yield rows, None, self._filtered(logits)
+
+    def _counts(self, logits: Tensor) -> tuple[int, ...]:
+        """How many of the likeliest tokens to look at, in the order of the tries."""
+        if not reads_are_free(logits.device):
+            return ()
+        if self.top_k:
+            counts: tuple[int, ...] = (self.top_k + SPARE,)
+        else:
+            counts = LOOKED_AT if self.top_p < 1 else ()
+        return tuple(count for count in counts if 4 * count <= logits.shape[-1])
+
+    def _filtered(self, logits: Tensor) -> Tensor:
+        """float32 [..., V]: the distribution, computed over all tokens."""
+        if 0 < self.top_k < logits.shape[-1]:
+            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
+            logits = logits.masked_fill(logits < kth, -torch.inf)
+        return self._kept(self._softmax(logits))
+
+    def _softmax(self, logits: Tensor) -> Tensor:
+        """float32 [..., V]: the softmax at this temperature, without filters."""
+        # float32 before anything else: bfloat16 probabilities make p/q wrong by several per cent.
+        scores = logits.float()
+        if self.temperature != 1:
+            # The largest score is 0, so no temperature makes it infinite. float32 has no divisor
+            # below its smallest normal number.
+            scores = scores - scores.amax(-1, keepdim=True)
+            scores /= max(self.temperature, torch.finfo(torch.float32).tiny)
+        return scores.softmax(-1)
+
+    def _kept(self, probs: Tensor) -> Tensor:
+        """Probabilities after top-p and min-p, with sum 1. The input may lack tokens that these
+        filters would remove."""
+        if self.top_p < 1:
+            ordered, index = probs.sort(dim=-1, descending=True, stable=True)
+            # A token stays if the mass before it is below top_p. The first token always stays.
+            outside = ordered.cumsum(-1) - ordered >= self.top_p
+            outside[..., 0] = False
+            probs = probs.masked_fill(outside.scatter(-1, index, outside), 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        if self.min_p:
+            likeliest = probs.amax(-1, keepdim=True)
+            probs = probs.masked_fill(probs < self.min_p * likeliest, 0.0)
+            probs = probs / probs.sum(-1, keepdim=True)
+        return probs
+
+    def _candidates(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(ids ascending [n, count], their probabilities, bool [n]: whether all other tokens have
+        probability 0)."""
+        if self.top_k:
+            values, ids = top(logits, count)
+            # Not covered if all the spare tokens tie with the k-th: there may be more ties.
+            covered = values[:, -1] != values[:, self.top_k - 1]
+            # In the order of ids, so a draw gives the same token as over the full vocabulary.
+            ids, order = ids.sort(-1)
+            return ids, self._filtered(values.gather(-1, order)), covered
+        full = self._softmax(logits)
+        ids = top(full, count)[1].sort(-1).values
+        probs = full.gather(-1, ids)
+        kept = self._kept(probs)
+        # If the filters remove a token, they remove all less likely tokens too.
+        smallest = probs.amin(-1, keepdim=True)
+        return ids, kept, ~((probs == smallest) & (kept > 0)).any(-1)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """int64 [...]: the index of the first maximum of [..., V], or of a NaN if there is one."""
+    size = logits.shape[-1]
+    aligned = size - size % BLOCK
+    if logits.device.type != "cpu" or not aligned:
+        return logits.argmax(-1)
+    # A maximum is many times faster than an argmax. So find the block first, then the position in
+    # it.
+    parts = [logits[..., :aligned].unflatten(-1, (-1, BLOCK)).amax(-1)]
+    if aligned < size:
+        parts.append(logits[..., aligned:].amax(-1, keepdim=True))
+    maxima = torch.cat(parts, -1) if aligned < size else parts[0]
+    # The last block begins earlier if it would end past the last logit. What it then shares with
+    # the block before it is smaller than its own maximum, so it is not the first maximum.
+    start = (maxima.argmax(-1) * BLOCK).clamp_(max=size - BLOCK)
+    inside = logits.gather(-1, start[..., None] + torch.arange(BLOCK))
+    return start + inside.argmax(-1)
+
+
+def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest values of [..., V], largest first, and their indices int64, as from
+    `topk`. Of values that tie for the last positions, any may be returned."""
+    size = values.shape[-1]
+    stride = size // SIEVE
+    if values.device.type != "cpu" or 4 * count > stride:
+        largest = values.topk(count, dim=-1)
+        return largest.values, largest.indices
+    # The `count` groups with the largest maxima hold all the values searched for. The groups
+    # interleave, so a few vector passes compute all maxima.
+    aligned = stride * SIEVE
+    groups = values[..., :aligned].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
+    within = stride * torch.arange(SIEVE)
+    ids = (groups[..., None] + within).flatten(-2)
+    rest = torch.arange(aligned, size).expand(*ids.shape[:-1], -1)
+    ids = torch.cat([ids, rest], -1)
+    largest = values.gather(-1, ids).topk(count, dim=-1)
+    return largest.values, ids.gather(-1, largest.indices)
+
+
+def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+    """int64 [...]: one draw from each of the weights [..., V] ≥ 0. uniform: float64 [...] in
+    [0, 1), one random number per draw.
+
+    It is a race in two stages: among blocks of tokens by their sums, then among the tokens of the
+    block that wins. In a race with weights w, the winner is the largest w/E, where E is an
+    exponential random number of each entrant. So a draw takes V/256 + 256 exponentials, and a
+    rounding of the weights changes a token only where two entrants nearly tie. (In a running sum
+    over the tokens, it would move the borders of all tokens that follow.)
+
+    The weights need not sum to 1. A token of weight 0 is never drawn. NaN weights give some token,
+    not an error: callers that draw from a model's output check it (`Scores.peaks_at`).
+    """
+    size = weights.shape[-1]
+    keys = _keys(uniform)
+    if size <= BLOCK:
+        return _race(weights, keys, torch.arange(size, device=weights.device))
+    aligned = size - size % BLOCK
+    sums = [weights[..., :aligned].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)]
+    if aligned < size:
+        sums.append(weights[..., aligned:].sum(-1, keepdim=True, dtype=torch.float64))
+    block = _race_of_blocks(torch.cat(sums, -1), keys)[..., None]
+    ids = block * BLOCK + torch.arange(BLOCK, device=weights.device)
+    inside = weights.gather(-1, ids.clamp(max=size - 1)).masked_fill_(ids >= size, 0.0)
+    return ids.gather(-1, _race(inside, keys, ids)[..., None])[..., 0].clamp_(max=size - 1)
+
+
+def draw_of(ids: Tensor, weights: Tensor, uniform: Tensor, size: int) -> Tensor:
+    """int64 [n]: `draw` from a vocabulary of so many tokens, where only ids, int64 [n, k], have
+    weights, [n, k]."""
+    keys = _keys(uniform)
+    if size > BLOCK:
+        blocks = ids // BLOCK
+        sums = weights.new_zeros(len(ids), -(-size // BLOCK), dtype=torch.float64)
+        sums.scatter_add_(1, blocks, weights.double())
+        block = _race_of_blocks(sums, keys)[:, None]
+        weights = weights.masked_fill(blocks != block, 0.0)
+    return ids.gather(1, _race(weights, keys, ids)[:, None])[:, 0]
+
+
+def _keys(uniform: Tensor) -> Tensor:
+    """int64 [...]: the keys of a draw's exponentials, from all bits of its random number."""
+    return _mix((uniform * 2.0**53).long())
+
+
+def _race_of_blocks(sums: Tensor, keys: Tensor) -> Tensor:
+    # The numbers of the blocks are negative, so that no block has the random number of a token.
+    return _race(sums, keys, -1 - torch.arange(sums.shape[-1], device=sums.device))
+
+
+def _race(weights: Tensor, keys: Tensor, entrants: Tensor) -> Tensor:
+    """int64 [...]: the index of the winner. entrants: int64 [k] or [..., k], what each is called;
+    the same name has the same random number with the same key."""
+    return (weights / exponentials(keys, entrants)).argmax(-1)
+
+
+_MASKS = {shift: (1 << (64 - shift)) - 1 for shift in (30, 27, 31, 11, 12)}
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea and Flood 2014) on int64; products wrap around."""
+    x = (x ^ ((x >> 30) & _MASKS[30])) * -4658895280553007687
+    x = (x ^ ((x >> 27) & _MASKS[27])) * -7723592293110705685
+    return x ^ ((x >> 31) & _MASKS[31])
+
+
+def _uniform(bits: Tensor) -> Tensor:
+    """float64 in [0, 1) from the highest 53 of mixed bits, int64."""
+    return ((bits >> 11) & _MASKS[11]).double() * 2.0**-53
+
+
+def exponentials(keys: Tensor, tokens: Tensor) -> Tensor:
+    """float64 [..., k] > 0: exponential random numbers, a function of the key and the token only.
+
+    keys: int64 [...]. tokens: int64 [k], or [..., k].
+    """
+    bits = _mix(keys[..., None] ^ (tokens + 1))
+    # The middles of 2⁵² equal parts of (0, 1), which float64 holds exactly: never 0, never 1.
+    return -(((bits >> 12) & _MASKS[12]).double() * 2.0**-52 + 2.0**-53).log()
+
+
+class CounterRNG:
+    """Counter-based random numbers: uniform, a function of (seed, row, stream, position) only, and
+    for drafts and their acceptance also of the length of the committed text.
+
+    The tokens that the target draws have the numbers of their places in the text (`of_text`): the
+    same with and without drafts. There is no generator state. So a row gets the same numbers alone,
+    in any batch, and whenever it joins. A pass that drafts makes the text longer, or is its last.
+    So no number is used twice in a text, also if another decode continues it with the same seed.
+
+    Other rows of the batch change the rounding of a row's logits. A text can change by that only
+    where two tokens nearly tie, or an acceptance is decided by the last bits. In float32 that
+    hardly ever happens; in bfloat16 it does.
+
+    A drafter that remembers earlier texts must not meet the numbers that these were drawn with:
+    then drafts and verdicts would not be independent. Its rows get identities that no row had
+    before (`decode.loop.start.new_rows`).
+
+    couples: chains are drawn with the same noise as the text (`coupled`).
+    """
+
+    couples: bool = False
+    # Drafting, accepting and drawing a token of the text must be independent of each other.
+    DRAFT, ACCEPT, TEXT = 0, 1, 3
+
+    def __init__(self, seed: int | Tensor, rows: Tensor) -> None:
+        """rows: int64 [B], the identity of each row, such as the index of its prompt in the set.
+        seed: of all rows, or int64 [B]. All texts have length 0 until `at_lengths`."""
+        seeds = seed if isinstance(seed, Tensor) else torch.full_like(rows, seed)
+        self._keys = _mix(_mix(seeds) ^ (rows + 1))
+        # On the device, so that a traced step is the same in every pass.
+        self._lengths = torch.zeros_like(rows)
+
+    @property
+    def device(self) -> torch.device:
+        return self._keys.device
+
+    def fork(self, part: int) -> "CounterRNG":
+        """The numbers of this pass for part 0, 1, … of a drafter with several parts. They are
+        independent of the other parts' numbers and of this object's numbers. Coupled numbers stay
+        those of the text."""
+        if self.couples:
+            return self
+        forked = object.__new__(CounterRNG)
+        forked._keys = _mix(_mix(self._keys) ^ (part + 1))
+        forked._lengths = self._lengths
+        return forked
+
+    def continued(self, part: int, lengths: np.ndarray) -> "CounterRNG":
+        """The numbers of this pass for part 0, 1, … of a draft, which continues texts of these
+        lengths, int [B] on the host: those committed, with tokens that other parts drafted.
+
+        As with `fork`, parts are independent. Numbers by position (`of_text`) are new in each
+        pass too, because a draft can be rejected and its positions drafted again."""
+        if self.couples:
+            continued = self.coupled()
+        else:
+            continued = self.fork(part)
+            continued._keys = _mix(continued._keys ^ (self._lengths + 1))
+        continued._lengths = to_device(lengths, self.device)
+        return continued
+
+    def coupled(self) -> "CounterRNG":
+        """The numbers of this pass, for drafts that are drawn with the noise of the text."""
+        coupled = object.__new__(CounterRNG)
+        coupled._keys, coupled._lengths = self._keys, self._lengths
+        coupled.couples = True
+        return coupled
+
+    def at_lengths(self, lengths: np.ndarray) -> None:
+        """The committed texts have these lengths, int [B] on the host."""
+        self._lengths = to_device(lengths, self.device)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        self._keys = self._keys.index_select(0, rows)
+        self._lengths = self._lengths.index_select(0, rows)
+
+    def add_rows(self, other: "CounterRNG") -> None:
+        """Append the rows of another object."""
+        self._keys = torch.cat([self._keys, other._keys])
+        self._lengths = torch.cat([self._lengths, other._lengths])
+
+    def uniforms(self, stream: int, first: int, count: int) -> Tensor:
+        """float64 [B, count] in [0, 1): positions first … first+count−1 of a stream in this
+        pass."""
+        positions = torch.arange(first, first + count, device=self._keys.device)
+        return _uniform(_mix(self._mixed(self._lengths * 4 + stream, positions)))
+
+    def of_text(self, depths: Tensor) -> Tensor:
+        """float64 [B, n] in [0, 1) for tokens after the committed text. depths: int64 [B, n], the
+        distance of each token from its end. The number depends on the position in the text, not on
+        the pass."""
+        return _uniform(_mix(self.text_keys(depths)))
+
+    def of_next(self, accepted: Tensor) -> Tensor:
+        """float64 [B]: `of_text` for the token after accepted[b] draft tokens, int64 [B]."""
+        return self.of_text(accepted[:, None])[:, 0]
+
+    def text_keys(self, depths: Tensor) -> Tensor:
+        """int64 [B, n]: keys for the random numbers of each token id after the committed text.
+        depths: as for `of_text`."""
+        return self._mixed(self.TEXT, self._lengths[:, None] + depths)
+
+    def _mixed(self, stream: Tensor | int, positions: Tensor) -> Tensor:
+        """stream: one number for all rows, or int64 [B]."""
+        streams_B1 = _mix(self._keys ^ (stream + 1))[:, None]
+        return _mix(streams_B1 ^ (positions + 1))

@@ -1,0 +1,203 @@
+"""Draft-length policies by name. A policy decides the depth of each row's next draft.
+
+A policy is one file with one registration. It sees the results of earlier drafts and, if it asks,
+the drafter's logits. It knows nothing about drafters, rules or the loop. A policy never changes the
+distribution of the text: it decides the length before the tokens that it leaves out are drawn.
+
+A row's draft depends on that row alone, so in float32 its text is the same in any batch. The
+exceptions are policies that decide for the batch as a unit (`by_batch`, `cost_model`); their
+docstrings say so. With them, under rules that draw, except `exact`, a text may depend on the batch.
+Its distribution never does.
+"""
+
+from abc import ABC, abstractmethod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.base.registry import Registry
+from decode.costs import Costs
+from decode.verification import Verification
+
+
+class Policy(ABC):
+    """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows and
+    add_rows in between.
+
+    max_depth: of a draft. watches: the drafter calls `stops` before each token of a chain.
+    stops_after: a draft that `stops` ends still gets that token, and ends after it.
+    constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
+    the number of tokens of the last draft for which `stops` was called; the drafter computed logits
+    for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    by_batch: it decides for the batch as a unit, or from the batches before.
+    reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
+    each step. reads_estimates: `stops` needs the drafter's estimates of acceptance.
+    """
+
+    watches: bool = False
+    stops_after: bool = False
+    constant: bool = False
+    needs_costs: bool = False
+    by_batch: bool = False
+    reads_times: bool = False
+    reads_estimates: bool = False
+    watched: int = 0
+
+    def __init__(self, max_depth: int) -> None:
+        if max_depth < 1:
+            raise UserError(
+                f"gamma is {max_depth}; expected at least 1 (for plain decoding use drafter none)"
+            )
+        self.max_depth = max_depth
+        self.rows = 0
+
+    def start(self, rows: int) -> None:
+        """A new batch of `rows` rows begins. The policy may keep the costs it has learnt."""
+        self.rows = rows
+
+    @abstractmethod
+    def depths(self) -> np.ndarray:
+        """int [B], 0 … max_depth: the max depth of each row's next draft. All 0 is a plain step."""
+
+    def stops(
+        self, position: int, logits: Tensor, drafting: Tensor, estimate: Tensor | None = None
+    ) -> Tensor:
+        """bool [B]: the rows whose draft ends before its token number `position` (0, 1, …), or
+        after it if `stops_after`, given the drafter's logits for that token, [B, V'], and its
+        estimate of the token's acceptance, float32 [B], if it has one. Called only if `watches`.
+
+        drafting: bool [B] on the same device, the rows that are still drafting. The logits of the
+        other rows mean nothing: their draft has ended, or another drafter serves them. On an
+        accelerator this is called for every position, also after all drafts have ended, because
+        reading the result would take longer. In one round, several drafters may call this, each
+        for different rows.
+        """
+        raise NotImplementedError
+
+    def observe(self, verification: Verification) -> None:
+        """Learn from the result of the draft."""
+        return None
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, in this order."""
+        self.rows = len(rows)
+
+    def add_rows(self, count: int) -> None:
+        """So many rows join, after the others. They begin like the rows of a new batch."""
+        self.rows += count
+
+    def use_costs(self, costs: Costs) -> None:
+        """Use costs that were measured before decoding begins."""
+        return None
+
+
+def require_min_depth(min_depth: int, max_depth: int) -> None:
+    """Raise UserError unless 1 ≤ min_depth ≤ max_depth."""
+    if not 1 <= min_depth <= max_depth:
+        raise UserError(
+            f"min_depth is {min_depth} and max_depth {max_depth}; expected 1 ≤ min_depth ≤ "
+            "max_depth"
+        )
+
+
+def require_threshold(threshold: float) -> None:
+    """Raise UserError unless the threshold is a probability."""
+    if not 0 <= threshold <= 1:
+        raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+
+
+class Watcher(Policy):
+    """A policy that looks at one number per draft token, computed from the drafter's logits.
+
+    signal: the name of that number in `Verification.signals`. min_depth: a draft is never stopped
+    before it has this many tokens. Raises UserError unless 1 ≤ min_depth ≤ max_depth.
+    """
+
+    watches = True
+    signal: str
+
+    def __init__(self, max_depth: int, min_depth: int) -> None:
+        super().__init__(max_depth)
+        require_min_depth(min_depth, max_depth)
+        self.min_depth = min_depth
+        self._forget()
+
+    def _forget(self) -> None:
+        # By position: the number, float [B], NaN in rows it was not computed for.
+        self._seen: list[Tensor] = []
+        self._on_host: list[Tensor] = []  # the same, once the device has passed the draft
+        self.watched = 0
+
+    def depths(self) -> np.ndarray:
+        return np.full(self.rows, self.max_depth)
+
+    @abstractmethod
+    def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
+        """float32 [B]: the number, from the drafter's logits [B, V'] or its estimate of acceptance,
+        float32 [B]."""
+
+    @abstractmethod
+    def ends(self, position: int, value: Tensor) -> Tensor:
+        """bool [B]: the rows whose draft ends before this position, or after it if `stops_after`.
+        value: the number there, [B], NaN in rows that are not drafting."""
+
+    def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
+        """values: float64 [B, D], the number at each position. watched: int [B], at how many
+        positions `stops` was called for a row: the first ones. After them, values are NaN."""
+        return None
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._forget()
+
+    def stops(
+        self, position: int, logits: Tensor, drafting: Tensor, estimate: Tensor | None = None
+    ) -> Tensor:
+        value = torch.where(drafting, self.measure(logits, estimate), torch.nan)
+        seen = value
+        if position < len(self._seen):  # another drafter called before, for other rows
+            seen = torch.where(drafting, value, self._seen[position].to(value))
+        self._seen[position:] = [seen, *self._seen[position + 1 :]]
+        # The verdict on this draft is read after this copy, so `observe` waits for nothing.
+        copy = seen.to("cpu", non_blocking=True)
+        self._on_host[position:] = [copy, *self._on_host[position + 1 :]]
+        self.watched = len(self._seen)
+        ended = self.ends(position, value) & drafting
+        shortest = position + self.stops_after  # the draft, if it ends here
+        return ended if shortest >= self.min_depth else torch.zeros_like(ended)
+
+    def observe(self, verification: Verification) -> None:
+        if not self._seen:
+            return
+        values = torch.stack(self._on_host, 1).double().numpy()
+        verification.signals[self.signal] = values
+        known = ~np.isnan(values)
+        watched = np.where(known.any(1), values.shape[1] - known[:, ::-1].argmax(1), 0)
+        self.learn(verification, values, watched)
+        self._forget()
+
+
+POLICIES: Registry[type[Policy]] = Registry("draft-length policy")
+
+
+@POLICIES.register("fixed")
+class Fixed(Policy):
+    """Every draft is `max_depth` deep. Acceptance rates are compared with this policy."""
+
+    constant = True
+
+    def depths(self) -> np.ndarray:
+        return np.full(self.rows, self.max_depth)
+
+
+from decode.lengths import (  # noqa: E402, F401  (each registers itself)
+    by_batch,
+    confidence,
+    cost_model,
+    draft_exit,
+    entropy,
+    feedback,
+    reach,
+)

@@ -1,0 +1,218 @@
+"""The draft length with the most tokens per second by measured costs, or 0 if no draft pays."""
+
+import numpy as np
+
+from decode.base.errors import UserError
+from decode.costs import Costs, draft_parts, straight_on
+from decode.lengths import POLICIES, Policy
+from decode.verification import Verification
+
+# Seconds: the minimum of every measured time, because times are divided by each other.
+INSTANT = 1e-9
+
+
+@POLICIES.register("cost_model")
+class CostModel(Policy):
+    """Maximises expected tokens per time, (1 + Σᵢ Πⱼ≤ᵢ αⱼ)/(γc + v(γ+1)), over γ = 0 …
+    max_depth: the speed-up of 2211.17192 (theorem 3.8) with acceptance by position and the real
+    costs of a pass and of a draft. γc is the cost of a draft of depth γ: a fixed part and a part
+    per depth, so that a drafter that computes all depths in one pass drafts deep or not at all.
+
+    Acceptance is pooled over the batch, because the rows share the cost. It decays exponentially
+    with the emitted tokens: a result from n tokens ago weighs `memory`ⁿ. Costs are measured on
+    every pass and draft (or before, see `use_costs`) and decay slowly. If they were not measured
+    before, the first drafts are one and two tokens deep, to tell the two parts apart. A position
+    deeper than the ones tried lately is assumed to have the acceptance of the position before it.
+
+    If no draft pays, the policy drafts nothing, except for an occasional probe: a draft of one
+    token. Probes are rare enough that a useless drafter costs about `probe_share` of plain
+    decoding. But there is at least one every `patience` tokens, unless a single probe costs more
+    than 1.3 · patience · probe_share plain steps: then the cost limit has priority. The cost of a
+    probe includes feeding the drafter the text since its last draft, but not its pass over the
+    prompt before its first draft. After a successful probe the next one follows at once. So few
+    tokens pass until a drafter that has become good is used again.
+
+    For trees, it decides how deep the tree may grow. The shape decides which nodes the tree has
+    (`sequoia` chooses a tree from measured costs).
+
+    The policy reads a clock. So under rules that draw, except `exact`, a text may differ between
+    two runs and depend on the other rows. Its distribution never does.
+    """
+
+    needs_costs = True
+    by_batch = True
+    reads_times = True
+
+    def __init__(
+        self,
+        max_depth: int = 8,
+        memory: float = 0.97,
+        probe_share: float = 0.03,
+        patience: int = 24,
+    ) -> None:
+        super().__init__(max_depth)
+        for name, value in (("memory", memory), ("probe_share", probe_share)):
+            if not 0 < value < 1:
+                raise UserError(f"{name} is {value}; expected a number between 0 and 1")
+        if patience < 1:
+            raise UserError(f"patience is {patience}; expected at least 1 token")
+        self.memory, self.probe_share, self.patience = memory, probe_share, patience
+        self._passes = _PassTimes()
+        self._drafts = _DraftTimes()  # without text to catch up on
+        self._unasked = 2  # further drafts of two tokens, to see a second depth
+        self._probe_s: float | None = None  # of drafting a probe, catching up included
+        self._nodes = 1.0  # nodes of a draft per draft step
+        # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
+        # new drafter gets a few real tries.
+        self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
+        self._accepted[0], self._tried[0] = 0.6, 1.0
+        self._new_text = True
+        self._waited = 0.0  # tokens since the last draft
+        self._hopeful = False  # most rows accepted a token of the last draft
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._new_text, self._hopeful = True, False
+
+    def use_costs(self, costs: Costs) -> None:
+        for width, v in zip(costs.widths, costs.v, strict=True):
+            self._passes.know(width * costs.rows, v * costs.step_s)
+        for depth in {1, self.max_depth}:
+            self._drafts.know(depth, float(costs.draft(depth)) * costs.step_s)
+
+    def depths(self) -> np.ndarray:
+        return np.full(self.rows, self._choose())
+
+    def _choose(self) -> int:
+        plain = self._passes(np.array([self.rows]))
+        if plain is None:
+            return 0  # first, measure the cost of a plain step
+        if not self._drafts.known or not self._passes.known_beyond(self.rows):
+            return 1
+        if len(self._drafts.known) == 1 and self.max_depth > 1 and self._unasked:
+            self._unasked -= 1
+            return 2
+        gammas = np.arange(self.max_depth + 1)
+        best = int(np.argmax(self._expected() / self._seconds(gammas)))
+        if best:
+            return best
+        # The expected loss of a probe compared to plain decoding, in plain steps.
+        draft = self._drafts(1)
+        cost = (self._probe_s or draft) + self._seconds(np.array([1]))[0] - draft
+        loss = cost / plain[0] - self._expected()[1]
+        rarest = max(self.patience, loss / (1.3 * self.probe_share))
+        interval = min(loss / self.probe_share, rarest)
+        return int(self._hopeful or self._waited >= interval)
+
+    def _expected(self) -> np.ndarray:
+        """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
+        alpha = np.empty(self.max_depth)
+        alpha[0] = self._accepted[0] / max(self._tried[0], 1e-9)
+        for i in range(1, self.max_depth):
+            alpha[i] = (self._accepted[i] + 2 * alpha[i - 1]) / (self._tried[i] + 2)
+        return 1 + np.append(0.0, alpha.cumprod().cumsum())
+
+    def _seconds(self, gammas: np.ndarray) -> np.ndarray:
+        """float64, same shape as `gammas`: the expected seconds of a step with such drafts."""
+        passes = self._passes(self.rows * (1 + gammas * self._nodes))
+        assert passes is not None
+        drafts = [self._drafts(int(gamma)) for gamma in gammas]
+        return np.array(drafts) + passes
+
+    def observe(self, verification: Verification) -> None:
+        rows, emitted = len(verification.rows), float(verification.emitted.mean())
+        self._passes.see(rows * verification.width, verification.verify_s + verification.overhead_s)
+        faded = self.memory**emitted
+        self._accepted *= faded
+        self._tried *= faded
+        if not verification.draft_steps:
+            # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
+            self._waited = 0.0 if verification.depths.any() else self._waited + emitted
+            return
+        positions = np.arange(self.max_depth)
+        tried = (verification.depths[:, None] > positions) & (
+            verification.accepted[:, None] >= positions
+        )
+        self._tried += tried.sum(0)
+        self._accepted += (tried & (verification.accepted[:, None] > positions)).sum(0)
+        self._nodes = (verification.width - 1) / verification.draft_steps
+        self._see_draft(verification.draft_s, verification.draft_steps)
+        self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
+        self._waited, self._new_text = 0.0, False
+
+    def _see_draft(self, seconds: float, depth: int) -> None:
+        if self._new_text:
+            return  # a text's first draft is cold
+        if not self._drafts.known or self._waited == 0 or seconds < self._drafts(depth):
+            self._drafts.see(depth, seconds)
+        if self._waited:
+            probe = self._drafts(1) + max(seconds - self._drafts(depth), 0.0)
+            self._probe_s = probe if self._probe_s is None else 0.7 * self._probe_s + 0.3 * probe
+
+
+class _DraftTimes:
+    """Seconds of a draft by its depth: a fixed part and a part per depth."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, float] = {}
+        self._parts = (0.0, 0.0)
+
+    def know(self, depth: int, seconds: float) -> None:
+        self.known[depth] = max(seconds, INSTANT)
+        self._parts = draft_parts([*self.known], [*self.known.values()])
+
+    def see(self, depth: int, seconds: float) -> None:
+        if depth in self.known:
+            ratio = _clipped(max(seconds, INSTANT) / self.known[depth])
+            # Half of the change applies to all depths, as it does to all passes.
+            for other in self.known:
+                self.known[other] *= ratio ** (0.25 if other == depth else 0.125)
+            seconds = self.known[depth]
+        elif self.known:
+            usual = self(depth)
+            seconds = usual * _clipped(max(seconds, INSTANT) / usual)
+        self.know(depth, seconds)
+
+    def __call__(self, depth: int) -> float:
+        """Seconds of a draft of this depth; 0 without a draft. A depth must be known."""
+        fixed, per_depth = self._parts
+        return max(fixed + depth * per_depth, INSTANT) if depth else 0.0
+
+
+class _PassTimes:
+    """Seconds of a verification pass by the total number of tokens it is fed, over all rows."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+        self._once: dict[int, float] = {}  # seen once; a cold or disturbed pass is slow
+
+    def know(self, tokens: int, seconds: float) -> None:
+        self._known[tokens] = max(seconds, INSTANT)
+
+    def known_beyond(self, tokens: int) -> bool:
+        return max(self._known, default=0) > tokens
+
+    def see(self, tokens: int, seconds: float) -> None:
+        seconds = max(seconds, INSTANT)
+        if tokens in self._known:
+            ratio = _clipped(seconds / self._known[tokens])
+            # Half of the change applies to all passes: contexts grow, and the load of the machine
+            # changes.
+            for other in self._known:
+                self._known[other] *= ratio ** (0.2 if other == tokens else 0.1)
+        elif tokens in self._once:
+            self._known[tokens] = min(seconds, self._once.pop(tokens))
+        else:
+            self._once[tokens] = seconds
+
+    def __call__(self, tokens: np.ndarray) -> np.ndarray | None:
+        """float64, same shape as `tokens`: seconds; None while nothing is known."""
+        if not self._known:
+            return None
+        known = np.array(sorted(self._known))
+        return straight_on(tokens, known, np.array([self._known[n] for n in known]))
+
+
+def _clipped(ratio: float) -> float:
+    """Limit the effect of one pass: other work may have delayed it."""
+    return float(np.clip(ratio, 0.5, 2.0))

@@ -1,0 +1,85 @@
+"""The draft length follows the acceptance of earlier drafts."""
+
+import numpy as np
+
+from decode.base.errors import UserError
+from decode.lengths import POLICIES, Policy, require_min_depth
+from decode.verification import Verification
+
+
+@POLICIES.register("heuristic")
+class Heuristic(Policy):
+    """The length of a row grows by 2 if all its draft tokens were accepted, else it shrinks by 1,
+    but stays at least 1. This is the schedule of assisted generation in `transformers`. A row
+    without a draft keeps its length.
+
+    first: the initial length for a text. Default: 5, or `max_depth` if that is less.
+    """
+
+    def __init__(self, max_depth: int = 8, first: int | None = None) -> None:
+        super().__init__(max_depth)
+        self.first = min(5, max_depth) if first is None else first
+        if not 1 <= self.first <= max_depth:
+            raise UserError(f"first is {first}; expected a length from 1 to max_depth, {max_depth}")
+        self._lengths = np.zeros(0, dtype=np.int64)
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._lengths = np.full(rows, self.first)
+
+    def depths(self) -> np.ndarray:
+        return self._lengths.copy()
+
+    def observe(self, verification: Verification) -> None:
+        all_accepted = verification.accepted >= verification.longest()
+        change = np.where(all_accepted, 2, -1)
+        lengths = np.clip(self._lengths + change, 1, self.max_depth)
+        self._lengths = np.where(verification.drafted > 0, lengths, self._lengths)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        super().keep_rows(rows)
+        self._lengths = self._lengths[rows]
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._lengths = np.pad(self._lengths, (0, count), constant_values=self.first)
+
+
+@POLICIES.register("feedback")
+class Feedback(Policy):
+    """γ = min_depth + (max_depth − min_depth)·r, rounded. r is an EMA (exponential moving average)
+    of la/k, the accepted tokens / draft tokens of one draft, per row.
+
+    ema: the weight of the past. A text begins with r = `first`. A row without a draft keeps its r.
+    """
+
+    def __init__(
+        self, max_depth: int = 8, min_depth: int = 1, ema: float = 0.7, first: float = 0.5
+    ) -> None:
+        super().__init__(max_depth)
+        require_min_depth(min_depth, max_depth)
+        for name, value, fits in (("ema", ema, 0 <= ema < 1), ("first", first, 0 <= first <= 1)):
+            if not fits:
+                raise UserError(f"{name} is {value}; expected a number from 0 to 1 (ema below 1)")
+        self.min_depth, self.ema, self.first = min_depth, ema, first
+        self._ratio = np.zeros(0)
+
+    def start(self, rows: int) -> None:
+        super().start(rows)
+        self._ratio = np.full(rows, self.first)
+
+    def depths(self) -> np.ndarray:
+        lengths = self.min_depth + (self.max_depth - self.min_depth) * self._ratio
+        return np.floor(lengths + 0.5).astype(np.int64)
+
+    def observe(self, verification: Verification) -> None:
+        ratio = self.ema * self._ratio + (1 - self.ema) * verification.kept_share()
+        self._ratio = np.where(verification.drafted > 0, ratio, self._ratio)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        super().keep_rows(rows)
+        self._ratio = self._ratio[rows]
+
+    def add_rows(self, count: int) -> None:
+        super().add_rows(count)
+        self._ratio = np.pad(self._ratio, (0, count), constant_values=self.first)

@@ -1,0 +1,1 @@
+"""The speculative decode loop: draft, verify, commit, roll back."""

@@ -1,0 +1,360 @@
+"""The one decode loop, for any drafter and any number of rows: they join, take steps together and
+leave. `decode.loop.step` has one step."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode.base.errors import UserError, require_whole
+from decode.drafters import Drafter
+from decode.lengths import Policy
+from decode.loop.decoder_setup import Setup
+from decode.loop.parts import Part
+from decode.loop.rows import Rows, RowSettings, require_prompts, token_ids
+from decode.loop.start import new_rows, start_drafter
+from decode.loop.step import OnEnd, OnError, OnTokens, RunningRows
+from decode.loop.waiting_rows import shares
+from decode.model.hidden_states import Features
+from decode.rules import Rule
+from decode.stats import Counts, Tally, Timing
+from decode.verification import Verification
+
+# New prompts join when 1/JOIN_SHARE of the batch is free.
+JOIN_SHARE = 8
+
+
+@dataclass
+class Decoded:
+    """The result of a decode. outputs[i] answers prompts[i], with the EOS if it was emitted. Row i
+    of the tally and of the steps is prompt i too."""
+
+    outputs: list[list[int]]
+    tally: Tally
+    timing: Timing
+    steps: list[Verification] = field(default_factory=list)
+
+    @property
+    def counts(self) -> Counts:
+        return self.tally.pooled()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything except the prompts, as JSON values: token ids, pooled counts and figures (also
+        by position), milliseconds by part, and every step."""
+        return {
+            "outputs": self.outputs,
+            **self.counts.to_dict(),
+            "timing": self.timing.to_dict(),
+            "per_step": [step.to_dict() for step in self.steps],
+        }
+
+
+class Decoding(RunningRows):
+    """Texts that are being decoded. `admit` reads prompts, which then join the running rows. Each
+    `step` is one verification pass over all rows. A row leaves when its text ends, or by `drop`.
+    `begin` lets rows wait instead, and `read` reads their prompts a part at a time, with steps of
+    the running rows in between.
+
+    Every text ends with an EOS, after `max_new_tokens`, or at the end of the model's context.
+    prompts, max_new_tokens, row_ids: for a first `admit`. Without prompts, no row runs yet.
+    seed: the random numbers of a row depend on the seed and on the row's id. With the row's index
+        in a larger set as its id, its text is the same in any batch and whenever it joins, in
+        float32 (see `CounterRNG`). Rows with settings of their own have their own seeds.
+    on_tokens: called with (row, new tokens) as soon as they are final. on_end: called with (row,
+        all new tokens) when a text has ended. A row's number is given by `admit`.
+    on_error: called with (row, error) when a row ends because its logits are NaN, processors mask
+        them all, or a processor or the row's stop raises. It gets no token of that pass, and the
+        others go on. If the drafter raises, the pass goes on without drafts, and the drafter begins
+        anew. None: such errors are raised.
+    rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
+        `Setup.slots`). More is allocated when it is needed.
+    ahead: how many tokens past its prompt a new row has memory for. It gets more as its text grows;
+        a row for which there is none ends with the error. None: memory for the longest text that a
+        row may have, from the start.
+    outputs: {row: its tokens so far}. logprobs: {row: one entry per token}, for rows that ask for
+        them; it has the new ones when `on_tokens` is called. errors: {row: why it failed}. steps:
+        the passes so far. A service that runs on and on deletes from all four what it does not
+        need; `result` needs all outputs and steps.
+
+    A decoder and its drafter can run only one decode at a time. All calls come from one thread.
+    Raises UserError if a prompt is empty, leaves no room for an answer or has ids outside the
+    vocabulary, if keys and values do not fit into memory, and, without `on_error`, if logits are
+    NaN or processors mask them all. An `admit` or a `set` that raises leaves the running rows as
+    they are.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        prompts: Sequence[Sequence[int]] = (),
+        max_new_tokens: int = 0,
+        *,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        on_error: OnError | None = None,
+        rows: int = 0,
+        slots: int = 0,
+        ahead: int | None = None,
+    ) -> None:
+        super().__init__(
+            setup,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            on_error=on_error,
+            rows=rows,
+            slots=slots,
+            ahead=ahead,
+        )
+        self.seed = seed
+        self._admitted = 0
+        if prompts:
+            self.admit(prompts, max_new_tokens, row_ids=row_ids)
+
+    @property
+    def waiting(self) -> list[int]:
+        """The rows that wait until their prompts are read."""
+        return self._waiting.numbers
+
+    @property
+    def unread(self) -> dict[int, int]:
+        """How many tokens of prompts are not read yet, by row. Rows that began together count
+        together, under the number of the first one."""
+        return {reading.numbers[0]: reading.left for reading in self._waiting.readings}
+
+    def shares(self, tokens: int) -> dict[int, int]:
+        """How many of `tokens` tokens to `read` next of each row in `unread`; see
+        `decode.loop.waiting_rows.shares`."""
+        return shares(self.unread, tokens)
+
+    @property
+    def emitted(self) -> int:
+        """The number of tokens that all rows have got so far."""
+        return sum(map(len, self.outputs.values()))
+
+    def admit(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        row_ids: Sequence[int] | None = None,
+        settings: RowSettings | Sequence[RowSettings] | None = None,
+    ) -> list[int]:
+        """Read prompts (token ids) and let them join: `begin`, then `read` to the end."""
+        numbers = self.begin(prompts, max_new_tokens, row_ids=row_ids, settings=settings)
+        self.read(numbers[0])
+        return numbers
+
+    @torch.inference_mode()
+    def begin(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int],
+        *,
+        row_ids: Sequence[int] | None = None,
+        settings: RowSettings | Sequence[RowSettings] | None = None,
+    ) -> list[int]:
+        """Let rows for prompts (token ids) wait until `read` has read them. Returns the numbers of
+        the rows: 0, 1, … in the order of all prompts so far.
+
+        max_new_tokens, settings: one for all prompts, or one for each. settings None: the decoder's
+        own sampling and stop, and the seed of this decode. row_ids: see `Decoding`. Default: the
+        rows' numbers. Equal prompts are read once. Raises UserError also if the rule cannot judge
+        drafts under these settings, and then changes nothing.
+        """
+        numbers = np.arange(self._admitted, self._admitted + len(prompts))
+        each = replace(self.setup.usual, seed=self.seed) if settings is None else settings
+        new = new_rows(self.setup, prompts, max_new_tokens, numbers, row_ids, each, self.ahead)
+        self._waiting.begin(new, self.rows)
+        self._admitted += len(new)
+        self.outputs.update((number, []) for number in numbers.tolist())
+        self.logprobs.update((number, []) for number in numbers[new.logprobs >= 0].tolist())
+        return numbers.tolist()
+
+    @torch.inference_mode()
+    def read(self, row: int, tokens: int | None = None) -> int:
+        """Read on in the prompt of a row that waits, and in those that began together with it: so
+        many tokens of them all, but at least one of each. None: all. Returns how many were read.
+
+        They are read apart from the running rows. When all of them are read, they join, and get
+        their first token. Raises UserError if the row does not wait. After any other error these
+        prompts are given up. The running rows and the others that wait go on as before.
+        """
+        setup, first = self.setup, len(self.rows)
+        reading, place = self._waiting.of(row, first)
+        self.clock.resume()
+        try:
+            count = reading.read_on(place, sys.maxsize if tokens is None else tokens)
+            self.clock.mark("prefill")
+            if reading.left:
+                return count
+            verification, features = reading.result()
+            slots = self._waiting.make_room(reading, place, first)
+            self._commit(reading.new, verification, np.zeros(len(reading.new), dtype=np.int64))
+        except BaseException:
+            self._keep_slots(self._waiting.give_up(reading, place, first))
+            raise
+        self._waiting.readings.remove(reading)
+        self._keep_slots(slots)
+        self.clock.mark("prefill")
+        try:
+            self._join(reading.new, verification, features)
+            self.clock.mark("draft_prefill")
+            self.retire(verification, first)
+            if self._drafted and len(self.rows) > first:
+                with self._running():
+                    setup.drafter.prefill(self.rows.contexts, first)
+        except BaseException:
+            self._part_again(first)
+            raise
+        self.clock.mark("draft_prefill")
+        return count
+
+    def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
+        """Append new rows, and tell drafter and policy. verification: their prefill."""
+        setup = self.setup
+        verification.features = features
+        if len(self.rows):
+            self.rows.add(new)
+            with self._running():
+                setup.drafter.add_rows(self.rows.contexts, verification)
+            setup.policy.add_rows(len(new))
+            if self._features is not None and setup.observers:
+                old = self._features.last()
+                joins = old.none(len(new)) if features is None else features.last()
+                self._features = old.joined(joins)
+        else:
+            self.rows, self._features, self._drafted = new, features, False
+            with self._running():
+                setup.drafter.start(new.contexts)
+                setup.drafter.observe(verification)
+            setup.policy.start(len(new))
+
+    def _part_again(self, first: int) -> None:
+        """After an error while rows joined: the rows from `first` on leave. The drafter may know
+        some of them, so it starts anew with the others."""
+        stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
+        self.rows.leave(np.arange(len(self.rows)) >= first)
+        self.rows.keep(stays)
+        self._keep_slots(np.append(stays, waiting))
+        if first:
+            self.set(drafter=self.setup.drafter)
+
+    @torch.inference_mode()
+    def drop(self, row: int) -> None:
+        """Give up the text of a row that runs or waits, between two steps. Raises UserError for
+        another row."""
+        if row in self.rows.numbers:
+            self._keep(self.rows.numbers != row)
+            return
+        running = self.rows.numbers.tolist()
+        if row not in self.waiting:
+            others = [*running, *self.waiting]
+            raise UserError(f"row {row} neither runs nor waits; expected one of {others}")
+        reading, place = self._waiting.of(row, len(running))
+        reading.stays &= reading.new.numbers != row
+        if not reading.stays.any():
+            self._keep_slots(self._waiting.give_up(reading, place, len(running)))
+
+    @torch.inference_mode()
+    def set(
+        self,
+        *,
+        drafter: Drafter | None = None,
+        policy: Part | Policy | None = None,
+        rule: Part | Rule | None = None,
+    ) -> None:
+        """Exchange drafter, policy or rule between two steps, as if the decoder was made with them.
+
+        What is None stays as it is. A new drafter reads the running texts; if it reads hidden
+        states, the target reads them once more. Prompts of rows that wait are then read anew. The
+        policy of running rows begins again. A rule that was not named is the default for the new
+        drafts. Texts stay exact if the rule is lossless. Raises UserError as `Decoder` does, and if
+        the rule does not fit the settings of a row.
+        """
+        setup, rows = self.setup, self.rows
+        parts = setup.parts.remade(drafter, policy, rule)
+        every = [setup.usual, *rows.settings, *self._waiting.settings]
+        parts.require_sampling((x.sampling, x.drafts) for x in every)
+        parts.require_target(setup.lm, setup.vocab_size)
+        self.clock.resume()
+        features, fresh, held = None, drafter is not None, setup.lm.drafter_bytes
+        setup.lm.drafter_bytes = parts.drafter.token_bytes
+        try:
+            if len(rows) or self._waiting.readings:
+                features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
+        except BaseException:
+            setup.lm.drafter_bytes = held
+            raise
+        if len(rows):
+            parts.policy.start(len(rows))
+            if fresh:
+                self._features, self._drafted = features, False
+        setup.use(parts)
+        self.clock.mark("draft_prefill")
+
+    def result(self) -> Decoded:
+        """All texts so far. Needs all `outputs` and `steps`."""
+        self.clock.finish()
+        tally = Tally(self._admitted, self.setup.policy.max_depth)
+        for step in self.steps:
+            tally.add(step)
+        timing = replace(
+            self.clock.timing,
+            steps=len(self.steps),
+            draft_steps=sum(step.draft_steps for step in self.steps),
+            tokens_fed=sum(step.width for step in self.steps),
+        )
+        outputs = [self.outputs[row] for row in range(self._admitted)]
+        return Decoded(outputs, tally, timing, self.steps)
+
+
+class Decoder(Setup):
+    """A target, a drafter, a rule and a draft-length policy, ready to decode. `Setup` says what the
+    arguments mean, and which errors are raised."""
+
+    def decode(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        seed: int = 0,
+        row_ids: Sequence[int] | None = None,
+        on_tokens: OnTokens | None = None,
+        on_end: OnEnd | None = None,
+        batch_size: int | None = None,
+    ) -> Decoded:
+        """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
+
+        batch_size: how many are decoded together. When texts have ended, the next prompts take
+        their places, some at a time: reading several costs little more than reading one. None: all.
+        """
+        prompts = token_ids(prompts)
+        require_whole(max_new_tokens=max_new_tokens)
+        require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
+        if batch_size is not None and batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}; expected at least 1")
+        count = len(prompts)
+        size = min(batch_size or count, count)
+        decoding = Decoding(
+            self,
+            seed=seed,
+            on_tokens=on_tokens,
+            on_end=on_end,
+            rows=size,
+            slots=self.slots(max(map(len, self.lm.texts_and_sources(prompts)[0])), max_new_tokens),
+        )
+        begin, group = 0, -(-size // JOIN_SHARE)
+        while begin < count or not decoding.finished:
+            end = min(begin + size - len(decoding.rows), count)
+            if begin < end and (end - begin >= group or end == count):
+                ids = range(begin, end) if row_ids is None else row_ids[begin:end]
+                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
+                begin = end
+            else:
+                decoding.step()
+        return decoding.result()

@@ -1,0 +1,170 @@
+"""Rows begin, and get another drafter."""
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from decode.base.device import to_device
+from decode.base.errors import UserError, require_whole
+from decode.draft import Contexts
+from decode.draw.sampling import CounterRNG
+from decode.loop.decoder_setup import Setup
+from decode.loop.parts import Parts
+from decode.loop.rows import Rows, RowSettings, require_prompts
+from decode.loop.waiting_rows import Reading
+from decode.model.cache.cached_model import CachedLM
+from decode.model.hidden_states import Features
+from decode.rules import used_rule
+from decode.rules.exact import ExactMatch
+from decode.verification import Verification
+
+# Counts the times that rows began, over all decodes of this process.
+_begun = itertools.count(1)
+# More identities than a decode has rows.
+IDENTITIES = 1 << 32
+
+
+def new_rows(
+    setup: Setup,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int],
+    numbers: np.ndarray,
+    ids: Sequence[int] | None,
+    settings: RowSettings | Sequence[RowSettings],
+    ahead: int | None = None,
+) -> Rows:
+    """The rows of new prompts (token ids), with space for their texts and drafts.
+
+    numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
+    max_new_tokens, settings: one for all, or one for each prompt. ahead: as for `Decoding`.
+    Raises UserError as `require_prompts` does, for another number of limits or settings than
+    prompts, for a limit below 1, for more log-probabilities than tokens, and if the rule cannot
+    judge the drafts of a row.
+    """
+    count, device = len(prompts), setup.lm.device
+    several = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
+    limits = list(max_new_tokens) if several else [max_new_tokens]  # type: ignore[arg-type]
+    each = [settings] if isinstance(settings, RowSettings) else list(settings)
+    for limit in limits:
+        require_whole(max_new_tokens=limit)
+    require_prompts(prompts, setup.lm.max_prompt, setup.vocab_size)
+    for name, values, one in (
+        ("max_new_tokens", limits, not several),
+        ("settings", each, isinstance(settings, RowSettings)),
+    ):
+        if len(values) != count and not one:
+            raise UserError(
+                f"there are {len(values)} {name} for {count} prompts; expected one for each, "
+                "or one for all"
+            )
+    asked = max((one.logprobs or 0 for one in each), default=0)
+    if asked > setup.vocab_size:
+        raise UserError(
+            f"logprobs is {asked}; expected at most {setup.vocab_size}, the tokens of the target"
+        )
+    setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
+    texts, sources = setup.lm.texts_and_sources(prompts)
+    lengths = np.array([len(text) for text in texts])
+    ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
+    reach = ends
+    if ahead is not None:
+        allocated = setup.lm.slots.allocated[1] - setup.parts.draft_room
+        reach = np.minimum(ends, np.maximum(lengths + 1 + ahead, allocated))
+    contexts = Contexts.of(texts, setup.slots(int(reach.max()), 0), sources)
+    if any(one.label is not None for one in each):
+        contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
+    kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
+    identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
+    new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
+    if new.any():
+        identities = identities + next(_begun) * IDENTITIES * new[kinds]
+    seeds = np.array([one.seed for one in each], dtype=np.int64)[kinds]
+    rng = CounterRNG(to_device(seeds, device), to_device(identities, device))
+    return Rows(numbers, contexts, ends, rng, each, kinds, reach)
+
+
+def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:
+    """Whether a text depends on what the drafter or the policy remembers, which was drawn with the
+    numbers of earlier texts. It does not if exact match judges the drafts."""
+    remembers = setup.drafter.learns and setup.numbers_repeat
+    if not (remembers or setup.policy.by_batch):
+        return False
+    rule = used_rule(setup.parts.rule, settings.sampling)
+    chosen = setup.drafter.siblings(settings.drafts) == "chosen"
+    return not (isinstance(rule, ExactMatch) or (rule.lossless and chosen))
+
+
+def start_drafter(
+    setup: Setup, rows: Rows, parts: Parts, fresh: bool, waiting: Sequence[Reading] = ()
+) -> Features | None:
+    """Make room for the texts up to their `reach`, and for the drafts of these parts, which may be
+    others than those that the decoder uses now. fresh: the
+    drafter is new, so it starts with the running texts, if there are some, and the prompts of
+    `waiting` rows are read from their first tokens on.
+
+    Returns the hidden states that it got: those of the texts, except their last tokens. Raises
+    UserError if memory is missing. The parts in use can then go on.
+    """
+    lm, before = setup.lm, rows.contexts.tokens.shape[1]
+    every = [rows, *(reading.new for reading in waiting)]
+    reach = max(int(some.reach.max(initial=0)) for some in every)
+    capacity = max(reach + parts.draft_room, *(some.contexts.tokens.shape[1] for some in every))
+    lm.add_rows(0, capacity)
+    for some in every:
+        some.widen(capacity)
+    for reading in waiting if fresh else ():
+        reading.begin_anew()
+    if not len(rows):
+        return None
+    if fresh:
+        held = len(rows) + sum(reading.count for reading in waiting)
+        features = read_again(lm, rows.contexts, parts.drafter.captured_layers, held)
+        parts.drafter.start(rows.contexts)
+        parts.drafter.observe(
+            Verification.of_nothing(rows.numbers, rows.contexts, lm.device, features=features)
+        )
+        return features
+    if capacity > before:  # no rows join, but all rows get more space
+        nothing = Verification.of_nothing(rows.numbers[:0], Contexts.of((), 0), lm.device)
+        parts.drafter.add_rows(rows.contexts, nothing)
+    return None
+
+
+def read_again(
+    lm: CachedLM, contexts: Contexts, layers: Sequence[int], held: int
+) -> Features | None:
+    """The hidden states of these layers for the running texts, except their last tokens: for a
+    drafter that was not there when they were read. None without layers, and if no text has two
+    tokens.
+
+    held: how many rows the target has. One text after the other is read in the slots of one more
+    row. So the keys and values of the running rows stay as they are, bit by bit. Raises UserError
+    as `CachedLM.add_rows` and `capture` do.
+    """
+    rows, counts = len(contexts.lengths), contexts.lengths - 1
+    width = int(counts.max(initial=0))
+    if not width or not layers:
+        return None
+    captured = lm.captured_layers
+    lm.capture(layers)
+    values: dict[int, torch.Tensor] = {}
+    start = np.zeros(1, dtype=np.int64)
+    try:
+        lm.add_rows(1, contexts.tokens.shape[1])
+        for row in np.flatnonzero(counts).tolist():
+            count = int(counts[row])
+            if contexts.sources is not None:
+                lm.encode(contexts.sources[row : row + 1], held)
+            with lm.only(held, held + 1):
+                ids = to_device(contexts.tokens[row : row + 1, :count], lm.device)
+                lm.read(ids, start, counts[row : row + 1])
+            for layer, states in lm.features.items():
+                if layer not in values:
+                    values[layer] = states.new_zeros(rows, width, states.shape[2])
+                values[layer][row, :count] = states[0]
+    finally:
+        lm.keep_rows(torch.arange(held, device=lm.device))
+        lm.captured_layers = captured
+    return Features(values, counts)

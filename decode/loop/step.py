@@ -1,0 +1,337 @@
+"""One speculative step of the running rows: draft → verify → commit → roll back, for any drafter.
+
+Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, V vocabulary.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import numpy as np
+import torch
+
+from decode.base.device import Clock, to_device
+from decode.base.errors import MemoryShortage, UserError
+from decode.draft import Draft, Limits
+from decode.draw.logprobs import TokenLogprob, token_logprobs
+from decode.draw.sampling import CounterRNG
+from decode.loop.decoder_setup import Setup
+from decode.loop.rows import Rows, compacted
+from decode.loop.start import start_drafter
+from decode.loop.waiting_rows import WaitingRows
+from decode.model.cache.probes import Probes
+from decode.model.hidden_states import Features
+from decode.rules import Rule, used_rule
+from decode.rules.exact import ExactMatch
+from decode.stats import Timing
+from decode.verification import Decision, Scores, Verification, failure
+
+logger = logging.getLogger(__name__)
+
+OnTokens = Callable[[int, list[int]], None]
+OnEnd = Callable[[int, list[int]], None]
+OnError = Callable[[int, UserError], None]
+
+
+class RunningRows:
+    """Rows that are being decoded. Each `step` is one verification pass over all of them.
+    `decode.loop.decoding.Decoding` lets rows join, and its docstring has the arguments."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        on_tokens: OnTokens | None,
+        on_end: OnEnd | None,
+        on_error: OnError | None,
+        rows: int,
+        slots: int,
+        ahead: int | None,
+    ) -> None:
+        self.ahead = ahead
+        setup.drafter.attach(setup.lm)
+        setup.lm.drafter_bytes = setup.drafter.token_bytes
+        self.clock = Clock(setup.lm.device, Timing())
+        self.setup = setup
+        self.on_tokens, self.on_end, self.on_error = on_tokens, on_end, on_error
+        self.rows = Rows.none(setup.lm.device)
+        self.outputs: dict[int, list[int]] = {}
+        self.logprobs: dict[int, list[TokenLogprob]] = {}
+        self.errors: dict[int, UserError] = {}
+        self.steps: list[Verification] = []
+        self._waiting = WaitingRows(setup)
+        self._features: Features | None = None  # the hidden states of the last pass
+        self._passes = 0  # verification passes, without prefills
+        self._drafted = False  # since the first of the running rows joined
+        self._failed = False  # the drafter, in this pass
+        if setup.stop:
+            setup.stop.start()
+        if setup.prefixes is not None:
+            setup.prefixes.serve(setup.lm.model)
+        setup.lm.reset(rows, slots, keep_states=setup.prefixes is not None)
+        self._keep_slots(np.zeros(0, dtype=np.int64))
+
+    @property
+    def finished(self) -> bool:
+        """Whether no row runs."""
+        return not len(self.rows)
+
+    @torch.inference_mode()
+    def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
+        """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
+
+        taking: bool [B], the rows that take part. None: all. The others get no token, and their
+        caches, random numbers and policies stay as they are. This costs about as much as feeding
+        one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
+        no row runs, and if rows sit out and the drafter reads hidden states.
+        """
+        if not self.rows.numbers.size:
+            raise UserError("no row runs, so there is no step to take; admit prompts first")
+        with self._running():
+            verification = self._pass(taking, plain)
+        self.clock.give(verification, at_once=self.setup.policy.reads_times)
+        self.setup.policy.observe(verification)
+        self.steps.append(verification)
+        self.retire(verification)
+        if self.ahead is not None:
+            self._make_room(self.ahead)
+        if self._failed:
+            self._failed = False
+            self.restart_drafter()
+
+    def _make_room(self, ahead: int) -> None:
+        """Get memory for the next pass. A step of growth is at least a half of a text, because each
+        one copies everything; less if memory is short. Rows for which there is none fail."""
+        rows, width = self.rows, self.rows.contexts.tokens.shape[1]
+        lengths = np.minimum(rows.contexts.lengths + 1, rows.ends)
+        before = rows.reach = np.maximum(rows.reach, lengths)
+        short = lengths + self.setup.parts.draft_room > width
+        if not short.any():
+            return
+        for reach in (lengths * 3 // 2 + ahead, lengths):
+            rows.reach = np.where(short, np.minimum(reach, rows.ends), before)
+            try:
+                start_drafter(self.setup, rows, self.setup.parts, False, self._waiting.readings)
+                return
+            except MemoryShortage as error:
+                shortage = error
+        # The target has the memory and the drafter has not.
+        self._failed = rows.contexts.tokens.shape[1] > width
+        self._fail(short, shortage)
+
+    def _fail(self, failing: np.ndarray, error: UserError) -> None:
+        """End these rows, bool [B], with an error."""
+        if self.on_error is None:
+            raise error
+        numbers = self.rows.numbers[failing].tolist()
+        self.errors.update((number, error) for number in numbers)
+        self._keep(~failing)
+        for number in numbers:
+            self.on_error(number, error)
+
+    def restart_drafter(self) -> None:
+        """Let the drafter begin anew with the running texts, and let the target read the prompts of
+        rows that wait once more. Raises UserError if memory is missing."""
+        setup, waiting = self.setup, self._waiting.readings
+        if len(self.rows) or waiting:
+            self._features = start_drafter(setup, self.rows, setup.parts, True, waiting)
+            self._drafted = False
+
+    def _running(self) -> AbstractContextManager[None]:
+        """Passes inside this context feed the running rows, and not those that wait."""
+        waits = self._waiting.readings
+        return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
+
+    def _pass(self, taking: np.ndarray | None, plain: bool) -> Verification:
+        """Draft, verify, commit and roll back. Arguments are as for `step`."""
+        setup, rows, clock = self.setup, self.rows, self.clock
+        contexts = rows.contexts
+        clock.resume()
+        self._passes += 1
+        if taking is not None and setup.drafter.captured_layers:
+            raise UserError(
+                f"{type(setup.drafter).__name__} reads hidden states, so no row can sit out a "
+                "pass; let all rows take part"
+            )
+        rows.rng.at_lengths(contexts.lengths)
+        # The pass itself emits a token, so drafting the last one is never worth it. Each row has
+        # its own limit. Otherwise its text would depend on the other rows.
+        depths = np.minimum(setup.policy.depths(), rows.ends - contexts.lengths - 1)
+        depths = np.minimum(depths, setup.lm.credit)
+        if plain:
+            depths = np.zeros_like(depths)
+        elif taking is not None:
+            depths = np.where(taking, depths, 0)
+        draft, probes = self._draft(depths)
+        clock.mark("draft")
+        verification = self._verified(draft, probes)
+        lost = verification.lost & (draft.sizes > 0)
+        if lost.any():
+            # The keys of a drafted token may not be finite, and no mask hides those.
+            draft.drop(lost, contexts.last_tokens(draft.tokens.device))
+            verification = self._verified(draft, probes)
+        verification.number, verification.probes = self._passes, probes
+        if taking is not None:
+            verification.sit_out(~taking)
+        if not draft.is_chain:
+            kept = verification.accepted + 1
+            setup.lm.commit(contexts.lengths - 1, verification.columns(), kept)
+        self._commit(rows, verification, depths)
+        self._tell_drafter(verification)
+        for observer in setup.observers:
+            observer(verification)
+        clock.mark("overhead")
+        return verification
+
+    def _verified(self, draft: Draft, probes: Probes | None) -> Verification:
+        """Feed a draft to the target and let the rule judge it."""
+        setup, rows = self.setup, self.rows
+        if probes is not None:
+            logits = probes.verify(setup.lm, rows.contexts, draft)
+        else:
+            logits = setup.lm.verify(rows.contexts, draft)
+        self.clock.mark("verify")
+        scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
+        return Verification.of(draft, scores, decided(self._rule(), draft, scores, rows.rng))
+
+    def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
+        """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
+        none = Draft.none(len(depths), self.setup.lm.device), None
+        if not depths.any():
+            return none
+        with self._drafter_may_fail():
+            return self._ask_drafter(depths)
+        return none
+
+    @contextmanager
+    def _drafter_may_fail(self) -> Iterator[None]:
+        """With `on_error`, no text ends because the drafter raises: it begins anew after the
+        pass."""
+        try:
+            yield
+        except Exception:
+            if self.on_error is None:
+                raise
+            logger.exception("the drafter fails and begins anew")
+            self._failed = True
+
+    def _ask_drafter(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
+        setup = self.setup
+        if not self._drafted:
+            # Not earlier: a policy may decode a complete text without a draft.
+            setup.drafter.prefill(self.rows.contexts)
+            self.clock.mark("draft_prefill")
+            self._drafted = True
+        policy = setup.policy
+        limits = Limits(depths, policy.stops if policy.watches else None, policy.stops_after)
+        rows = self.rows
+        rng = rows.rng.coupled() if self._rule().couples else rows.rng
+        draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
+        draft = draft.to(setup.lm.device)
+        draft.limit_depth(depths)
+        return draft, setup.drafter.probes(policy.max_depth) if setup.drafter.has_probes else None
+
+    def _rule(self) -> Rule:
+        """The rule for the running rows. Exact match serves only if all are greedy."""
+        sampling = self.rows.sampling
+        if sampling.greedy == self.setup.sampling.greedy:
+            return self.setup.rule
+        return used_rule(self.setup.parts.rule, sampling)
+
+    def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
+        """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
+        A row whose logits give no token, or whose stop raises, fails. Without `on_error`, this
+        raises its error and changes no text."""
+        contexts = rows.contexts
+        verification.rows = rows.numbers
+        verification.contexts, verification.lengths = contexts, contexts.lengths
+        broken = np.flatnonzero(verification.broken).tolist()
+        errors = {index: verification.problem(index) for index in broken}
+        room = rows.ends - contexts.lengths
+        failed = verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
+        for index, error in failed.items():
+            errors[index] = failure("the stop", verification.where(index), error)
+        for index, error in errors.items():
+            if self.on_error is None:
+                raise error
+            self.errors[int(rows.numbers[index])] = error
+        contexts.append(verification.block, verification.emitted)
+        verification.describe(depths, self.setup.policy.watched)
+
+    def _tell_drafter(self, verification: Verification) -> None:
+        """Give the pass to the drafter, with the hidden states of the tokens that stay."""
+        if self.setup.drafter.captured_layers:
+            verification.previous_features = self._features
+            counts = verification.accepted + 1
+            features = Features(self.setup.lm.features, counts)
+            self._features = features.at(verification.positions(), counts)
+            verification.features = self._features
+        with self._drafter_may_fail():
+            self.setup.drafter.observe(verification)
+
+    def retire(self, verification: Verification, first: int = 0) -> None:
+        """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose
+        text has ended."""
+        asked = self.rows.logprobs[first:]
+        if (asked >= 0).any():
+            for row, entries in token_logprobs(verification, asked).items():
+                self.logprobs[row] += entries
+        for index, row in enumerate(verification.rows.tolist()):
+            tokens = verification.block[index, : verification.emitted[index]].tolist()
+            self.outputs[row] += tokens
+            if self.on_tokens and tokens:
+                self.on_tokens(row, tokens)
+        verification.release()
+        if verification.ended.any():
+            self._keep(np.append(np.ones(first, dtype=bool), ~verification.ended))
+            for row in verification.rows[verification.ended].tolist():
+                if row in self.errors and self.on_error:
+                    self.on_error(row, self.errors[row])
+                elif self.on_end:
+                    self.on_end(row, self.outputs[row])
+        self.clock.mark("overhead")
+
+    def _keep(self, stays: np.ndarray) -> None:
+        """Keep only these rows, bool [B]."""
+        setup, kept = self.setup, compacted(stays)
+        self.rows.leave(~stays)
+        sound = ~np.isin(self.rows.numbers, list(self.errors))
+        if setup.prefixes is not None:
+            left = np.flatnonzero(~stays & sound)
+            setup.prefixes.remember(setup.lm, self.rows.contexts, left)
+        waiting = len(stays) + np.arange(self._waiting.count)
+        self.rows.keep(kept)
+        self._keep_slots(np.append(kept, waiting))
+        if len(kept):
+            if not self._failed:  # else it begins anew with the rows that are left
+                setup.drafter.keep_rows(to_device(kept, setup.lm.device))
+            setup.policy.keep_rows(kept)
+            if self._features is not None and setup.observers:
+                self._features = self._features.keep_rows(kept)
+
+    def _keep_slots(self, rows: np.ndarray) -> None:
+        self.setup.lm.keep_rows(to_device(rows, self.setup.lm.device))
+
+
+def decided(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+    """The decision of a rule. Exact match decides in its place where both are equal: for greedy
+    rows and, if the rule is lossless, for rows whose tokens were chosen and not drawn.
+
+    For chosen tokens no lossless rule accepts more on average, because a draft can be accepted no
+    further than the target's text agrees with it. And exact match does not let the drafts change
+    the text: it stays the same whatever the drafter remembers of earlier texts.
+    """
+    if isinstance(rule, ExactMatch):
+        return rule.decide(draft, scores, rng)
+    exact = np.zeros(len(draft.sizes), dtype=bool)
+    if rule.exact_when_greedy:
+        exact |= scores.sampling.greedy_rows(len(exact))
+        if rule.lossless:
+            exact |= draft.chosen_rows()
+    if exact.all():
+        return ExactMatch().decide(draft, scores, rng)
+    decision = rule.decide(draft, scores, rng)
+    if not exact.any():
+        return decision
+    rows = to_device(exact, draft.tokens.device)
+    return decision.replaced(rows, ExactMatch().decide(draft, scores, rng))

@@ -1,0 +1,229 @@
+"""Rows that wait: the target reads their prompts, apart from the rows that already decode.
+
+Shapes: B rows that begin together, P different prompts of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.device import to_device
+from decode.base.errors import UserError
+from decode.draft import Contexts, Draft
+from decode.loop.decoder_setup import Setup
+from decode.loop.rows import Rows, RowSettings
+from decode.model.cache.long_read import LongRead
+from decode.model.hidden_states import Features
+from decode.rules import used_rule
+from decode.rules.exact import ExactMatch
+from decode.verification import Scores, Verification
+
+
+class Reading:
+    """New rows whose prompts the target reads, some tokens at a time. Until then they wait in slots
+    behind those of the running rows.
+
+    Equal prompts are read once, if the target can copy rows. What the decoder's prefix cache knows
+    of a prompt is copied, and only the rest is read.
+
+    new: the rows. stays: bool [B], the rows that are not given up. copied: int [B], which of the
+    different prompts a row has. count: how many of these there are; each takes one row of slots.
+    """
+
+    def __init__(self, setup: Setup, new: Rows) -> None:
+        self.setup, self.new = setup, new
+        self.stays = np.ones(len(new), dtype=bool)
+        contexts = new.contexts
+        keys: Sequence[object] = range(len(new))
+        if setup.lm.repeats_rows:
+            keys = _prompts(contexts)
+        places = {key: place for place, key in enumerate(dict.fromkeys(keys))}
+        self.copied = np.array([places[key] for key in keys], dtype=np.int64)
+        self.count = len(places)
+        self._read = contexts.of_rows(np.unique(self.copied, return_index=True)[1])
+        self._fed = self._read.lengths - (not setup.first_target)
+        self._long: LongRead | None = None
+        self._kept: Mapping[int, Tensor] | None = None  # hidden states of all tokens, [B, n, H]
+        self._begun = False
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of the rows that stay."""
+        numbers: list[int] = self.new.numbers[self.stays].tolist()
+        return numbers
+
+    @property
+    def left(self) -> int:
+        """How many tokens are not read yet, those of an encoder too; at least 1 before the first
+        part is read."""
+        if self._long is not None:
+            return self._long.left
+        sources = self._read.sources or ()
+        return 0 if self._begun else max(int(self._fed.sum()) + sum(map(len, sources)), 1)
+
+    def begin_anew(self) -> None:
+        """Forget what is read. The next part is the first one."""
+        self._long, self._kept, self._begun = None, None, False
+
+    def read_on(self, place: int, tokens: int) -> int:
+        """Read about so many tokens into the slots of the rows from `place` on: at least one of
+        each prompt. An encoder reads all of its sources at once. Returns how many were fed."""
+        setup, count = self.setup, 0
+        if not self._begun:
+            if self._read.sources is not None:
+                setup.lm.encode(self._read.sources, place)
+                count += sum(map(len, self._read.sources))
+            self._begun = True
+            if self._fed.any():
+                self._long = self._begin(place)
+        with setup.lm.only(place, place + self.count):
+            while self.left and (count < tokens or not count):
+                assert self._long is not None
+                count += self._long.read_on(max(tokens - count, 1))
+            if self._long is not None and not self.left and setup.lm.kept_layers:
+                kept = setup.lm.slots.kept_states(int(self._fed.max()))
+                self._kept = dict(zip(setup.lm.kept_layers, kept, strict=True))
+        return count
+
+    def _begin(self, place: int) -> LongRead:
+        setup, contexts, fed = self.setup, self._read, self._fed
+        start = np.zeros(len(fed), dtype=np.int64)
+        if setup.prefixes is not None:
+            start = setup.prefixes.reuse(setup.lm, contexts, fed, place)
+        # Past the end of a row's prompt is padding. It needs slots too.
+        columns = start[:, None] + np.arange(int((fed - start).max()))
+        columns = np.minimum(columns, contexts.tokens.shape[1] - 1)
+        ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
+        return LongRead(setup.lm, ids, start, fed - start)
+
+    def result(self) -> tuple[Verification, Features | None]:
+        """After the last part, for the rows that stay, which `new` and `copied` are from now on:
+        the verification of an empty draft, which gives the first token of each row, and the hidden
+        states of the prompts' tokens. They are None if the drafter captures none, or if nothing is
+        read: a prompt of one token, whose first token is drafted (`first_target`)."""
+        setup, new, device = self.setup, self.new, self.setup.lm.device
+        if not self.stays.all():
+            new.keep(np.flatnonzero(self.stays))
+            self.copied, self.stays = self.copied[self.stays], self.stays[self.stays]
+        logits, features = None, None
+        if self._long is not None:
+            logits = self._long.logits
+            if setup.drafter.captured_layers:
+                read = self._long.features() if self._kept is None else self._kept
+                features = Features(read, self._fed)
+            if not np.array_equal(self.copied, np.arange(self.count)):
+                assert logits is not None
+                logits = logits[to_device(self.copied, logits.device)]
+                features = None if features is None else features.keep_rows(self.copied)
+        contexts = new.contexts
+        if not setup.first_target:  # the first step verifies the first token like all others
+            return Verification.of_nothing(new.numbers, contexts, device, logits), features
+        assert logits is not None
+        nothing = Draft.none(len(new), device)
+        scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
+        new.rng.at_lengths(contexts.lengths)
+        # Without a draft every other rule draws as exact match does.
+        rule = used_rule(setup.parts.rule, new.sampling)
+        rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
+        return Verification.of(nothing, scores, rule.decide(nothing, scores, new.rng)), features
+
+
+def _prompts(contexts: Contexts) -> list[tuple[int, ...]]:
+    """What the target reads of each row."""
+    if contexts.sources is not None:
+        return [tuple(source) for source in contexts.sources]
+    texts = zip(contexts.tokens, contexts.lengths.tolist(), strict=True)
+    return [tuple(tokens[:length].tolist()) for tokens, length in texts]
+
+
+def shares(left: Mapping[int, int], tokens: int) -> dict[int, int]:
+    """How many tokens to read next for each of the rows that wait, in their order, of `left`
+    tokens each. Half of `tokens` is for the first row, so that it does not wait for ever. The rest
+    goes to the shortest ones.
+
+    >>> shares({0: 900, 1: 30, 2: 700}, 500)
+    {0: 250, 1: 30, 2: 220}
+    """
+    if not left:
+        return {}
+    first, *others = left
+    given = {first: min(left[first], -(-tokens // 2))}
+    free = tokens - given[first]
+    for row in sorted(others, key=left.__getitem__):
+        given[row] = min(left[row], free)
+        free -= given[row]
+    given[first] = min(left[first], given[first] + free)
+    return {row: given[row] for row in left if given[row]}
+
+
+class WaitingRows:
+    """All rows that wait. Their slots are behind those of the running rows. readings: in the order
+    of these slots."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.readings: list[Reading] = []
+
+    def __iter__(self) -> Iterator[Rows]:
+        """Those that began together, together."""
+        return (reading.new for reading in self.readings)
+
+    @property
+    def count(self) -> int:
+        """How many rows of slots they have."""
+        return sum(reading.count for reading in self.readings)
+
+    @property
+    def settings(self) -> list[RowSettings]:
+        """Those of all rows."""
+        return [one for rows in self for one in rows.settings]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Those of all rows that are not given up."""
+        return [row for reading in self.readings for row in reading.numbers]
+
+    def begin(self, new: Rows, running: Rows) -> None:
+        """Let new rows wait, behind those that do. Raises UserError if memory is missing. After any
+        error nothing is changed."""
+        lm, known = self.setup.lm, [running, *self]
+        held, reading = len(running) + self.count, Reading(self.setup, new)
+        capacity = max(rows.contexts.tokens.shape[1] for rows in (new, *known))
+        usual = {self.setup.stop}
+        for stop in new.own_stops().difference(usual, *(rows.own_stops() for rows in known)):
+            stop.start()
+        # Memory for all rows, before any work. Copies of a prompt take theirs when they join.
+        lm.add_rows(len(new), capacity)
+        if reading.count < len(new):
+            lm.keep_rows(torch.arange(held + reading.count, device=lm.device))
+        self.readings.append(reading)
+
+    def of(self, row: int, running: int) -> tuple[Reading, int]:
+        """The reading of a row, and the place of its first slots behind those of `running` rows.
+        Raises UserError for a row that does not wait."""
+        place = running
+        for reading in self.readings:
+            if row in reading.numbers:
+                return reading, place
+            place += reading.count
+        raise UserError(f"row {row} does not wait; expected one of {self.numbers}")
+
+    def make_room(self, reading: Reading, place: int, running: int) -> np.ndarray:
+        """Have slots for each row of a reading that is complete. Returns the order of all slots in
+        which these rows follow the running ones. Raises UserError if memory is missing."""
+        slots = np.arange(running + self.count)
+        others = slots[running:]
+        others = others[(others < place) | (others >= place + reading.count)]
+        order = np.concatenate([slots[:running], place + reading.copied, others])
+        if len(order) > len(slots):
+            self.setup.lm.add_rows(len(order) - len(slots), 0)
+        return order
+
+    def give_up(self, reading: Reading, place: int, running: int) -> np.ndarray:
+        """Forget the rows of a reading. Returns the slots of all others."""
+        slots = np.arange(running + self.count)
+        reading.new.leave(np.ones(len(reading.new), dtype=bool))
+        self.readings.remove(reading)
+        return slots[(slots < place) | (slots >= place + reading.count)]

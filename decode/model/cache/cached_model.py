@@ -1,0 +1,549 @@
+"""A Hugging Face causal LM over a preallocated cache of slots (`decode.model.cache.slots`).
+
+Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.base.device import to_device
+from decode.base.errors import MemoryShortage, UserError
+from decode.draft import Contexts, Draft
+from decode.model.cache.long_read import LongRead
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.cache.slots import Slots
+from decode.model.forward.lean_forward import LONGEST_CHAIN, AttentionMask, LeanForward
+from decode.model.forward.prepare_model import prepare, refresh_packed
+from decode.model.forward.sublayers import Sublayers, changed_forward
+from decode.model.forward.transformers_forward import TransformersForward
+from decode.model.hidden_states import captured_modules
+from decode.model.kinds.decoder_positions import Positions, at_positions
+from decode.model.kinds.encoder_decoder import DecoderForward, Sources
+from decode.model.kinds.layer_kinds import (
+    layer_windows,
+    recurrent_layers,
+    require_no_states,
+    require_slots,
+)
+from decode.model.kinds.recurrent_states import RecurrentStates
+from decode.model.memory import require_memory
+from decode.model.pretrained import input_device, is_sharded, longest_text
+from decode.model.trials import Without, chains, reason_against, trees
+
+# How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
+# activations larger, but not cheaper per token.
+PASS_TOKENS = 4096
+
+# The same for a model that sees only a window of the text, if the window is shorter: attention in a
+# pass grows with its square.
+SHORT_PASS_TOKENS = 512
+
+# The most numbers in the mask of such a pass: tokens of all rows, times slots. In a long text, a
+# pass feeds fewer tokens, but never fewer than SHORT_PASS_TOKENS for this reason.
+MASK_SIZE = 1 << 26
+
+
+def require_trees(model: PreTrainedModel) -> None:
+    """Check that a model can verify token trees, by a trial (`decode.model.trials`) of its kind.
+
+    Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
+    keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
+    and as `CachedLM`.
+    """
+    if recurrent_layers(model):
+        raise UserError(
+            f"{type(model).__name__} keeps a running state in its layers with linear attention, so "
+            "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
+            "that can"
+        )
+    reason = reason_against(CachedLM(model), trees)
+    if reason is not None:
+        raise UserError(
+            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
+            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+
+
+def require_decoding(model: PreTrainedModel) -> None:
+    """Check that a model can be decoded, as `CachedLM` does. The model may have no weights. Call it
+    before expensive work whose result it decodes. A sharded model is not checked, because this
+    process cannot decode it. Raises UserError."""
+    if not is_sharded(model):
+        CachedLM(model)
+
+
+def _require_chains(lm: "CachedLM") -> None:
+    """Check that a model decodes chains in rows of different lengths, by a trial of its kind."""
+    require_slots(lm.model)
+    reason = reason_against(lm, chains)
+    if reason is not None:
+        raise UserError(
+            f"{type(lm.model).__name__} cannot be decoded here, with drafts or without: over a "
+            f"cache of slots it {reason}. Use its generate(), or another model"
+        )
+
+
+class CachedLM:
+    """A causal LM and the slots of the sequences it is decoding.
+
+    Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
+    Layers with a sliding window see the slots inside of it. `require_slots` rejects models without
+    attention (mamba), chunked attention (llama4) and flash attention. A trial
+    (`decode.model.trials`) rejects models that would compute something else over slots than over
+    their text; `require_trees` those that compute masks or positions themselves, at the latest when
+    the first tree is fed. Raises UserError for all of these.
+
+    Layers with linear attention or a short convolution keep a state of each row (`states`; None
+    for a model without such layers). `forward` may still go back to any `start`: it replays the
+    tokens since the last snapshot, or reads the row again if it goes back further than that.
+
+    A model with an encoder (t5, bart, marian; tested with trees) decodes the texts of its decoder,
+    each from its row's source (`sources`; None for a model without an encoder).
+
+    It runs the model in its prepared form (`decode.model.forward.prepare_model.prepare`).
+    captured_layers: the layers whose hidden states are captured (`decode.model.hidden_states`).
+    Each forward stores them in `features`, [B, n, H].
+    pass_tokens: see `read`.
+    exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
+    `keeps_bits`.
+    trial: it serves a trial (`decode.model.trials`), so it needs none itself.
+    credit: the most draft tokens of a row that it takes now.
+    repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
+    watch: called before the attention of each layer, with the layer's number and the arguments of
+    `lean_forward.Watch`.
+    window: what all layers see of the text; None: what the model's config says. See `narrow`.
+    kept_layers: those whose hidden states the slots keep of all tokens of all rows. See `reset`.
+    """
+
+    credit: int = 1 << 30
+    repeats_rows: bool = True
+    watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
+    window: SlidingWindow | None = None
+    kept_layers: tuple[int, ...] = ()
+
+    sources: Sources | None = None
+    states: RecurrentStates | None = None
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        captured_layers: Sequence[int] = (),
+        pass_tokens: int = PASS_TOKENS,
+        exact_bits: bool = True,
+        trial: bool = False,
+    ) -> None:
+        self.model, self.exact_bits = model, exact_bits
+        self.capture(captured_layers)
+        self.forward_pass = prepare(model)
+        self.features: Mapping[int, Tensor] = {}
+        self.device = input_device(model)
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.max_positions = longest_text(config)
+        windows = layer_windows(model)
+        self._windows = [None if size is None else SlidingWindow(size) for size in windows]
+        self._slots: Slots | None = None
+        self.drafter_bytes = 0  # what a drafter keeps of each token beside this model
+        self.pass_tokens = pass_tokens
+        self._trial = trial
+        # The positions of the nodes of the tree that was fed last, [B, m].
+        self._nodes: Tensor | None = None
+        if isinstance(self.forward_pass, DecoderForward):
+            self.sources = Sources(model, self.forward_pass, len(self._windows))
+        numbers = recurrent_layers(model)
+        if numbers:
+            require_slots(model)
+            assert isinstance(self.forward_pass, TransformersForward)
+            self.states = RecurrentStates(self.forward_pass.model, numbers)
+        if not trial:
+            _require_chains(self)
+
+    def like(self, model: PreTrainedModel) -> "CachedLM":
+        """For a trial: another model, or this one, with a forward of the same kind."""
+        forward = self.forward_pass
+        if model is not self.model and not isinstance(forward, LeanForward):
+            prepare(model, lean=False)
+        other = CachedLM(model, trial=True)
+        if model is self.model:
+            other.forward_pass = forward
+        elif (
+            not isinstance(forward, LeanForward) and forward.model is self.model
+        ):  # it runs as it is
+            other.forward_pass = TransformersForward(model)
+        return other
+
+    @property
+    def max_prompt(self) -> int:
+        """Prompts must have fewer tokens."""
+        return self.max_positions if self.sources is None else self.sources.max_prompt
+
+    def texts_and_sources(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
+        """The first tokens of the texts of these prompts, and the sources that an encoder reads.
+        Without an encoder the texts begin with the prompts, and sources is None."""
+        if self.sources is None:
+            return prompts, None
+        return [[self.sources.start_id]] * len(prompts), prompts
+
+    def encode(self, sources: Sequence[Sequence[int]], first: int) -> None:
+        """Let the encoder read the sources (token ids) of the rows from `first` on, before their
+        first `forward`. Raises UserError if memory is missing."""
+        assert self.sources is not None
+        self.sources.read(sources, first, self.pass_tokens)
+
+    def capture(self, layers: Sequence[int]) -> None:
+        """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
+        captured_modules(self.model, layers)
+        self.captured_layers = tuple(layers)
+        if self.captured_layers != self.kept_layers:
+            self.kept_layers = ()  # the texts would have holes
+
+    @property
+    def shared_layers(self) -> tuple[int, ...] | None:
+        """The layers whose hidden states texts in the slots have, if those of all tokens are kept
+        there and no others. None: such texts are of no use to other decodes."""
+        layers = self.kept_layers
+        whole = layers == self.captured_layers and len(layers) == self.slots.states
+        return layers if whole else None
+
+    @property
+    def keeps_bits(self) -> bool:
+        """Whether each token of a chain gets the logits of plain decoding to the bit, in passes of
+        up to `LONGEST_CHAIN` tokens (rows times tokens). Only in 16 bits, on a CPU, with packed
+        products and our attention; float32 promises equal texts, not equal bits."""
+        plain = self.states is None and self.sources is None and self.model.dtype.itemsize == 2
+        return plain and self.exact_bits and self.forward_pass.keeps_bits
+
+    @property
+    def layers(self) -> int:
+        """The number of its layers."""
+        return len(self._windows)
+
+    def view(self, skipped: Sublayers, embedding: nn.Module | None = None) -> "LayerView":
+        """The model without some sublayers, over the same slots. embedding: in the place of its
+        layer of embeddings; None: its layer. Raises UserError for a model with running states,
+        for one that a trial shows to fail without some layers, and as
+        `decode.model.forward.sublayers.changed_forward` does."""
+        require_no_states(self.model)
+        view = LayerView(self, skipped, embedding)
+        if len(skipped) and not self._trial:
+            self._require_skipping(skipped)
+        return view
+
+    def _require_skipping(self, skipped: Sublayers) -> None:
+        reason = reason_against(self, Without.of(skipped, self.layers))
+        if reason is not None:
+            raise UserError(
+                f"drafts cannot skip layers of {type(self.model).__name__}: without some it "
+                f"{reason}. Use a drafter that does not run the target's layers"
+            )
+
+    def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
+        """Start `rows` empty sequences of at most `capacity` slots. keep_states: keep the captured
+        hidden states of all tokens beside their keys (`kept_layers`). Raises as `require_slots` and
+        `require_memory`."""
+        require_slots(self.model)
+        self._slots = None  # the memory of the old slots is free again
+        self.kept_layers = self.captured_layers if keep_states else ()
+        require_memory(self.model, rows, capacity, drafter_bytes=self._other_bytes)
+        self.refresh()
+        self._slots = Slots(
+            len(self._windows) - len(recurrent_layers(self.model)),
+            rows,
+            capacity,
+            self.device,
+            step=self.forward_pass.slot_step,
+            static=self.forward_pass.static_slots,
+            states=len(self.kept_layers),
+        )
+        if self.sources is not None:
+            self.sources.reset(rows)
+        if self.states is not None:
+            self.states.reset(rows, self._slots.allocated[1])
+
+    @property
+    def _other_bytes(self) -> int:
+        """What each token takes beside the model's keys and values."""
+        width = self.model.config.get_text_config().hidden_size * self.model.dtype.itemsize
+        return self.drafter_bytes + len(self.kept_layers) * width
+
+    def add_rows(self, count: int, capacity: int) -> None:
+        """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
+        Raises as `reset` does, and then changes nothing."""
+        slots, drafter = self._slots, self._other_bytes
+        assert slots is not None
+        rows, least, held = slots.rows + count, False, slots.allocated
+        try:
+            require_memory(self.model, *slots.grown(rows, capacity), held, drafter_bytes=drafter)
+        except MemoryShortage:
+            # Rows that nobody uses need not get longer too.
+            least = True
+            require_memory(self.model, *slots.least(rows, capacity), held, drafter_bytes=drafter)
+        slots.add_rows(count, capacity, least=least)
+        if self.sources is not None:
+            self.sources.add_rows(count)
+        if self.states is not None:
+            self.states.add_rows(count, slots.allocated[1])
+
+    def only(self, first: int, end: int) -> AbstractContextManager[None]:
+        """See `Slots.only`."""
+        return self._only(first, end)
+
+    @contextmanager
+    def _only(self, first: int, end: int) -> Iterator[None]:
+        with ExitStack() as contexts:
+            contexts.enter_context(self.slots.only(first, end))
+            if self.sources is not None:
+                contexts.enter_context(self.sources.only(first, end))
+            if self.states is not None:
+                contexts.enter_context(self.states.only(first, end))
+            yield
+
+    def narrow(self, window: SlidingWindow | None) -> None:
+        """Let all layers see only this much of the text from now on, at positions of the text as
+        before. Layers with a narrower window keep it. Slots that no layer sees are not read, except
+        static ones and those of a decoder with an encoder. None changes nothing. Long texts are
+        read in passes of about a window's size.
+        """
+        if window is None:
+            return
+        self.window = window
+        self._windows = [
+            old if old is not None and old.size <= window.size else window for old in self._windows
+        ]
+        self.pass_tokens = min(self.pass_tokens, max(window.size, SHORT_PASS_TOKENS))
+
+    def refresh(self) -> None:
+        """Use weights that were changed in place. Cached keys and values are not computed again."""
+        refresh_packed(self.forward_pass)
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        columns: np.ndarray | None = None,
+        ends: np.ndarray | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> Tensor:
+        """Feed n tokens per row and return their logits, in the model's dtype.
+
+        start: int [B], the slot of each row's first token; all slots below it are its past.
+        columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
+            all n.
+        ends: int [B], the slot after each row's last token: what follows is padding, and no row
+            goes back further. None: not known. Only running states need it.
+        depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
+            its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
+            from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
+            see, itself included. None: a chain.
+        Raises UserError if a tree is fed to a model that ignores masks or positions.
+        """
+        if ancestors_BNM is not None and not self._trial:
+            require_trees(self.model)
+        feeding: AbstractContextManager[None] = nullcontext()
+        if self.states is not None:
+            self._rewind(self.states, start)
+            feeding = self.states.feeding(ids_BN, start, ends)
+        root = None
+        if ancestors_BNM is not None:
+            root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
+        # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
+        window = None if self.forward_pass.reads_positions else self.window
+        self.slots.place(start, ids_BN.shape[1], window, root)
+        columns_BK = None if columns is None else to_device(columns, self.device)
+        first_B1 = to_device(start, self.device)[:, None]
+        with feeding:
+            logits, features = self.run(ids_BN, first_B1, columns_BK, depth_BN, ancestors_BNM)
+        self.take_features(features)
+        return logits
+
+    def take_features(self, features: Mapping[int, Tensor]) -> None:
+        """The hidden states of the tokens that were placed last, [B, n, H] of each layer."""
+        self.features = features
+        if self.kept_layers:
+            self.slots.keep_states([features[layer] for layer in self.kept_layers])
+
+    def _rewind(self, states: RecurrentStates, start: np.ndarray, *, settle: bool = False) -> None:
+        """See `RecurrentStates.rewind`. Rows that go back further are read again."""
+        for row in states.lost(start).tolist():
+            count = start[row : row + 1]
+            ids = states.tokens(row, int(count[0]))
+            with self.only(row, row + 1):
+                self.read(ids, np.zeros_like(count), count)
+        states.rewind(start, settle=settle)
+
+    def run(
+        self,
+        ids_BN: Tensor,
+        first_B1: Tensor,
+        columns_BK: Tensor | None = None,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """The work of `forward` on the device, after `Slots.place`: logits and hidden states.
+
+        first_B1, columns_BK: start and columns of `forward`, int64 on the device. With static slots
+        it is one graph of tensors, the same for the same shapes and the same number of slots that
+        attention gets. That number grows by `LeanForward.slot_step`.
+        """
+        n = ids_BN.shape[1]
+        if self.slots.static:
+            self.slots.locate(first_B1, n)
+        base_B1 = first_B1
+        if ancestors_BNM is not None:
+            base_B1 = first_B1 + (n - ancestors_BNM.shape[2])
+        if depth_BN is None:
+            depth_BN = torch.arange(n, device=self.device)[None, :]
+        positions = self.positions(base_B1, depth_BN)
+        with ExitStack() as contexts:
+            if self.forward_pass.reads_positions:
+                at = self._positions(positions, base_B1, ancestors_BNM)
+                contexts.enter_context(at_positions(at))
+            if self.sources is not None:
+                contexts.enter_context(self.sources.reading())
+            result: tuple[Tensor, Mapping[int, Tensor]] = self.forward_pass(
+                ids_BN,
+                positions,
+                self._masks(base_B1, n, ancestors_BNM),
+                self.slots.layers if self.states is None else self.states.among(self.slots.layers),
+                columns_BK,
+                self.captured_layers,
+            )
+        return result
+
+    def positions(self, base_B1: Tensor, depth_BN: Tensor) -> Tensor:
+        """int64 [B, n]: the positions of fed tokens that are so far behind the slots `base_B1`."""
+        # Only padding can be past the last position. It must not index past the end of a learned
+        # table.
+        return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
+
+    def _positions(
+        self, positions_BN: Tensor, base_B1: Tensor, ancestors_BNM: Tensor | None
+    ) -> Positions:
+        """Where the fed tokens are, and the nodes of their tree that were fed before."""
+        if ancestors_BNM is None:
+            self._nodes = None
+            return Positions(positions_BN, base_B1, None)
+        before = ancestors_BNM.shape[2] - positions_BN.shape[1]
+        fed = positions_BN.expand(len(base_B1), -1)
+        # What was fed as a chain is in the slots of its positions.
+        known = base_B1 + torch.arange(before, device=self.device)
+        if before and self._nodes is not None:
+            known = self._nodes[:, :before]
+        self._nodes = torch.cat([known, fed], 1)
+        return Positions(fed, base_B1, self._nodes)
+
+    def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
+        """One pass over the last committed token of each text and the N nodes of its draft: logits
+        [B, N+1, V]."""
+        return self.feed(contexts, draft)
+
+    def feed(self, contexts: Contexts, draft: Draft, columns: np.ndarray | None = None) -> Tensor:
+        """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
+        start = contexts.lengths - 1
+        ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
+        if self.states is not None:
+            self._rewind(self.states, start, settle=True)
+        if draft.is_chain:
+            return self.forward(ids, start, columns=columns)
+        # The root comes before all nodes, and every node may see it.
+        ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
+        ancestors[:, :, 0] = True
+        depth = ancestors.sum(2) - 1
+        return self.forward(ids, start, columns=columns, depth_BN=depth, ancestors_BNM=ancestors)
+
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
+        """Feed long texts and return the logits after each row's last token, [B, 1, V].
+
+        counts: int [B], row b has that many tokens, the rest of its ids is padding. A pass takes at
+        most `pass_tokens` tokens of all rows together, in a long text fewer (`MASK_SIZE`), and at
+        least one of each row. The slots of padding are overwritten later. `features` has the hidden
+        states of all passes, [B, n, H].
+        For a row without tokens the logits mean nothing.
+        """
+        if ids_BN.numel() <= self.pass_limit(int((start + counts).max())):
+            last = np.maximum(counts - 1, 0)
+            return self.forward(ids_BN, start, columns=last[:, None], ends=start + counts)
+        read = LongRead(self, ids_BN, start, counts)
+        while not read.done:
+            read.read_on(self.pass_tokens)
+        self.features = read.features()
+        assert read.logits is not None
+        return read.logits
+
+    def pass_limit(self, slots: int) -> int:
+        """The most tokens of a pass in texts of so many slots (`MASK_SIZE`)."""
+        return min(self.pass_tokens, max(MASK_SIZE // max(slots, 1), SHORT_PASS_TOKENS))
+
+    def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:
+        """The mask of each layer. Layers with the same window have the same mask."""
+        slots = self.slots
+        # Elsewhere than on a CPU, kernels promise no equal bits. In 16 bits they cost time, so they
+        # are asked for only where all parts keep them.
+        exact = self.keeps_bits or (self.exact_bits and self.model.dtype.itemsize != 2)
+        # In 16 bits, other products of longer passes have other bits.
+        fed = n if self.model.dtype.itemsize != 2 else n * len(base_B1)
+        chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and not slots.static and exact
+        dtype, windows = self.model.dtype, set(self._windows)
+        visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
+        if self.watch is not None:
+            watches = [partial(self.watch, number) for number in range(len(self._windows))]
+            return [
+                AttentionMask(visible[window], dtype, chain=chain, watch=watch)
+                for window, watch in zip(self._windows, watches, strict=True)
+            ]
+        masks = {window: AttentionMask(visible[window], dtype, chain=chain) for window in windows}
+        return [masks[window] for window in self._windows]
+
+    @property
+    def slots(self) -> Slots:
+        """The slots of the running sequences."""
+        assert self._slots is not None, "reset() comes before forward()"
+        return self._slots
+
+    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
+        """See `Slots.commit`."""
+        assert self._slots is not None
+        self._slots.commit(start, columns_BM, counts)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied;
+        there must be as many rows as are named (`add_rows`)."""
+        assert self._slots is not None
+        self._slots.keep_rows(rows)
+        if self.sources is not None:
+            self.sources.keep_rows(rows)
+        if self.states is not None:
+            self.states.keep_rows(rows.cpu().numpy())
+
+
+class LayerView(CachedLM):
+    """A model without some sublayers, or with another layer of embeddings, over the slots of that
+    model.
+
+    It reads the keys and values that the complete model made, and it writes its own into the same
+    slots. That is sound where it feeds the tokens after a text, from the text's last token on:
+    every verification writes these slots again, in all layers, and what lies beyond is masked.
+    `Slots.restored` leaves no trace. Rows join and leave in the complete model, not here.
+    """
+
+    def __init__(
+        self, lm: CachedLM, skipped: Sublayers, embedding: nn.Module | None = None
+    ) -> None:
+        super().__init__(lm.model, pass_tokens=lm.pass_tokens, exact_bits=lm.exact_bits, trial=True)
+        self.lm, self.skipped = lm, skipped
+        self.forward_pass = changed_forward(lm.forward_pass, skipped, embedding)
+
+    @property
+    def slots(self) -> Slots:
+        return self.lm.slots

@@ -1,0 +1,511 @@
+"""Slots for keys and values, one sequence of slots per row, and the masks of the fed tokens.
+
+Shapes: B rows (sequences), n tokens fed per row, S slots in use, C slots in all, H heads,
+D head size.
+
+Row b's committed tokens are in slots 0 … len_b−1. To roll back, use a smaller length: the next
+forward overwrites the rejected tokens. Tokens are fed at slots start_b … start_b+n−1, and `start`
+may differ between rows. A ragged batch needs nothing else.
+
+Memory is allocated for some rows, and the first of them are in use. A row that leaves makes room
+for another one, without a new allocation.
+
+Layers may be on different devices. A layer's keys and values are on the device of the layer.
+
+Static slots are for passes that are one graph of tensors (`CachedLM.run`). The host knows only how
+many slots attention gets, in steps. Where the tokens go is a tensor on the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from decode.base.device import to_device
+from decode.model.cache.fed_rows import FedRows
+from decode.model.cache.sliding_window import SlidingWindow
+
+
+class _Window:
+    """Where the current forward writes, and which slots its attention gets. All layers of one cache
+    share it."""
+
+    # The first slot if all rows start at the same slot. None: where tokens go is in tensors.
+    begin: int | None = None
+    end: int = 0  # one past the last slot any row uses, rounded up to a step
+    fresh: bool = True  # all rows were empty before
+    # The slots that attention gets: of all rows, or int64 [B, S], of each row. `end` is their end.
+    read: slice | Tensor = slice(0, 0)
+
+    def scatter(self, rows: Tensor, slots: Tensor) -> None:
+        """rows: [B, 1]; slots: [B, n], each token's slot."""
+        self._slots = {rows.device: (rows, slots)}
+
+    @property
+    def count(self) -> int:
+        """S, the number of slots that attention gets."""
+        read = self.read
+        return read.stop - read.start if isinstance(read, slice) else read.shape[1]
+
+    def taken(self, cache: Tensor) -> Tensor:
+        """[B, H, S, D]: the slots that attention gets, of a layer's keys or values [B, H, C, D]."""
+        if isinstance(self.read, slice):
+            return cache[:, :, self.read]
+        slots = self.read.to(cache.device)
+        rows_B1 = torch.arange(len(slots), device=cache.device)[:, None]
+        return cache[rows_B1, :, slots].transpose(1, 2)
+
+    def slots_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The arguments of `scatter`, on the device of a layer."""
+        if device not in self._slots:
+            rows, slots = next(iter(self._slots.values()))
+            self._slots[device] = rows.to(device), slots.to(device)
+        return self._slots[device]
+
+
+class _Store:
+    """The keys of all layers, or the values, [R, H, C, D] per layer, for R allocated rows. They are
+    in one tensor, so one gather moves a path in all layers. A layer with a different shape, dtype
+    or device than the first one has a separate tensor, and so have the hidden states of a captured
+    layer, whose numbers follow those of the layers."""
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self._layers, self._rows, self._capacity = layers, rows, capacity
+        self._tensors: list[Tensor] = []  # [n, R, H, C, D]
+        self._index: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
+
+    def make(self, layer: int, like: Tensor) -> None:
+        """Allocate memory for a layer. like: keys or values of this layer, [·, H, ·, D]."""
+        shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
+        # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0·NaN is NaN.
+        if not self._tensors:
+            self._tensors.append(like.new_zeros(self._layers, *shape))
+        first = self._tensors[0]
+        alike = first.shape[1:] == shape and first.dtype == like.dtype
+        if layer < self._layers and alike and first.device == like.device:
+            self._index[layer] = 0, layer
+        else:
+            self._index[layer] = len(self._tensors), 0
+            self._tensors.append(like.new_zeros(1, *shape))
+
+    @property
+    def states(self) -> int:
+        """How many of the tensors, the last ones, are of hidden states."""
+        return sum(layer >= self._layers for layer in self._index)
+
+    def has(self, layer: int) -> bool:
+        """Whether memory was allocated for a layer."""
+        return layer in self._index
+
+    def of(self, layer: int) -> Tensor:
+        """The keys or values of a layer, [R, H, C, D]."""
+        tensor, index = self._index[layer]
+        return self._tensors[tensor][index]
+
+    def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
+        for x in self._tensors:
+            rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
+            x[:, rows, :, target] = x[:, rows, :, source]
+
+    def keep_rows(self, rows: np.ndarray, written: int) -> None:
+        """Move the rows that stay to the front, where they are not there already, with their first
+        `written` slots. This copies one layer at a time: a copy of all layers would be a second
+        cache in memory."""
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        if not len(moved):
+            return
+        for x in self._tensors:
+            source, target = (to_device(y, x.device) for y in (rows[moved], moved))
+            for number in range(len(x)):
+                layer = x[number, :, :, :written]
+                layer.index_copy_(0, target, layer.index_select(0, source))
+
+    def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
+        """A copy of these slots."""
+        return [x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] for x in self._tensors]
+
+    def write(self, rows_B1: Tensor, slots_BN: Tensor, copied: Sequence[Tensor]) -> None:
+        """Write a copy back. Tensors that did not exist yet get zeros."""
+        for x, old in zip_longest(self._tensors, copied, fillvalue=0.0):
+            assert isinstance(x, Tensor)
+            x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Have memory for so many rows and slots. There are as many slots as before, or more."""
+        old_rows, old_capacity = self._rows, self._capacity
+        self._rows, self._capacity = rows, capacity
+        if (rows, capacity) == (old_rows, old_capacity):
+            return
+        for i, x in enumerate(self._tensors):
+            layers, _, heads, _, size = x.shape
+            new, kept = x.new_zeros(layers, rows, heads, capacity, size), min(rows, old_rows)
+            new[:, :kept, :, :old_capacity] = x[:, :kept]
+            self._tensors[i] = new
+
+    def clear(self, first: int, end: int, written: int) -> None:
+        """Overwrite the first `written` slots of these rows with zeros: a row that left may have
+        had NaN, and 0·NaN is NaN."""
+        for x in self._tensors:
+            x[:, first:end, :, :written] = 0
+
+    def take(self, row: int, count: int) -> "_States":
+        """A copy of the first `count` slots of a row."""
+        return _States([x[:, row, :, :count].clone() for x in self._tensors], dict(self._index))
+
+    def put(self, row: int, states: "_States", count: int) -> None:
+        """Write the first `count` slots of a row."""
+        if not self._tensors:
+            for x in states.tensors:
+                layers, heads, _, size = x.shape
+                shape = layers, self._rows, heads, self._capacity, size
+                self._tensors.append(x.new_zeros(shape))
+            self._index = dict(states.index)
+        for x, new in zip(self._tensors, states.tensors, strict=True):
+            x[:, row, :, :count] = new[:, :, :count]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one slot of one row, in all layers."""
+        return sum(x.nbytes // max(x.shape[1] * x.shape[3], 1) for x in self._tensors)
+
+
+@dataclass
+class _States:
+    """Of one row, as in a `_Store`: the tensors [n, H, count, D], and which layer is where."""
+
+    tensors: list[Tensor]
+    index: dict[int, tuple[int, int]]
+
+
+@dataclass
+class SlotStates:
+    """Keys and values of the first `count` tokens of one row, copied out of the slots."""
+
+    keys: _States
+    values: _States
+    count: int
+
+    def first(self, count: int) -> "SlotStates":
+        """Those of fewer tokens. Shares the memory."""
+        return SlotStates(self.keys, self.values, count)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for states in (self.keys, self.values) for x in states.tensors)
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer, [B, H, C, D], written in place."""
+
+    is_sliding = False
+
+    def __init__(
+        self, number: int, stores: tuple[_Store, _Store], capacity: int, window: _Window
+    ) -> None:
+        super().__init__()
+        self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
+        self._rows = slice(0, 0)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        for store, states in zip(self.stores, (key_states, value_states), strict=True):
+            store.make(self.number, states)
+        self.is_initialized = True
+        self.look_up(self._rows, self.capacity)
+
+    def look_up(self, rows: slice, capacity: int) -> None:
+        """Get the keys and values of these rows from the stores. Call it again after the stores
+        change."""
+        self._rows, self.capacity = rows, capacity
+        if self.is_initialized:
+            self.keys, self.values = (store.of(self.number)[rows] for store in self.stores)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of the slots that
+        attention gets, [B, H, S, D]."""
+        self.write(key_states, value_states)
+        return self.window.taken(self.keys), self.window.taken(self.values)
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> None:
+        """As `update`, without the slots that attention gets."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        window = self.window
+        for cache, new in ((self.keys, key_states), (self.values, value_states)):
+            if window.begin is not None:
+                cache[:, :, window.begin : window.begin + new.shape[2]] = new
+            else:
+                rows, slots = window.slots_on(cache.device)
+                cache[rows, :, slots] = new.transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return self.window.begin or 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.window.count, 0
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+
+class Slots(FedRows):
+    """`rows` empty sequences of at most `capacity` slots, in each of `layers` layers.
+
+    step: after the prompt, attention gets a multiple of `step` slots. Slots past the text are
+    masked. static: the host does not say where tokens go, so `locate` follows each `place`. states:
+    how many hidden states of each token are kept beside the layers (`keep_states`).
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        capacity: int,
+        device: torch.device,
+        *,
+        step: int = 1,
+        static: bool = False,
+        states: int = 0,
+    ) -> None:
+        self.device, self._step, self.static = device, step, static
+        capacity = round_up_slots(capacity, step)
+        self.rows = rows  # those in use
+        self.allocated = rows, capacity  # rows, and slots of each
+        # No row has written a slot from this one on. Rows that move or join need not touch them.
+        self._written = 0
+        self._window = _Window()
+        # bool [2 C]: what a token sees of the slots is a part of it, C times True and then False.
+        self._past = torch.zeros(0, dtype=torch.bool)
+        self._stores = _Store(layers, rows, capacity), _Store(layers, rows, capacity)
+        every = [
+            SlotLayer(number, self._stores, capacity, self._window)
+            for number in range(layers + states)
+        ]
+        self.layers, self._states = every[:layers], every[layers:]
+        self.states = states
+        self._look_up(0, rows)
+
+    def place(
+        self,
+        start: np.ndarray,
+        n: int,
+        sliding: SlidingWindow | None = None,
+        root: np.ndarray | None = None,
+        *,
+        ahead: bool = False,
+    ) -> None:
+        """The next n fed tokens go to the slots from `start`, int [B].
+
+        sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
+        up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
+        ahead: of static slots, several passes feed these tokens; `locate` comes before each."""
+        window = self._window
+        first, last = int(start.min()), int(start.max())
+        window.fresh = not last and not ahead
+        # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
+        end = last + n
+        self.wrote(end)
+        window.end = end if window.fresh else round_up_slots(end, self._step)
+        window.begin = None
+        window.read = slice(0, window.end)
+        if self.static:
+            return
+        if sliding is not None:
+            base = start if root is None else root
+            capacity = self.allocated[1]
+            read = sliding.slots(base, start + n, window.end, capacity, self._step)
+            window.read = read if isinstance(read, slice) else to_device(read, self.device)
+        if first == last:
+            window.begin = first
+        else:
+            self.locate(to_device(start, self.device)[:, None], n)
+
+    def wrote(self, end: int) -> None:
+        """The slots below this one may have been written. `place` and the copies in this class call
+        it. Code that writes into the layers directly must call it too."""
+        self._written = max(self._written, end)
+
+    def locate(self, first_B1: Tensor, n: int) -> None:
+        """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
+        rows_B1 = torch.arange(len(first_B1), device=self.device)[:, None]
+        self._window.scatter(rows_B1, first_B1 + torch.arange(n, device=self.device))
+
+    def keep_states(self, values: Sequence[Tensor]) -> None:
+        """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""
+        for layer, states in zip(self._states, values, strict=True):
+            layer.write(states[:, None], states[:, None, :, :0])
+
+    def kept_states(self, count: int) -> list[Tensor]:
+        """A copy of the hidden states of the first `count` tokens of each row, [B, count, H]."""
+        return [layer.keys[:, 0, :count].clone() for layer in self._states]
+
+    def mask(
+        self,
+        base_B1: Tensor,
+        n: int,
+        ancestors_BNM: Tensor | None,
+        sliding: SlidingWindow | None = None,
+        depth_BN: Tensor | None = None,
+    ) -> Tensor | None:
+        """The slots that each placed token may see, bool [B, 1, n, S]. None if plain causal
+        attention is enough.
+
+        base_B1: the first slot of the tree; every token sees all slots below it. ancestors_BNM: for
+        a tree of m nodes with the last n of them fed, the nodes that each fed node may see. None: a
+        chain. sliding: None: a token sees all of the text. depth_BN: how many positions each fed
+        token is after the first slot of the tree; None: as many as it has ancestors there.
+        """
+        inside_window = sliding is None or self._window.end <= sliding.size
+        alone = n == 1 and self._step == 1 and self._window.begin is not None
+        if ancestors_BNM is None and inside_window and (self._window.fresh or alone):
+            return None
+        read, begin = self._window.read, self._window.begin
+        slots = read  # [S] or [B, S]
+        if isinstance(slots, slice):
+            if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
+                first = self.allocated[1] - 1 - begin
+                seen = self._past[first + slots.start : first + slots.stop]
+                return seen.expand(len(base_B1), 1, 1, -1)
+            slots = torch.arange(slots.start, slots.stop, device=self.device)
+        offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
+        if ancestors_BNM is None:
+            depth_BN = torch.arange(n, device=self.device)[None]
+            seen = offset_BS[:, None, :] <= depth_BN[:, :, None]
+        else:
+            depth_BN = ancestors_BNM.sum(2) - 1 if depth_BN is None else depth_BN
+            if sliding is not None and not inside_window:
+                # An ancestor is as far away as there are ancestors from it on.
+                distance = ancestors_BNM.flip(2).cumsum(2).flip(2)
+                ancestors_BNM = ancestors_BNM & (distance <= sliding.size)
+            nodes = ancestors_BNM.shape[2]
+            inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
+            column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
+            visible = ancestors_BNM.expand(len(base_B1), -1, -1).gather(2, column_B1S)
+            seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
+        if sliding is not None and not inside_window:
+            positions_BN1 = (base_B1 + depth_BN)[:, :, None]
+            near = sliding.sees(positions_BN1, slots.expand(len(base_B1), -1)[:, None, :])
+            if ancestors_BNM is not None:  # the slots of the tree are limited already
+                near = near | (offset_BS >= 0)[:, None, :]
+            seen = seen & near
+        return seen[:, None]
+
+    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
+        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
+        the first counts[b] columns, int [B]. columns_BM: int64 on the host; elsewhere it is read.
+
+        Nothing moves if all columns are already in place, as in a chain.
+        """
+        columns_M = np.arange(columns_BM.shape[1])
+        on_host = columns_BM.cpu().numpy()
+        misplaced = (on_host != columns_M) & (columns_M < counts[:, None])
+        if not misplaced.any():
+            return
+        columns_BM = columns_BM[:, : int(np.flatnonzero(misplaced.any(0))[-1]) + 1]
+        first_B1 = to_device(start, self.device)[:, None]
+        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+        source_BM = first_B1 + to_device(columns_BM, self.device)
+        target_BM = first_B1 + torch.arange(columns_BM.shape[1], device=self.device)
+        for store in self._stores:
+            store.move(rows_B1, source_BM, target_BM)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied.
+        Memory stays allocated."""
+        kept = rows.cpu().numpy()
+        for store in self._stores:
+            store.keep_rows(kept, self._written)
+        self.rows = len(kept)
+        self._look_up(0, self.rows)
+
+    def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
+        """Append empty rows. capacity: the slots that any row needs from now on. least: allocate
+        what `least` says, else what `grown` says."""
+        first = self.rows
+        self.rows = first + count
+        self.allocated = (self.least if least else self.grown)(self.rows, capacity)
+        for store in self._stores:
+            store.reserve(*self.allocated)
+            store.clear(first, self.rows, self._written)
+            self._look_up(0, self.rows)  # the old memory is free before more is taken
+
+    def grown(self, rows: int, capacity: int) -> tuple[int, int]:
+        """How many rows and slots are allocated if so many are needed. A step of growth is at least
+        a half, because each one copies everything."""
+        allocated, slots = self.allocated
+        if rows > allocated:
+            allocated = max(rows, allocated * 3 // 2)
+        if capacity > slots:
+            slots = round_up_slots(max(capacity, slots * 3 // 2), self._step)
+        return allocated, slots
+
+    def least(self, rows: int, capacity: int) -> tuple[int, int]:
+        """As `grown`, but only the rows in use are allocated, and only the slots that one needs or
+        has."""
+        return rows, max(round_up_slots(capacity, self._step), self.allocated[1])
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of keys and values of one token of one row. 0 before the first forward."""
+        return sum(store.token_bytes for store in self._stores)
+
+    def take(self, row: int, count: int) -> SlotStates:
+        """A copy of the first `count` slots of a row."""
+        keys, values = (store.take(row, count) for store in self._stores)
+        return SlotStates(keys, values, count)
+
+    def put(self, row: int, states: SlotStates) -> None:
+        """Write the first slots of a row."""
+        self.wrote(states.count)
+        for store, new in zip(self._stores, (states.keys, states.values), strict=True):
+            store.put(row, new, states.count)
+        for layer in (*self.layers, *self._states):
+            # A layer that reads the keys of another one has none.
+            layer.is_initialized = self._stores[0].has(layer.number)
+        self._look_up(self._fed.start, self._fed.stop)
+
+    def copy_from(self, other: "Slots", source_BN: np.ndarray, target_BN: np.ndarray) -> None:
+        """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
+        goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before.
+        Hidden states are not copied."""
+        self.wrote(int(target_BN.max(initial=-1)) + 1)
+        rows_B1 = torch.arange(len(source_BN), device=self.device)[:, None]
+        source, target = (to_device(x, self.device) for x in (source_BN, target_BN))
+        for store, from_ in zip(self._stores, other._stores, strict=True):
+            copied = from_.copy(rows_B1, source)
+            store.write(rows_B1, target, copied[: len(copied) - from_.states])
+
+    @contextmanager
+    def restored(self, start: np.ndarray, n: int) -> Iterator[None]:
+        """After this context, the n slots of each row from `start` on, int [B], are as before it.
+
+        Stale slots are masked, but a NaN in one of them would still spoil the row: 0·NaN is NaN.
+        """
+        rows_B1 = torch.arange(len(start), device=self.device)[:, None]
+        slots_BN = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
+        slots_BN = slots_BN.clamp(max=self.allocated[1] - 1)
+        copies = [store.copy(rows_B1, slots_BN) for store in self._stores]
+        try:
+            yield
+        finally:
+            for store, copied in zip(self._stores, copies, strict=True):
+                store.write(rows_B1, slots_BN, copied)
+
+    def _look_up(self, first: int, end: int) -> None:
+        self._fed = slice(first, end)
+        capacity = self.allocated[1]
+        if len(self._past) != 2 * capacity:
+            self._past = torch.arange(2 * capacity, device=self.device) < capacity
+        for layer in (*self.layers, *self._states):
+            layer.look_up(self._fed, self.allocated[1])
+
+
+def round_up_slots(count: int, step: int) -> int:
+    """The smallest multiple of `step` that holds `count` slots."""
+    return -(-count // step) * step

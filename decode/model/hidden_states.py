@@ -1,0 +1,175 @@
+"""Captures the target's hidden states during its forward, for drafters that read them.
+
+captured_layers: the layers whose hidden states are captured. A layer is `FINAL` for the input of
+the output layer, or a layer's number from 0 for the output of that layer. Shapes: B rows, n tokens,
+H hidden size, T captured layers.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.base.device import to_device
+from decode.base.errors import UserError
+from decode.model.pretrained import decoder_config, has_encoder, input_device
+
+FINAL = -1
+
+
+@dataclass
+class Features:
+    """values: the hidden states of each captured layer, [B, n, H]. counts: int [B] on the host. Row
+    b holds its first counts[b] tokens, the rest is padding."""
+
+    values: Mapping[int, Tensor]
+    counts: np.ndarray
+
+    def of(self, captured_layers: Sequence[int]) -> Tensor:
+        """[B, n, T·H]: the hidden states of some captured layers, concatenated in this order."""
+        if len(captured_layers) == 1:
+            return self.values[captured_layers[0]]
+        return torch.cat([self.values[layer] for layer in captured_layers], -1)
+
+    def at(self, columns: Tensor, counts: np.ndarray) -> "Features":
+        """The hidden states in these columns of each row, int64 [B, m]. The first counts[b] columns
+        of row b are valid."""
+        rows_B1 = torch.arange(len(columns), device=columns.device)[:, None]
+        return Features({layer: x[rows_B1, columns] for layer, x in self.values.items()}, counts)
+
+    def newest(self, captured_layers: Sequence[int]) -> Tensor:
+        """[B, T·H]: the hidden states of each row's last valid token. Meaningless for a row with
+        counts[b] = 0."""
+        values = self.of(captured_layers)
+        columns = to_device(np.maximum(self.counts - 1, 0), values.device)
+        return values[torch.arange(len(columns), device=values.device), columns]
+
+    def last(self) -> "Features":
+        """The hidden states of only the last valid token of each row."""
+        device = next(iter(self.values.values())).device
+        columns = to_device(np.maximum(self.counts - 1, 0), device)[:, None]
+        return self.at(columns, np.minimum(self.counts, 1))
+
+    def none(self, rows: int) -> "Features":
+        """As many columns for `rows` rows without a valid token."""
+        values = {layer: x.new_zeros(rows, *x.shape[1:]) for layer, x in self.values.items()}
+        return Features(values, np.zeros(rows, dtype=self.counts.dtype))
+
+    def joined(self, other: "Features") -> "Features":
+        """These rows, then the rows of `other`, both with the same number of columns."""
+        values = {layer: torch.cat([x, other.values[layer]]) for layer, x in self.values.items()}
+        return Features(values, np.concatenate([self.counts, other.counts]))
+
+    def keep_rows(self, rows: np.ndarray) -> "Features":
+        """The hidden states of only these rows, int [B'], in this order."""
+        values = {
+            layer: x.index_select(0, to_device(rows, x.device)) for layer, x in self.values.items()
+        }
+        return Features(values, self.counts[rows])
+
+
+def captured_modules(
+    model: PreTrainedModel, captured_layers: Sequence[int]
+) -> dict[int, nn.Module]:
+    """The module whose output is the hidden state, for each layer. For `FINAL` of a model with an
+    encoder it is the output layer, whose input is the hidden state. Raises UserError for a layer
+    the model does not have."""
+    return {
+        layer: _last(model) if layer == FINAL else _layer(model, layer) for layer in captured_layers
+    }
+
+
+def _last(model: PreTrainedModel) -> nn.Module:
+    # A decoder under an encoder may scale its states before the output layer.
+    last: nn.Module = model.get_output_embeddings() if has_encoder(model) else model.base_model
+    # BART's causal models call the decoder in their base model, and not the base model.
+    last = getattr(last, "decoder", last)
+    if last is model:
+        raise UserError(f"{type(model).__name__} has no stack of layers below its output layer")
+    return last
+
+
+class Recorder:
+    """Captures the hidden states of a model's forwards with hooks. Works with any causal LM and
+    does not change the forward. Captures every fed token, even if only some get logits.
+
+    Raises UserError for a layer the model does not have.
+    """
+
+    def __init__(self, model: PreTrainedModel, captured_layers: Sequence[int]) -> None:
+        self._modules = captured_modules(model, captured_layers)
+        self._device, self._reads_input = input_device(model), has_encoder(model)
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, Tensor]]:
+        """Captures the forward inside this context: the hidden states of each layer, [B, n, H]."""
+        captured: dict[int, Tensor] = {}
+        # Removed at the end: hooks that stay would affect other users of the model.
+        hooks = [
+            module.register_forward_pre_hook(partial(_store_input, captured, layer, self._device))
+            if layer == FINAL and self._reads_input
+            else module.register_forward_hook(partial(_store_output, captured, layer, self._device))
+            for layer, module in self._modules.items()
+        ]
+        try:
+            yield captured
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def _store_output(
+    captured: dict[int, Tensor],
+    layer: int,
+    device: torch.device,
+    _: nn.Module,
+    __: Any,
+    output: Any,
+) -> None:
+    # Layers may be on other devices than the inputs.
+    captured[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
+
+
+def _store_input(
+    captured: dict[int, Tensor], layer: int, device: torch.device, _: nn.Module, inputs: Any
+) -> None:
+    captured[layer] = inputs[0].to(device)
+
+
+def _layer(model: PreTrainedModel, number: int) -> nn.Module:
+    depth = decoder_config(model).num_hidden_layers
+    if not 0 <= number < depth:
+        raise UserError(
+            f"hidden states of layer {number} were requested, but {type(model).__name__} has "
+            f"{depth} layers; expected 0 to {depth - 1}, or {FINAL} for the output layer's input"
+        )
+    name = layer_list_name(model)
+    if name is None:
+        raise UserError(
+            f"{type(model).__name__} has no single list of its {depth} layers, so the hidden "
+            "states between them cannot be captured"
+        )
+    layers = model.get_submodule(name)
+    assert isinstance(layers, nn.ModuleList)
+    return layers[number]
+
+
+def layer_list_name(model: PreTrainedModel) -> str | None:
+    """The dotted name of the list that holds the model's layers, such as `model.layers`. None if
+    there is not exactly one such list."""
+    depth, encoder = decoder_config(model).num_hidden_layers, set[nn.Module]()
+    if has_encoder(model):
+        encoder = set(model.get_encoder().modules())
+    names = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == depth and module not in encoder
+    ]
+    outermost = [name for name in names if not any(name.startswith(f"{o}.") for o in names)]
+    return outermost[0] if len(outermost) == 1 else None

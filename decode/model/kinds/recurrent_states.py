@@ -1,0 +1,271 @@
+"""The states of layers with linear attention or a short convolution, one of each layer per row.
+
+Such a layer has no key and value per token. It has a state that every token changes: the gated
+delta rule of Qwen3-Next and Qwen3.5 (2412.06464), or the last inputs of a convolution (LFM2). A
+state cannot go back. So every row has a snapshot of its states, and the inputs that these layers
+got since then. A row goes back in two steps: its snapshot is restored, and these layers alone read
+the inputs of the tokens that stay. Other layers compute nothing, because these inputs are the same
+as in the pass.
+
+Rows are replayed in groups that read the same number of tokens. So padding never enters a state.
+
+Shapes: B rows, n tokens fed per row, H hidden size, T tokens in the log.
+"""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from decode.base.device import to_device
+from decode.base.errors import UserError
+from decode.model.cache.fed_rows import FedRows
+from decode.model.hidden_states import layer_list_name
+from decode.model.pretrained import decoder_config, input_device
+
+if TYPE_CHECKING:
+    pass
+
+# A row with more tokens than that after its snapshot gets a new snapshot.
+LONGEST_LOG = 64
+UNKNOWN = -1
+
+
+class RecurrentStates(FedRows):
+    """The states of the layers `numbers` of a model, for the rows that are decoding.
+
+    The calls for one pass: `lost` and `rewind`, then the pass inside `feeding`.
+
+    model: the model that computes the passes. Raises UserError if the part of a layer that has the
+    state cannot be told from the others.
+    """
+
+    def __init__(self, model: PreTrainedModel, numbers: Sequence[int]) -> None:
+        self.model, self.device = model, input_device(model)
+        self._mixers = {number: _mixer(model, number) for number in numbers}
+        self.reset(0, 0)
+
+    def reset(self, rows: int, capacity: int) -> None:
+        """Start `rows` empty rows of at most `capacity` tokens."""
+        self.cache = DynamicCache(config=self.model.config)
+        self.layers: dict[int, Any] = {number: self.cache.layers[number] for number in self._mixers}
+        # Of each layer: its states now, and in the snapshots, [B, …]. Empty before the first pass.
+        self._now: dict[int, list[Tensor]] = {}
+        self._snapshots: dict[int, list[Tensor]] = {}
+        # int [B]: the tokens that are in the states now, or UNKNOWN; those in the snapshots; and
+        # how many tokens after the snapshot are in the log.
+        self._at, self._base, self._logged = np.zeros((3, rows), dtype=np.int64)
+        # Of each layer: its inputs, [T, H] per pass; and int64 [B, m]: where a row's tokens are.
+        self._log: dict[int, list[Tensor]] = {number: [] for number in self._mixers}
+        self._places = np.zeros((rows, 0), dtype=np.int64)
+        self._tokens = torch.zeros(rows, capacity, dtype=torch.int64, device=self.device)
+        self._fed = slice(0, rows)
+
+    def among(self, slots: Sequence[Any]) -> list[Any]:
+        """The cache layers of the complete model: `slots` are those of its other layers."""
+        others = iter(slots)
+        count = len(slots) + len(self.layers)
+        return [self.layers[n] if n in self.layers else next(others) for n in range(count)]
+
+    def add_rows(self, count: int, capacity: int) -> None:
+        """Append empty rows. capacity: the tokens that any row may have from now on."""
+        rows, before = self._tokens.shape
+        grown = (0, max(capacity - before, 0), 0, count)
+        self._tokens = nn.functional.pad(self._tokens, grown)
+        self._at, self._base, self._logged = (
+            np.pad(x, (0, count)) for x in (self._at, self._base, self._logged)
+        )
+        self._places = np.pad(self._places, ((0, count), (0, 0)))
+        for states in (self._now, self._snapshots):
+            for number, kept in states.items():
+                states[number] = [torch.cat([x, x.new_zeros(count, *x.shape[1:])]) for x in kept]
+        self._look_up(0, rows + count)
+
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, int [B'], in this order."""
+        at = to_device(rows, self.device)
+        self._tokens = self._tokens[at]
+        self._at, self._base = self._at[rows], self._base[rows]
+        self._logged, self._places = self._logged[rows], self._places[rows]
+        for states in (self._now, self._snapshots):
+            for number, kept in states.items():
+                states[number] = [x.index_select(0, at.to(x.device)) for x in kept]
+        self._look_up(0, len(rows))
+
+    def _look_up(self, first: int, end: int) -> None:
+        self._fed = slice(first, end)
+        for number, states in self._now.items():
+            _set_states(self.layers[number], [x[first:end] for x in states])
+
+    def lost(self, start: np.ndarray) -> np.ndarray:
+        """The fed rows whose states after the first `start` tokens, int [B], are neither kept nor
+        can be replayed. Feed these rows their tokens again, from the first one on."""
+        at, base = self._at[self._fed], self._base[self._fed]
+        end = base + self._logged[self._fed]
+        inside = (base <= start) & (start <= end)
+        # Past all tokens of a row is nothing to know: its input has no meaning.
+        past = start > np.maximum(at, end)
+        return np.flatnonzero((start > 0) & (start != at) & ~inside & ~past)
+
+    def tokens(self, row: int, count: int) -> Tensor:
+        """int64 [1, count]: a copy of the first tokens of a fed row."""
+        row += self._fed.start
+        return self._tokens[row : row + 1, :count].clone()
+
+    def rewind(self, start: np.ndarray, *, settle: bool = False) -> None:
+        """Set the states of the fed rows to those after their first `start` tokens, int [B].
+
+        settle: no row goes back further than that any more, so all get a new snapshot.
+        """
+        rows = np.arange(self._fed.start, self._fed.stop)
+        empty = rows[(start == 0) & (self._at[rows] != 0)]
+        if len(empty):
+            self._clear(empty)
+        count = start - self._base[rows]
+        back = (self._at[rows] != start) & (count >= 0) & (count <= self._logged[rows])
+        for tokens in np.unique(count[back]).tolist():
+            self._replay(rows[back & (count == tokens)], tokens)
+        self._at[rows[back]], self._logged[rows[back]] = start[back], 0
+        # A row that went back has another text from here on.
+        gapless = self._base[rows] + self._logged[rows] == start
+        due = back | settle | ~gapless | (self._logged[rows] > LONGEST_LOG)
+        due &= (self._at[rows] == start) & (self._base[rows] != start)
+        self._take_snapshots(rows[due], start[due])
+
+    def _clear(self, rows: np.ndarray) -> None:
+        for states in (self._now, self._snapshots):
+            for x in (x for kept in states.values() for x in kept):
+                x[to_device(rows, x.device)] = 0
+        self._at[rows] = self._base[rows] = self._logged[rows] = 0
+
+    def _take_snapshots(self, rows: np.ndarray, at: np.ndarray) -> None:
+        """at: int, the tokens in the states of these rows."""
+        if not len(rows):
+            return
+        for number, kept in self._now.items():
+            if len(rows) == len(self._at):
+                self._snapshots[number] = [x.clone() for x in kept]
+                continue
+            for x, snapshot in zip(kept, self._snapshots[number], strict=True):
+                index = to_device(rows, x.device)
+                snapshot[index] = x[index]
+        self._base[rows], self._logged[rows] = at, 0
+        if not self._logged.any():
+            self._log = {number: [] for number in self._mixers}
+
+    def _replay(self, rows: np.ndarray, tokens: int) -> None:
+        """Set the states of these rows to their snapshots and so many tokens of the log."""
+        for number, layer in self.layers.items():
+            states = [x.index_select(0, to_device(rows, x.device)) for x in self._snapshots[number]]
+            if tokens:
+                log = torch.cat(self._log[number])
+                self._log[number] = [log]
+                inputs = log[to_device(self._places[rows, :tokens], log.device)]
+                _set_states(layer, states)
+                mixer = self._mixers[number]
+                mixer(hidden_states=inputs, **{_cache_argument(mixer): self.cache})
+                states = _states(layer)
+            for x, new in zip(self._now[number], states, strict=True):
+                x[to_device(rows, x.device)] = new
+        self._look_up(self._fed.start, self._fed.stop)
+
+    @contextmanager
+    def feeding(self, ids_BN: Tensor, start: np.ndarray, ends: np.ndarray | None) -> Iterator[None]:
+        """The pass that feeds these tokens to the slots from `start` on, int [B], runs inside this
+        context. ends: see `CachedLM.forward`."""
+        rows, n = np.arange(self._fed.start, self._fed.stop), ids_BN.shape[1]
+        logs = ends is None or bool((ends != start + n).any())
+        inputs: dict[int, Tensor] = {}
+        # Removed at the end: hooks that stay would affect other users of the model.
+        hooks = [
+            mixer.register_forward_pre_hook(partial(_store, inputs, number), with_kwargs=True)
+            for number, mixer in self._mixers.items()
+            if logs
+        ]
+        known = self._at[rows] == start
+        self._at[rows] = UNKNOWN  # also if the pass fails
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not self._now:
+            self._allocate()
+        columns = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
+        self._tokens[to_device(rows, self.device)[:, None], columns] = ids_BN
+        self._at[rows[known]] = start[known] + n
+        if logs:
+            self._append(inputs, rows, known, n)
+        if ends is not None:
+            self.rewind(ends, settle=True)
+
+    def _append(
+        self, inputs: dict[int, Tensor], rows: np.ndarray, known: np.ndarray, n: int
+    ) -> None:
+        """Put inputs [B, n, H] of each layer into the log, for the rows whose states are known."""
+        logs = next(iter(self._log.values()))
+        places = sum(map(len, logs)) + np.arange(len(rows) * n).reshape(-1, n)
+        for number, x in inputs.items():
+            self._log[number].append(x.flatten(0, 1))
+        missing = int(self._logged[rows].max()) + n - self._places.shape[1]
+        self._places = np.pad(self._places, ((0, 0), (0, max(missing, 0))))
+        kept = rows[known]
+        columns = self._logged[kept][:, None] + np.arange(n)
+        self._places[kept[:, None], columns] = places[known]
+        self._logged[kept] += n
+
+    def _allocate(self) -> None:
+        """After the first pass: states for all rows, of the shapes that the layers made."""
+        for number, layer in self.layers.items():
+            made = _states(layer)
+            self._now[number] = [x.new_zeros(len(self._at), *x.shape[1:]) for x in made]
+            self._snapshots[number] = [torch.zeros_like(x) for x in self._now[number]]
+            for x, new in zip(self._now[number], made, strict=True):
+                x[self._fed] = new
+        self._look_up(self._fed.start, self._fed.stop)
+
+
+def _mixer(model: PreTrainedModel, number: int) -> nn.Module:
+    """The part of a layer that reads and writes its state."""
+    name = layer_list_name(model)
+    layers: Any = model.get_submodule(name) if name else None
+    parts = list(layers[number].children()) if name else []
+    mixers = [part for part in parts if _cache_argument(part)]
+    if len(mixers) != 1:
+        kind = decoder_config(model).layer_types[number]
+        raise UserError(
+            f"{type(model).__name__} keeps a running state (layer {number}, {kind}) in a form that "
+            "is not known, so it cannot be rolled back after a rejected draft; use a model with "
+            "attention layers, or one such as Qwen3-Next"
+        )
+    return mixers[0]
+
+
+def _cache_argument(module: nn.Module) -> str:
+    """The argument that takes the cache; empty if there is none."""
+    names = inspect.signature(type(module).forward).parameters
+    return next((name for name in ("cache_params", "past_key_values") if name in names), "")
+
+
+def _store(
+    inputs: dict[int, Tensor], number: int, _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> None:
+    inputs[number] = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+
+
+def _states(layer: Any) -> list[Tensor]:
+    """The states that a layer has now, [B, …]."""
+    kinds = (layer.conv_states, layer.recurrent_states)
+    return [x for kind in kinds for x in kind.values() if x is not None]
+
+
+def _set_states(layer: Any, states: Sequence[Tensor]) -> None:
+    new = iter(states)
+    for kind in (layer.conv_states, layer.recurrent_states):
+        kind.update({index: next(new) for index, x in kind.items() if x is not None})

@@ -1,0 +1,415 @@
+"""Models of transformers: loading them, and the devices of their weights.
+
+Errors of transformers about a model's files become UserErrors. Weights come from safetensors or
+GGUF, never from pickle files, which can run code. Code that comes with a model runs only if the
+user asks for it.
+
+The weights may be on one device, distributed over several, or offloaded. accelerate's hooks move
+inputs to the device of each part of a model. Offloaded weights are on the device `meta`, without
+values, except while their layer runs.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+from transformers.distributed import DistributedConfig
+
+from decode.base.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+# The longest text of models without a limit in their config.
+UNLIMITED_POSITIONS = 2**31 - 1
+
+# What a part of a config's name says about the model.
+MEDIA = {"vision_config": "images", "audio_config": "sound"}
+# Lines and characters of an error that a message repeats.
+REASON_LINES, REASON_LENGTH = 4, 400
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    dtype: torch.dtype
+    attn_implementation: str
+    trust_remote_code: bool
+    device: torch.device
+    device_map: str | dict[str, Any] | None = None
+    max_memory: Mapping[int | str, int | str] | None = None
+    encoder: bool = False
+    sharded: bool = False
+    # The modules of the decoder that transformers shards over all processes, by name. None: none.
+    fsdp_plan: dict[str, str] | None = None
+
+
+def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
+    """Loads model and tokenizer with transformers. Turns its errors into UserErrors.
+
+    where: `revision` for hub ids or `gguf_file` for GGUF files.
+    """
+    where["trust_remote_code"] = options.trust_remote_code
+    config, tokenizer = config_and_tokenizer(source, encoder=options.encoder, **where)
+    if "gguf_file" in where:
+        where["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    elif getattr(config, "quantization_config", None) is not None:
+        where["device_map"] = {"": options.device}
+    if options.device_map is not None:
+        where |= {"device_map": options.device_map, "max_memory": options.max_memory}
+    if options.fsdp_plan is not None:
+        config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
+        where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
+    attention = options.attn_implementation
+    with _explained(source, "weights"):
+        auto = transformers.AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            auto = transformers.AutoModelForSeq2SeqLM
+        model, info = auto.from_pretrained(
+            source,
+            config=config,
+            dtype=options.dtype,
+            attn_implementation=None if attention == "auto" else attention,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
+            **where,
+        )
+    if info["mismatched_keys"]:
+        sizes = [
+            f"{name} is {list(found)}, expected {list(expected)}"
+            for name, found, expected in sorted(info["mismatched_keys"])
+        ]
+        more = f", and {len(sizes) - 3} more" if sizes[3:] else ""
+        raise UserError(
+            f"the weights of {source} do not have the sizes that its config says: "
+            f"{'; '.join(sizes[:3])}{more}. Use the config and the weights of one model."
+        )
+    if info["missing_keys"]:
+        # transformers fills them with random numbers and continues.
+        raise UserError(
+            f"the weights of {source} lack {len(info['missing_keys'])} tensors that its config "
+            f"requires, such as {min(info['missing_keys'])}. Name a complete causal language model."
+        )
+    return model, tokenizer
+
+
+def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) -> tuple[Any, Any]:
+    """Loads the config and the tokenizer of a causal language model, without its weights. Turns the
+    errors of transformers into UserErrors. encoder: the model may have an encoder. where: as for
+    `from_pretrained` of transformers."""
+    with _explained(source, "config"):
+        config = transformers.AutoConfig.from_pretrained(source, **where)
+    _require_causal(source, config, encoder)
+    tokenizer = _load_tokenizer(source, config, where)
+    _drop_padding_outside(source, config, tokenizer)
+    return config, tokenizer
+
+
+def _drop_padding_outside(source: str, config: Any, tokenizer: Any) -> None:
+    """Remove padding tokens that have no embedding. Padding is masked, so any other token does."""
+    text, dropped = config.get_text_config(), set()
+    for holder in (config, text, tokenizer):
+        token = getattr(holder, "pad_token_id", None)
+        if isinstance(token, int) and not 0 <= token < text.vocab_size:
+            holder.pad_token_id = None
+            dropped.add(token)
+    if dropped:
+        rows, named = text.vocab_size, sorted(dropped)
+        logger.warning("padding tokens %s of %s are outside its %s tokens", named, source, rows)
+
+
+def _load_tokenizer(source: str, config: Any, where: dict[str, Any]) -> Any:
+    try:
+        if "gguf_file" in where:
+            # AutoTokenizer selects this class too, but reads the file once more.
+            return transformers.PreTrainedTokenizerFast.from_pretrained(source, **where)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, config=config, **where)
+    except Exception as error:  # the tokenizers library raises plain Exception for bad files
+        if _asks_for_trust(error):
+            raise UserError(_foreign_code(source)) from error
+        raise UserError(
+            f"no usable tokenizer in {source} ({in_one_line(error)}). Put the model's tokenizer "
+            "files (tokenizer.json, tokenizer_config.json) beside its weights."
+        ) from error
+    return tokenizer
+
+
+def _require_causal(source: str, config: Any, encoder: bool) -> None:
+    # Encoders such as BERT load as language models too, but predict tokens that they already see.
+    causal = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+    architectures = config.architectures or []
+    known = MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    if not any(type(config) in mapping for mapping in known) and not hasattr(config, "auto_map"):
+        media = [m for part, m in MEDIA.items() if getattr(config, part, None) is not None]
+        what = f"a model that reads {' and '.join(media)}" if media else "no language model"
+        raise UserError(
+            f"{source} is {what} (model type {config.model_type}); transformers does not load it "
+            "as one that only writes text, so it is not supported. Expected a ...ForCausalLM, or a "
+            "checkpoint of a family whose text part is one, such as gemma3 or qwen3_5."
+        )
+    foreign = architectures and not any(
+        name.endswith((*causal, "MTModel")) for name in architectures
+    )
+    if config.is_encoder_decoder and not encoder:
+        raise UserError(
+            f"{source} is an encoder-decoder model ({config.model_type}), but a decoder-only model "
+            "is needed here. Targets with an encoder work in generate, evaluate, and the stages "
+            "generate, heads and distill"
+        )
+    if foreign:
+        raise UserError(
+            f"{source} is not a causal language model: its config names "
+            f"{', '.join(architectures) or config.model_type}, expected a ...ForCausalLM. "
+            "Name a decoder-only model with its output layer."
+        )
+
+
+@contextmanager
+def _explained(source: str, part: str) -> Iterator[None]:
+    """Turns exceptions of transformers about a model's files into UserErrors."""
+    try:
+        yield
+    except Exception as error:  # bad files bring out errors of every type
+        reason = in_one_line(error)
+        if _asks_for_trust(error):
+            message = _foreign_code(source)
+        elif "safetensors" in reason and "does not appear to have" in reason:
+            message = no_safetensors(source, [])
+        elif not Path(source).exists() and part == "config":
+            message = (
+                f"{source} is not a local directory, and loading from the hub failed ({reason}). "
+                "Check the name, the network and, for a gated model, your access."
+            )
+        else:
+            message = (
+                f"the {part} of {source} cannot be loaded ({type(error).__name__}: {reason}). "
+                "Check that the files are complete, belong together, and that this version of "
+                f"transformers ({transformers.__version__}) knows the model."
+            )
+        raise UserError(message) from error
+
+
+def require_all_shards(directory: Path) -> None:
+    """Raises UserError if a file that the index of safetensors names is missing."""
+    index = directory / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        named = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} cannot be read ({error}); copy or download it again") from error
+    missing = sorted(str(name) for name in named if not (directory / str(name)).is_file())
+    if missing:
+        raise UserError(
+            f"{directory} lacks {', '.join(missing[:3])}{' …' if missing[3:] else ''} "
+            f"({len(missing)} of {len(named)} files that {index.name} names); download it again"
+        )
+
+
+def _asks_for_trust(error: Exception) -> bool:
+    return "trust_remote_code" in str(error)
+
+
+def _foreign_code(source: str) -> str:
+    return (
+        f"{source} contains Python code, which does not run by default. "
+        "Read that code, then set trust_remote_code, or name another model."
+    )
+
+
+def no_safetensors(source: str, pickles: list[str]) -> str:
+    formats = f"only {', '.join(sorted(pickles))}" if pickles else "none"
+    return (
+        f"{source} has no safetensors weights (found {formats}). Pickle files (.bin) are not read, "
+        "because loading one can run code. If you trust them, convert them first: load the model "
+        "with transformers and call save_pretrained, which writes safetensors."
+    )
+
+
+def in_one_line(error: Exception) -> str:
+    """The first lines of an error's message, joined."""
+    # A KeyError's text is the repr of its message.
+    message = error.args[0] if isinstance(error, KeyError) and error.args else error
+    lines = [line.strip() for line in str(message).splitlines() if line.strip()]
+    reason = " ".join(lines[:REASON_LINES]) or type(error).__name__
+    if lines[REASON_LINES:] or reason[REASON_LENGTH:]:
+        return f"{reason[:REASON_LENGTH]} …"
+    return reason.rstrip(".:")
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns whatever a library raises for values of the user into a UserError. what: did not work,
+    with the values, as the start of the message."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what} ({type(error).__name__}: {in_one_line(error)})") from error
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+@contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Silences tqdm, because some progress bars of transformers cannot be switched off."""
+    with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
+        yield
+
+
+@contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Halves the time to load a GGUF file.
+
+    Without it, transformers parses the file separately for the config and for the weights, and
+    builds the table of tensor names again for every module.
+    """
+    import gguf  # optional, see `decode.model.gguf_file.require_gguf`
+
+    with (
+        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+    ):
+        yield
+
+
+def has_encoder(model: Any) -> bool:
+    """Whether the model is a decoder under an encoder."""
+    return bool(model.config.is_encoder_decoder)
+
+
+def decoder_config(model: Any) -> Any:
+    """The config of the part that writes text."""
+    if not has_encoder(model):
+        return model.config.get_text_config()
+    # Its own config, or one for both parts, which names the decoder's sizes apart.
+    return model.get_decoder().config.get_text_config(decoder=True)
+
+
+def adapters_in_use(model: nn.Module) -> tuple[Any, ...]:
+    """Which of peft's adapters each of the model's layers applies, and which are merged."""
+    layers: Any = (layer for layer in model.modules() if hasattr(layer, "merged_adapters"))
+    return tuple(
+        (tuple(layer.active_adapters), layer.disable_adapters, tuple(layer.merged_adapters))
+        for layer in layers
+    )
+
+
+def longest_text(config: Any) -> int:
+    """The length of the longest text, in tokens, that a model with this (text) config supports.
+
+    A model with rotary positions of the type `longrope` (Phi-3) turns all tokens of a text by other
+    angles once it is longer than `original_max_position_embeddings`. The keys of the tokens before
+    would be wrong from there on, so its texts end there.
+    """
+    longest: int = getattr(config, "max_position_embeddings", None) or UNLIMITED_POSITIONS
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = rope.values() if all(isinstance(kind, dict) for kind in rope.values()) else [rope]
+    switches = (
+        kind.get("original_max_position_embeddings", longest)
+        for kind in kinds
+        if kind.get("rope_type") == "longrope"
+    )
+    return min([longest, *switches])
+
+
+def decoder_start(model: Any) -> int:
+    """The token that a decoder under an encoder starts with, as in `generate()`. Raises UserError
+    if the checkpoint names none."""
+    for config in (model.generation_config, model.config):
+        for name in ("decoder_start_token_id", "bos_token_id"):
+            start = getattr(config, name, None)
+            if isinstance(start, int):
+                return start
+    raise UserError(
+        f"{type(model).__name__} names no token that its decoder starts with; set "
+        "decoder_start_token_id in its generation_config.json"
+    )
+
+
+def input_device(model: Any) -> torch.device:
+    """The device of the model's embeddings. The model's inputs, and computations next to the model,
+    belong there. `model.device` is the device of the first weight, which may be `meta`."""
+    first: torch.device = model.device
+    if first.type != "meta":
+        return first
+    for module in (model.get_input_embeddings(), model):
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return first
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether another library runs code around the forward of a part of the module."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in module.modules()
+    )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether this process holds only a part of some weights (`decode.model.sharded`)."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def complete(tensor: Tensor) -> Tensor:
+    """The tensor, or all of it on every process if it is sharded. All processes must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def require_present(model: nn.Module, what: str) -> None:
+    """Raises UserError if weights are offloaded. what: the part that reads the weights, such as
+    'heads', for the message."""
+    if any(p.device.type == "meta" for p in model.parameters()):
+        raise UserError(
+            f"{what} must read the target's weights, but some of {type(model).__name__}'s are "
+            "offloaded to the CPU or to disk; load the target without offloading, or use a drafter "
+            "that does not read them (a small language model, or lookup)"
+        )
+
+
+def require_finite(model: nn.Module, spec: str) -> None:
+    """Raises UserError if weights are NaN or infinite, and names the first ones with their layer.
+    Weights that are offloaded or quantised are not read. Of a sharded model, each process reads its
+    shards."""
+    names, extremes = [], []
+    for name, parameter in model.named_parameters():
+        weight = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        # A quantiser's tensor may have the dtype of the numbers that it stands for.
+        if type(weight) not in (Tensor, nn.Parameter):
+            continue
+        if weight.dtype in _READABLE and weight.device.type != "meta" and weight.numel():
+            names.append(name)
+            extremes.append(torch.stack(torch.aminmax(weight)).float().cpu())
+    sound = torch.stack(extremes).isfinite().all(1).tolist() if extremes else []
+    broken = [name for name, good in zip(names, sound, strict=True) if not good]
+    if broken:
+        listed = ", ".join(broken[:3]) + (f" and {len(broken) - 3} more" if broken[3:] else "")
+        raise UserError(
+            f"weights of {spec!r} are NaN or infinite: {listed}; load it in a dtype with more "
+            "range, or get its files again"
+        )
+
+
+# Dtypes whose extremes PyTorch can compute.
+_READABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

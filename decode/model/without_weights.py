@@ -1,0 +1,85 @@
+"""A target without its weights: its config, its tokenizer and the shapes of its model.
+
+Enough to plan a run, or to compare vocabularies. Of a model on the hub only the small files are
+downloaded.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from decode.model import gguf_file
+from decode.model.chat_template import set_template_args
+from decode.model.identity import Fingerprint, fingerprint
+from decode.model.loading import (
+    EMBEDDED,
+    EMBEDDED_PREFIX,
+    Target,
+    require_hub_id,
+    resolve_device,
+    resolve_dtype,
+)
+from decode.model.pretrained import config_and_tokenizer, explained, no_progress_bars
+
+
+def load_tokenizer(spec: str) -> tuple[Any, Fingerprint]:
+    """The tokenizer of a model and its fingerprint. spec: as for
+    `decode.model.loading.load_model_and_tokenizer`, which it raises as. No code that comes with
+    the model runs."""
+    config, tokenizer = load_config(spec)
+    return tokenizer, fingerprint(tokenizer, config)
+
+
+def load_config(
+    spec: str, *, revision: str | None = None, trust_remote_code: bool = False
+) -> tuple[Any, Any]:
+    """The config and the tokenizer of a model. Arguments and errors are those of
+    `decode.model.loading.load_model_and_tokenizer`."""
+    source = spec
+    if spec.startswith(EMBEDDED_PREFIX):
+        embedded = EMBEDDED[spec.removeprefix(EMBEDDED_PREFIX)]
+        source = str(embedded.find() or embedded.hub_id)
+    path = Path(source).expanduser()
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        header = gguf_file.read_header(path)
+        with no_progress_bars():
+            config, tokenizer = config_and_tokenizer(str(path.parent), gguf_file=path.name)
+        gguf_file.correct_tokenizer(tokenizer, header)
+        return config, tokenizer
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    if path.is_dir():
+        return config_and_tokenizer(str(path), **options)
+    require_hub_id(source, path)
+    if revision is not None:
+        options["revision"] = revision
+    return config_and_tokenizer(source, **options)
+
+
+def load_shapes(
+    spec: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    chat_template_args: Mapping[str, Any] | None = None,
+) -> Target:
+    """The target with all weights on the device `meta`, where they have shapes but no values and
+    take no memory. It cannot run; its `revision` is None. dtype: as on `device`. A quantised
+    checkpoint has the shapes of its plain form, and if it is a directory, `stored_bytes`. Arguments
+    and errors are those of `decode.model.loading.load_target`."""
+    config, tokenizer = load_config(spec, revision=revision, trust_remote_code=trust_remote_code)
+    quantised = vars(config).pop("quantization_config", None) is not None
+    files = Path(spec).expanduser().glob("*.safetensors") if quantised else ()
+    stored_bytes = sum(file.stat().st_size for file in files) or None
+    options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
+    torch_dtype = resolve_dtype(dtype, resolve_device(device))
+    with explained(f"no model can be made from the config of {spec}"), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch_dtype, **options)
+    model.eval().requires_grad_(False)
+    identity = fingerprint(tokenizer, config, model.generation_config)
+    set_template_args(tokenizer, chat_template_args or {})
+    return Target(model, tokenizer, spec, None, identity, identity.eos_token_ids, stored_bytes)

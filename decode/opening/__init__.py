@@ -1,0 +1,1 @@
+"""From a name or a directory to a drafter, and back."""

@@ -1,0 +1,311 @@
+"""Saves trained drafters as directories, and opens drafters by the name a user gives.
+
+A drafter directory holds the weights (safetensors) with their config and tokenizer, a manifest
+with hashes, and `drafter.json`: its kind, the target it was made for and how it was trained.
+"""
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.base.device import dtype_name
+from decode.base.errors import UserError, nearest
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.pard import small_lm_drafter
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
+from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
+from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
+from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.loop.parts import require_no_encoder
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.identity import describe_target, require_same_target, require_same_vocabulary
+from decode.model.loading import (
+    DTYPES,
+    EMBEDDED_PREFIX,
+    HUB_ID,
+    Target,
+    load_model_and_tokenizer,
+)
+from decode.opening.combinations import COMBINATIONS, Combination
+from decode.opening.shipped import shipped_drafter
+
+DRAFTER_FILE = "drafter.json"
+FORMAT = 1
+# The kinds of drafters that are a small language model, whose tokenizer may be another one.
+SMALL_LMS = ("shared_vocabulary", "small_lm")
+# What `DIRECTORY:vocabulary=NAME` opens, for a model with another tokenizer than the target's.
+OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
+    "shared": SharedVocabularyDrafter,
+    "text": RetokenisedDrafter,
+}
+_VOCABULARY = ":vocabulary="
+_WINDOW = ":window="
+_OPTIONS = re.compile(f"(({_VOCABULARY}|{_WINDOW})[^:+]*)+$")  # at the end of a path or hub id
+
+
+def save_drafter(
+    path: Path,
+    kind: str,
+    write_weights: Callable[[Path], None],
+    *,
+    target: Target,
+    provenance: dict[str, Any],
+) -> None:
+    """Writes a drafter directory atomically (see `decode.base.artifact`).
+
+    write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
+    drafter was made, as JSON values.
+    """
+    description = {
+        "format": FORMAT,
+        "kind": kind,
+        "target": {"name": target.name, **describe_target(target)},
+        "provenance": provenance,
+    }
+
+    def fill(directory: Path) -> None:
+        write_weights(directory)
+        (directory / DRAFTER_FILE).write_text(json.dumps(description, indent=2, default=str))
+
+    write_directory(path, fill)
+
+
+def describe_drafter(path: Path) -> dict[str, Any]:
+    """The content of `drafter.json`, after a check of the directory against its manifest.
+
+    Raises UserError (CorruptArtifact) that names the missing or damaged file.
+    """
+    verify_directory(path)
+    try:
+        description = json.loads((path / DRAFTER_FILE).read_text())
+        file_format, _, _ = (description[key] for key in ("format", "kind", "target"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(
+            path, DRAFTER_FILE, f"is not a drafter description ({error})"
+        ) from error
+    if file_format != FORMAT:
+        raise UserError(
+            f"{path} has drafter format {file_format}; this version of draftsmith reads "
+            f"format {FORMAT}"
+        )
+    return description
+
+
+def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> Drafter:
+    """Opens a drafter by name. `spec` is one of:
+
+    - a drafter that is not trained, with or without options: `none`, `ngram:max_n=4`, `store`,
+      `max_gram`, `suffix`, `lookahead`, `skip`, `swift` or `sparse`;
+    - a drafter directory, or `embedded:NAME` for one that comes with draftsmith;
+    - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
+      layer may be padded to another size than the target's. With `pard_token` in its config it
+      drafts all tokens in one pass;
+    - such a model with another tokenizer, with `:vocabulary=shared` or `:vocabulary=text` after its
+      name (`decode.drafters.tokenizers`);
+    - one of the last three with a window of the text that its layers see, such as
+      `runs/x/drafter:window=512,sinks=4` (`decode.model.cache.sliding_window`);
+    - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order
+      (`partition_drafters`);
+    - several joined by `++`: their drafts become one tree;
+    - a combination with options, such as `horizontal:first=runs/x/drafter,later=ngram,depth=2`
+      (`decode.opening.combinations`). All that follows its name is its options.
+
+    dtype: the dtype of the drafter's weights; default the target's. Raises UserError if the
+    drafter's vocabulary is not the target's, its directory is damaged, or an option is unknown.
+    """
+    first, plus, others = partition_drafters(spec)
+    if plus:
+        parts = [open_drafter(part, target, dtype=dtype) for part in (first, others)]
+        return SeveralDrafters(parts) if plus == "++" else CompositeDrafter(parts)
+    path = shipped_drafter(spec) or Path(spec).expanduser()
+    if _kind(spec) in COMBINATIONS and not path.exists():
+        combination: Combination = COMBINATIONS.make(spec)
+        return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
+    if _WINDOW in spec and _kind(spec) not in DRAFTERS and not path.exists():
+        wide, window = split_window(spec)
+        assert window is not None
+        return open_drafter(wide, target, dtype=dtype).with_window(window)
+    dtype = dtype or target.dtype
+    name = dtype_name(dtype)
+    if name not in DTYPES:
+        raise UserError(f"the drafter's dtype is {dtype}; expected one of {', '.join(DTYPES)}")
+    if _VOCABULARY in spec and not path.exists():
+        return _open_other_vocabulary(spec, target, name)
+    kind = _kind(spec)
+    if kind in DRAFTERS and not path.exists():
+        if DRAFTERS[kind].trained:
+            raise UserError(
+                f"{kind!r} is a kind of trained drafter; give the directory of a trained drafter"
+            )
+        drafter: Drafter = DRAFTERS.make(spec)
+        return drafter
+    if (path / DRAFTER_FILE).exists():
+        return _open_directory(spec, path, target, name)
+    return _open_small_lm(spec, path, target, name)
+
+
+def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
+    description = describe_drafter(path)
+    kind = description["kind"]
+    padding = kind in ("pard", "rest", *SMALL_LMS)
+    with _naming_options(spec, kind in SMALL_LMS and not target.has_encoder):
+        require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
+    try:
+        loader: Any = DRAFTERS[kind]
+    except UserError as error:
+        raise UserError(
+            f"{path}: {error} Importing `draftsmith` registers the drafters that read the "
+            "target's hidden states: import open_drafter from there"
+        ) from error
+    if target.has_encoder:
+        require_no_encoder(loader, f"the {kind} drafter {spec}")
+    opened: Drafter = loader.load(path, target, dtype=dtype)
+    if target.has_encoder:  # a small language model has an encoder or not
+        require_no_encoder(opened, f"the {kind} drafter {spec}")
+    return opened
+
+
+def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
+    if (path / MANIFEST).exists():
+        verify_directory(path)  # a drafter without its description is not a plain model
+    if inside := _drafters_inside(path):
+        raise UserError(
+            f"{path} is not the directory of a drafter, but holds {len(inside)}; name one of them: "
+            f"{', '.join(inside)}"
+        )
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    if not path.exists() and "/" not in spec and (typo := _typo(spec)):
+        raise UserError(
+            f"there is no drafter {spec!r}, and no such file or directory.{typo} A model of a hub "
+            "is named OWNER/NAME"
+        )
+    try:
+        loaded = load_model_and_tokenizer(
+            spec, dtype=dtype, device=str(target.device), encoder=target.has_encoder
+        )
+    except UserError as error:
+        raise UserError(f"{error}{nearest(spec, DRAFTERS)}") from error
+    with _naming_options(spec, not target.has_encoder):
+        require_same_vocabulary(
+            loaded.fingerprint, target.fingerprint, f"drafter {spec}", padding=True
+        )
+    small = small_lm_drafter(loaded.model, target)
+    if target.has_encoder:
+        require_no_encoder(small, f"a small language model ({spec})")
+    return small
+
+
+def _drafters_inside(path: Path) -> list[str]:
+    """The drafter directories in a directory, such as that of a run or of a stage."""
+    files = (file for depth in range(1, 4) for file in path.glob("[!.]*/" * depth + DRAFTER_FILE))
+    return sorted(str(file.parent) for file in files)
+
+
+def _typo(spec: str) -> str:
+    """`nearest`, if the name is nearly that of a drafter: only then no hub is asked for it."""
+    kind = _kind(spec)
+    return nearest(kind, difflib.get_close_matches(kind, DRAFTERS, cutoff=0.75))
+
+
+def _path_exists(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+def partition_drafters(
+    spec: str, exists: Callable[[str], bool] = _path_exists
+) -> tuple[str, str, str]:
+    """The first drafter of `A+B` or `A++B`, what joins it (`+` or `++`), and the others. For the
+    name of one drafter: that name, and two empty strings.
+
+    A path may have a + in it. So a + joins two drafters only after a registered name, after a path
+    that exists (the longest one), or else after `embedded:NAME` or a hub id, with their options.
+    After the name of a combination all is options. exists: whether a name is that of a path.
+
+    >>> partition_drafters("ngram:max_n=4++store+none")
+    ('ngram:max_n=4', '++', 'store+none')
+    >>> partition_drafters("vertical:model=small,inner=ngram+store")[1:]
+    ('', '')
+    """
+    if "+" not in spec or exists(_OPTIONS.sub("", spec)) or _kind(spec) in COMBINATIONS:
+        return spec, "", ""
+    end = spec.index("+")
+    if _kind(spec[:end]) not in DRAFTERS:
+        ends = [place for place, sign in enumerate(spec) if sign == "+"]
+        paths = [place for place in ends if exists(_OPTIONS.sub("", spec[:place]))]
+        name = _OPTIONS.sub("", spec[:end])
+        if paths:
+            end = paths[-1]
+        elif not name.startswith(EMBEDDED_PREFIX) and HUB_ID.fullmatch(name) is None:
+            return spec, "", ""
+    plus = "++" if spec.startswith("++", end) else "+"
+    return spec[:end], plus, spec[end + len(plus) :]
+
+
+def split_window(spec: str) -> tuple[str, SlidingWindow | None]:
+    """The name of a drafter without its window, and the window. Raises UserError for a window that
+    is no number of tokens.
+
+    >>> split_window("runs/x/drafter:window=512,sinks=4")
+    ('runs/x/drafter', SlidingWindow(size=512, sinks=4))
+    """
+    name, named, options = spec.rpartition(_WINDOW)
+    if not named:
+        return spec, None
+    size, *others = options.split(",")
+    names = [item.partition("=")[0] for item in others]
+    numbers = [size, *(item.partition("=")[2] for item in others)]
+    if names not in ([], ["sinks"]) or not all(number.isdecimal() for number in numbers):
+        raise UserError(
+            f"window is {options!r} in {spec!r}; expected a number of tokens, such as window=512, "
+            "or also a number of sinks: window=512,sinks=4"
+        )
+    return name, SlidingWindow(*map(int, numbers))
+
+
+def _kind(spec: str) -> str:
+    return spec.partition(":")[0]
+
+
+def _open_other_vocabulary(spec: str, target: Target, dtype: str) -> Drafter:
+    model, _, choice = spec.rpartition(_VOCABULARY)
+    if choice not in OTHER_VOCABULARIES:
+        raise UserError(
+            f"vocabulary is {choice!r} in {spec!r}; expected one of "
+            f"{', '.join(OTHER_VOCABULARIES)}.{nearest(choice, OTHER_VOCABULARIES)}"
+        )
+    path = Path(model).expanduser()
+    if _kind(model) in DRAFTERS and not path.exists():
+        raise UserError(
+            f"{model} has no option 'vocabulary'; it is for a small language model, named by its "
+            "directory, file or hub id"
+        )
+    if (path / DRAFTER_FILE).exists():
+        kind = describe_drafter(path)["kind"]
+        if kind not in SMALL_LMS:
+            raise UserError(
+                f"{path} is a drafter of the kind {kind}, which works only with the target it was "
+                "trained for; vocabulary= is for a small language model"
+            )
+    return OTHER_VOCABULARIES[choice].open(model, target, dtype=dtype)
+
+
+@contextmanager
+def _naming_options(spec: str, small_lm: bool) -> Iterator[None]:
+    """Adds to an error about another vocabulary how to use a small language model all the same."""
+    try:
+        yield
+    except UserError as error:
+        if not small_lm:
+            raise
+        raise UserError(
+            f"{error} Or name it {spec}{_VOCABULARY}shared: then it drafts the tokens that both "
+            f"have, and with {_VOCABULARY[1:]}text it drafts text"
+        ) from error

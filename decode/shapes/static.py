@@ -1,0 +1,291 @@
+"""Trees of fixed structure (Medusa 2401.10774; SpecInfer 2305.09781), and those in directories.
+
+A drafter directory may hold a tree: the drafter's default shape.
+
+Shapes: B rows, N nodes, n nodes of one level, e expanded nodes of one level (those with children),
+V' vocabulary of the drafter.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.artifact import MANIFEST, verify_directory, write_directory
+from decode.base.device import to_device
+from decode.base.errors import UserError
+from decode.draft import Draft, Limits, Siblings, pack
+from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.shapes import SHAPES, Growth, Shape, greedy_among, likeliest
+from decode.shapes.structure import Structure
+
+TREE = "tree.json"  # the tree of a drafter directory
+
+# How the tokens of a node's children are picked.
+Draws = Literal["top", "distinct", "independent"]
+
+
+@dataclass
+class _Level:
+    """The nodes of one depth, as index tensors.
+
+    first: the index of the first node in `Structure`. parents: int64 [n], the column of each node's
+    parent in the logits, which cover the expanded nodes of the level above. ranks, orders: int64
+    [n], as in `Structure`. with_order: the nodes with 0, 1, … earlier siblings. expanded: int64
+    [e], the expanded nodes. fed_parents: int64 [e], their parents, as numbers of fed nodes.
+    """
+
+    first: int
+    parents: Tensor
+    ranks: Tensor
+    rank_count: int  # the highest rank + 1
+    orders: Tensor
+    with_order: list[Tensor]
+    expanded: Tensor
+    fed_parents: Tensor
+
+
+class _Plan:
+    """A structure down to some depth, on a device. Built once and used in every round.
+
+    parents [N] and ancestors [N, N]: as in `Draft`. q_rows: int64 [N], the parent of node i as a
+    number among the expanded nodes; the root is 0.
+    """
+
+    def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
+        def on_device(values: np.ndarray) -> Tensor:
+            return to_device(values, device)
+
+        nodes = structure.within(depth)
+        above = structure.parents[:nodes]
+        # −1 for the root, then the fed nodes in feeding order. The index of a node here is its row
+        # of q; its number as a fed node is one less.
+        expanded = np.concatenate([[-1], np.unique(above[above >= 0])]).astype(np.int64)
+        rows = np.searchsorted(expanded, above)
+        self.parents, self.q_rows = on_device(above), on_device(rows)
+        self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
+        self.levels = []
+        before = 0  # row of q of the first expanded node of the level above
+        for level in range(1, min(depth, structure.depth) + 1):
+            at = np.flatnonzero(structure.depths[:nodes] == level)
+            inner = np.flatnonzero(np.isin(at, expanded))
+            orders = structure.orders[at]
+            self.levels.append(
+                _Level(
+                    int(at[0]),
+                    on_device(rows[at] - before),
+                    on_device(structure.ranks[at]),
+                    int(structure.ranks[at].max()) + 1,
+                    on_device(orders),
+                    [on_device(np.flatnonzero(orders == i)) for i in range(orders.max() + 1)],
+                    on_device(inner),
+                    on_device(rows[at[inner]] - 1),
+                )
+            )
+            before = int(rows[at].max()) + 1
+
+
+class FixedTree(Shape):
+    """The same structure in every round.
+
+    draw: how the tokens of a node's children are picked. "top": the likeliest ones, by rank;
+    nothing is drawn. "distinct": drawn from q without replacement, one per child (fewer if q has
+    fewer tokens). "independent": drawn from q, each draw independent. For drawn tokens, ranks only
+    define the order. At temperature 0 tokens are always the likeliest. Raises UserError for a
+    structure without nodes, or an unknown `draw`.
+    """
+
+    def __init__(self, structure: Structure, draw: Draws = "top") -> None:
+        if draw not in get_args(Draws):
+            raise UserError(
+                f"a tree's draw is {draw!r}; expected one of {', '.join(get_args(Draws))}"
+            )
+        if not len(structure):
+            raise UserError("a tree has no nodes; give it at least one, or use drafter none")
+        self.structure, self.draw = structure, draw
+        self.depth = structure.depth
+        self._plans: dict[tuple[int, torch.device], _Plan] = {}
+
+    def describe(self, max_depth: int | None = None) -> str:
+        text = f"tree of {len(self.structure)} nodes, {self.depth} deep"
+        if max_depth is None or max_depth >= self.structure.depth:
+            return text
+        return f"{text}, cut to {self.structure.within(max_depth)} nodes, {max_depth} deep"
+
+    def siblings(self, sampling: Sampling) -> Siblings:
+        if sampling.greedy or self.draw == "top":
+            return "chosen"
+        return "distinct" if self.draw == "distinct" else "independent"
+
+    def max_nodes(self, gamma: int) -> int:
+        return self.structure.within(gamma)
+
+    def grow(self, growth: Growth, limits: Limits, sampling: Sampling, rng: CounterRNG) -> Draft:
+        rows = growth.rows
+        plan = self._plan(limits.max_depth, growth.device)
+        if not plan.levels:
+            return Draft.none(rows, growth.device)
+        children = _Children(self.siblings(sampling), growth, sampling, rng)
+        logits = growth.first()[:, None]
+        drawn: list[Tensor] = []
+        for level in plan.levels:
+            drawn.append(children.of(logits, level))
+            if len(level.expanded):
+                logits = growth.extend(
+                    drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
+                )
+        tokens = growth.ids(torch.cat(drawn, 1))
+        sizes = np.array([self.structure.within(int(depth)) for depth in limits.depths])
+        q = torch.cat(children.q, 1) if children.q else None
+        draft = Draft(
+            tokens,
+            sizes,
+            q,
+            plan.parents.expand(rows, -1),
+            None if q is None else plan.q_rows.expand(rows, -1),
+            drawn="distinct" if children.siblings == "distinct" else "independent",
+            _chosen_rows=sampling.greedy_rows(rows),
+            _ancestors=plan.ancestors.expand(rows, -1, -1),
+            _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
+        )
+        return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
+
+    def _plan(self, depth: int, device: torch.device) -> _Plan:
+        key = min(depth, self.structure.depth), device
+        if key not in self._plans:
+            self._plans[key] = _Plan(self.structure, *key)
+        return self._plans[key]
+
+
+class _Children:
+    """Chooses or draws a level's tokens.
+
+    greedy: bool [B], rows that get the likeliest tokens beside rows that draw. None: no row.
+    q: float32 [B, e, V] for each expanded level; empty if tokens are chosen. lacking: bool [B, n]
+    for each level, the nodes for which q had no token left; only without replacement.
+    """
+
+    def __init__(
+        self, siblings: Siblings, growth: Growth, sampling: Sampling, rng: CounterRNG
+    ) -> None:
+        self.siblings, self.growth, self.sampling, self.rng = siblings, growth, sampling, rng
+        self.greedy = greedy_among(sampling, growth)
+        self.q: list[Tensor] = []
+        self.lacking: list[Tensor] = []
+
+    def of(self, logits: Tensor, level: _Level) -> Tensor:
+        """int64 [B, n], rows of the draft vocabulary. logits: [B, e, V'], those of the parents."""
+        if self.siblings == "chosen":
+            return self._likeliest(logits, level)
+        tokens = self._drawn(logits, level)
+        if self.greedy is None:
+            return tokens
+        return torch.where(self.greedy[:, None], self._likeliest(logits, level), tokens)
+
+    def _likeliest(self, logits: Tensor, level: _Level) -> Tensor:
+        tokens = likeliest(logits, level.rank_count).flatten(1)
+        return tokens[:, level.parents * level.rank_count + level.ranks]
+
+    def _drawn(self, logits: Tensor, level: _Level) -> Tensor:
+        probs = self.sampling.probs(logits)
+        self.q.append(self.growth.over_vocabulary(probs))
+        uniforms = self.rng.uniforms(CounterRNG.DRAFT, level.first, len(level.orders))
+        tokens = torch.zeros_like(level.orders.expand(len(probs), -1))
+        if self.siblings == "independent":
+            for at in level.with_order:
+                tokens[:, at] = draw(probs[:, level.parents[at]], uniforms[:, at])
+            return tokens
+        # One draw after the other, each without the tokens of the earlier siblings. This gives the
+        # order of an exponential race on q (1903.06059), with one uniform per child, not per token.
+        left = probs.clone()
+        rows = torch.arange(len(probs), device=probs.device)[:, None]
+        support = (probs > 0).sum(-1)
+        for order, at in enumerate(level.with_order):
+            parents = level.parents[at]
+            some = (order < support[:, parents])[..., None]
+            weights = torch.where(some, left[:, parents], probs[:, parents])
+            tokens[:, at] = draw(weights, uniforms[:, at])
+            left[rows, parents, tokens[:, at]] = 0.0
+        lacking = level.orders >= support[:, level.parents]
+        self.lacking.append(lacking if self.greedy is None else lacking & ~self.greedy[:, None])
+        return tokens
+
+
+def _without(draft: Draft, lacking: Tensor) -> Draft:
+    """The draft without the nodes that q had no token for, and without their descendants.
+
+    The number of children of a node depends only on q, not on the draws.
+    """
+    assert draft.parents is not None
+    assert draft.q_rows is not None
+    dropped = (draft.ancestors() & lacking[:, None, :]).any(2)
+    keep = draft.valid() & ~dropped
+    packed = pack(keep, draft.parents)
+    if (packed.sizes == draft.sizes).all():
+        return draft
+    return packed.draft(draft.tokens, draft.q, draft.q_rows, "distinct", chosen=draft.chosen_rows())
+
+
+@SHAPES.register("static")
+class Static(FixedTree):
+    """A tree given by exactly one of: paths of ranks, widths (the number of children of each node
+    at depth 0, 1, …), or a file written by `Structure.save`.
+
+    >>> Static(widths=[2, 1]).structure == Static(paths=[[0], [1], [0, 0], [1, 0]]).structure
+    True
+    """
+
+    def __init__(
+        self,
+        *,
+        paths: Sequence[Sequence[int]] | None = None,
+        widths: Sequence[int] | None = None,
+        file: str | None = None,
+        draw: Draws = "top",
+    ) -> None:
+        sources = [
+            name
+            for name, value in (("paths", paths), ("widths", widths), ("file", file))
+            if value is not None
+        ]
+        if len(sources) != 1:
+            raise UserError(
+                f"a static tree is given by {' and '.join(sources) or 'nothing'}; expected exactly "
+                "one of paths, widths, file"
+            )
+        if paths is not None:
+            structure = Structure(paths)
+        elif widths is not None:
+            structure = Structure.of_widths(widths)
+        else:
+            assert file is not None
+            structure = Structure.load(file)
+        super().__init__(structure, draw)
+
+
+def stored_shape(path: Path) -> Static | None:
+    """The shape stored in a drafter directory, with the likeliest tokens as children. None if there
+    is no such file. Raises UserError if the file is not a tree."""
+    return Static(file=str(path / TREE)) if (path / TREE).exists() else None
+
+
+def store_tree(path: Path, tree: Structure, about: dict[str, Any]) -> None:
+    """Stores this tree in the drafter directory `path`, in place of an existing one. The directory
+    and its manifest are rewritten atomically.
+
+    about: how the tree was made, as JSON values. Raises UserError (CorruptArtifact) if the
+    directory does not match its manifest, and then changes nothing.
+    """
+    meta = verify_directory(path)
+
+    def fill(directory: Path) -> None:
+        replaced = shutil.ignore_patterns(MANIFEST, TREE)
+        shutil.copytree(path, directory, ignore=replaced, dirs_exist_ok=True)
+        tree.save(directory / TREE, about)
+
+    write_directory(path, fill, meta=meta)

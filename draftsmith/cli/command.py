@@ -1,0 +1,352 @@
+"""Code that all commands share: groups of options, errors and tables, quiet libraries."""
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import wraps
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from rich.console import Console
+
+from decode.base.errors import UserError
+from train.base.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
+
+    from decode.draw.sampling import Sampling
+    from decode.model.loading import Target
+    from draftsmith.net.guard import Guard
+    from train.data.read import Example
+
+Number = TypeVar("Number", int, float)
+
+_DRAFTER = (
+    "none, ngram, store and other names (docs/drafters.md), a drafter directory, "
+    "embedded:eagle1-smollm2-135m, a smaller model's id or path (with :vocabulary=shared or =text "
+    "if its tokenizer is another one), or several with + between them"
+)
+DrafterOption = Annotated[str, typer.Option(help=_DRAFTER)]
+DraftersOption = Annotated[
+    list[str], typer.Option("--drafter", help=f"{_DRAFTER}; repeatable, to compare drafters")
+]
+TargetOption = Annotated[
+    str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
+]
+DTYPE_NAMES = ["auto", "fastest", "float32", "bfloat16", "float16"]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, fastest, float32, bfloat16 or float16; auto: float32 on a CPU; fastest: also "
+        "there bfloat16, if it multiplies in it",
+        autocompletion=lambda: DTYPE_NAMES,
+    ),
+]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
+TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
+LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """The target, and how to load it."""
+
+    target: TargetOption
+    dtype: DtypeOption = "auto"
+    device: DeviceOption = "auto"
+    device_map: Annotated[
+        str | None,
+        typer.Option(
+            help="spread the target over all devices of this machine, one part after the other: "
+            "auto, balanced, balanced_low_0, sequential, or JSON of a device for each part"
+        ),
+    ] = None
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            help='for --device-map, JSON of what the weights may take, such as {"0": "60GiB", '
+            '"cpu": "200GiB"}; default: as much as is free'
+        ),
+    ] = None
+    chat_template_args: Annotated[
+        str,
+        typer.Option(
+            help='JSON arguments of the chat template, such as {"enable_thinking": false}'
+        ),
+    ] = "{}"
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """`chat_template_args` by name. Raises UserError if they are no JSON object."""
+        return _json_object("--chat-template-args", self.chat_template_args)
+
+    @property
+    def placement(self) -> dict[str, Any]:
+        """The arguments of `load_target` that say where the layers go. Raises UserError for bad
+        JSON."""
+        device_map: Any = self.device_map
+        if device_map is not None and device_map.lstrip().startswith("{"):
+            device_map = _json_object("--device-map", device_map)
+        if self.max_memory is None:
+            return {"device_map": device_map}
+        memory = _json_object("--max-memory", self.max_memory)
+        # JSON has no numbers as keys.
+        by_device = {int(k) if k.isdigit() else k: size for k, size in memory.items()}
+        return {"device_map": device_map, "max_memory": by_device}
+
+    def load(self, *, encoder: bool = False) -> "Target":
+        """Load the target. encoder: it may have an encoder."""
+        from decode.model.loading import load_target
+
+        return load_target(
+            self.target,
+            dtype=self.dtype,
+            device=self.device,
+            encoder=encoder,
+            chat_template_args=self.template_args,
+            **self.placement,
+        )
+
+
+def _json_object(option: str, text: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{option} is {text!r}; expected a JSON object ({error})") from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawing:
+    """How to sample tokens."""
+
+    temperature: Annotated[
+        float, typer.Option(help="0: greedy, whatever the checkpoint's generation_config says")
+    ] = 0.0
+    top_k: Annotated[int, typer.Option(help="0: off")] = 0
+    top_p: Annotated[float, typer.Option(help="1: off")] = 1.0
+    min_p: Annotated[float, typer.Option(help="0: off")] = 0.0
+    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="1: off")] = 1.0
+    seed: int = 0
+
+    @property
+    def sampling(self) -> "Sampling":
+        from decode.draw.sampling import Sampling
+
+        return Sampling(
+            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafting(Drawing):
+    """`Drawing`, and the options for the depth of drafts."""
+
+    policy: Annotated[
+        str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma")
+    ] = "fixed"
+    gamma: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="depth of a draft in tokens; default 4. Trees keep their depth; to limit it, use "
+            "--policy fixed:max_depth=N",
+        ),
+    ] = None
+    draft_temperature: Annotated[
+        float | None, typer.Option(help="the drafter's temperature; default the target's")
+    ] = None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return arguments for `decode.settings.DecodeSettings`. Omits γ if the user gave none."""
+        settings = {
+            "sampling": self.sampling,
+            "policy": self.policy,
+            "draft_temperature": self.draft_temperature,
+        }
+        return settings if self.gamma is None else settings | {"gamma": self.gamma}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(Drafting):
+    """`Drafting`, and the shape of drafts and the verification rule."""
+
+    rule: Annotated[
+        str | None,
+        typer.Option(
+            help="verification rule: NAME or NAME:option=value,…; default speculative, for trees "
+            "multi_round"
+        ),
+    ] = None
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            help="shape of the drafts: NAME or NAME:option=value,…; default: the tree stored with "
+            "the drafter, else a chain"
+        ),
+    ] = None
+    exact_bits: Annotated[
+        bool,
+        typer.Option(
+            help="in 16 bits on a CPU: logits of chains have the bits of plain decoding; doctor "
+            "says what that costs"
+        ),
+    ] = True
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        named = {"rule": self.rule, "shape": self.shape, "exact_bits": self.exact_bits}
+        return super().settings | named
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallerOptions:
+    """Who may call a server."""
+
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="name that clients call this server by, if they send no key; addresses, localhost "
+            "and this machine's name always fit; may be repeated"
+        ),
+    ] = None
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="site whose pages may call this server, as https://NAME; *: all; may be repeated"
+        ),
+    ] = None
+
+    def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
+        """The guard of a server that listens on `host`. Raises UserError for what is no name or no
+        site."""
+        from draftsmith.net.guard import Guard
+
+        names, sites = self.allow_host or [], self.allow_origin or []
+        for name in names:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+                raise UserError(f"--allow-host is {name!r}; expected a name without a port")
+        for site in sites:
+            if site != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/\s]+", site):
+                raise UserError(f"--allow-origin is {site!r}; expected https://NAME, or *")
+        hosts = frozenset(name.lower() for name in (host, *names))
+        return Guard(hosts, frozenset(sites), key, admin_key)
+
+
+def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of the command whose type is a dataclass with the options that are the
+    dataclass's fields. A command that takes a group has all its options."""
+    parameters = inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {
+        p.name: p.annotation for p in parameters if is_dataclass(p.annotation)
+    }
+
+    def options() -> Iterator[inspect.Parameter]:
+        for parameter in parameters:
+            if parameter.name in groups:
+                yield from _group_options(groups[parameter.name])
+            else:
+                yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        for name, group in groups.items():
+            values[name] = group(**{field.name: values.pop(field.name) for field in fields(group)})
+        command(**values)
+
+    # typer reads the signature and the annotations.
+    wrapper: Any = run
+    wrapper.__signature__ = inspect.Signature(list(options()))
+    wrapper.__annotations__ = {
+        p.name: p.annotation for p in wrapper.__signature__.parameters.values()
+    }
+    return run
+
+
+def _group_options(group: Any) -> Iterator[inspect.Parameter]:
+    types = get_type_hints(group, include_extras=True)
+    for field in fields(group):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        kind = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(field.name, kind, default=default, annotation=types[field.name])
+
+
+def shows_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn a UserError into one message on stderr and exit status 2."""
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except UserError as error:
+            errors = Console(stderr=True, highlight=False, soft_wrap=True)
+            errors.print(f"error: {error}", markup=False)
+            raise typer.Exit(ExitStatus.BAD_INPUT) from None
+
+    return run
+
+
+def key_from(option: str, variable: str | None) -> str | None:
+    """Return the key in an environment variable, None without a variable. Raises UserError if the
+    variable, which the option names, is not set or empty."""
+    key = None if variable is None else os.environ.get(variable)
+    if variable is not None and not key:
+        raise UserError(
+            f"{option} names {variable}, which is not set or empty; expected the name of a "
+            "variable with a key"
+        )
+    return key
+
+
+def require_packages(*names: str) -> None:
+    """Raise UserError if a package of `draftsmith[serve]` is not installed."""
+    for name in names:
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed; run pip install 'draftsmith[serve]'")
+
+
+def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
+    """Parse numbers separated by commas. Raises UserError for anything else."""
+    try:
+        return [kind(number) for number in text.split(",")]
+    except ValueError:
+        expected = "whole numbers" if kind is int else "numbers"
+        raise UserError(f"{option} is {text!r}; expected {expected} separated by commas") from None
+
+
+def tokenized_prompts(
+    examples: Sequence["Example"], target: "Target", limit: int | None
+) -> list[list[int]]:
+    """Return the token ids of at most `limit` prompts, spread over all examples."""
+    from train.data.chat import prompt_tokens
+    from train.data.read import spread
+
+    return [
+        prompt_tokens(example, target.tokenizer, encoder=target.has_encoder)
+        for example in spread(examples, limit)
+    ]
+
+
+def table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence["str | Text"]],
+    *,
+    left: int = 1,
+    caption: str | None = None,
+) -> "Table":
+    """Return a table for the terminal. left: how many columns of text are aligned left."""
+    from rich.table import Table
+
+    result = Table(title=title, caption=caption)
+    for index, column in enumerate(columns):
+        result.add_column(column, justify="left" if index < left else "right")
+    for row in rows:
+        result.add_row(*row)
+    return result

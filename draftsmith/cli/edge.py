@@ -1,0 +1,120 @@
+"""The options of `generate` that name a verification server, and what they make."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import Loading, key_from, require_packages
+
+if TYPE_CHECKING:
+    from decode.drafters import Drafter
+    from decode.model.loading import Target
+    from decode.settings import DecodeSettings
+    from decode.text_stream import Stop
+    from draftsmith.edge.client import EdgeClient
+    from draftsmith.edge.link import Link
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifying:
+    """Where drafts are verified."""
+
+    verifier: Annotated[
+        str | None,
+        typer.Option(
+            help="ws://HOST:PORT of `verify-server`: draft here, verify there. Of --target, only "
+            "the tokenizer is then loaded"
+        ),
+    ] = None
+    verifier_key_env: Annotated[
+        str | None, typer.Option(help="environment variable with the verifier's key")
+    ] = None
+    rounds: Annotated[
+        Path | None, typer.Option(help="write every draft with its verdict here, as JSON lines")
+    ] = None
+
+    def check(self, trace: bool) -> None:
+        """Raise UserError for options that do not go together."""
+        if self.verifier is None and (self.rounds or self.verifier_key_env):
+            raise UserError(
+                "--rounds and --verifier-key-env are for drafts that a server verifies; name it "
+                "with --verifier"
+            )
+        if self.verifier is not None and trace:
+            raise UserError(
+                "--trace prints p, which a verifier does not send; leave it out, or --verifier"
+            )
+
+    def link(self) -> "Link | None":
+        """The line to the verifier, None without one."""
+        if self.verifier is None:
+            return None
+        key = key_from("--verifier-key-env", self.verifier_key_env)
+        require_packages("websockets", "msgpack")
+        from draftsmith.edge.link import Link
+
+        link = Link(self.verifier, key)
+        link.ready()
+        return link
+
+    def report(self, client: "EdgeClient", say: Callable[[str], None]) -> None:
+        """Say what the rounds cost, and write them."""
+        from decode.base.artifact import write_file
+        from draftsmith.edge.client import summary
+
+        figures = summary(client.rounds)
+        said = ", ".join(f"{name} {value}" for name, value in figures.items())
+        say(f"[verifier: {said}]")
+        if self.rounds:
+            lines = [json.dumps(one.to_dict()) + "\n" for one in client.rounds]
+            write_file(self.rounds, "".join(lines))
+
+
+def remote_target(link: "Link", loading: Loading) -> "Target":
+    """The verifier's target, with the tokenizer of --target."""
+    from decode.model.chat_template import set_template_args
+    from decode.model.without_weights import load_tokenizer
+    from draftsmith.edge.client import RemoteTarget
+
+    if loading.placement["device_map"] is not None:
+        raise UserError(
+            "--device-map places a target, but with --verifier the target is on the server; give "
+            "the option to draftsmith verify-server"
+        )
+    tokenizer, fingerprint = load_tokenizer(loading.target)
+    set_template_args(tokenizer, loading.template_args)
+    return RemoteTarget(link, tokenizer, fingerprint, dtype=loading.dtype, device=loading.device)
+
+
+def edge_client(
+    link: "Link", drafter: "Drafter", settings: "DecodeSettings", stop: "Stop | None"
+) -> "EdgeClient":
+    """A client with these settings. Raises UserError if they name another rule than the server
+    has."""
+    from decode.base.registry import Choice
+    from decode.loop.parts import make_shape
+    from draftsmith.edge.client import EdgeClient
+
+    rule = link.welcome["rule"]
+    if settings.rule is not None and str(Choice.of(settings.rule)) != rule:
+        raise UserError(
+            f"the verifier judges by {rule}, not by {Choice.of(settings.rule)}; leave --rule "
+            "out, or start the server with that rule"
+        )
+    policy = settings.make_policy()
+    if settings.shape is not None:
+        drafter = drafter.with_shape(make_shape(settings.shape, policy.max_depth))
+    return EdgeClient(
+        link,
+        drafter,
+        gamma=settings.gamma,
+        policy=settings.policy,
+        sampling=settings.sampling,
+        draft_temperature=settings.draft_temperature,
+        stop=stop,
+    )

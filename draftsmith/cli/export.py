@@ -1,0 +1,169 @@
+"""`export`: write a drafter for inference engines, check and verify an export, and push it."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import (
+    LimitOption,
+    TokensOption,
+    shows_errors,
+    table,
+    takes_groups,
+    tokenized_prompts,
+)
+from draftsmith.export import MIN_DRAFTED, ExportOptions
+from train.base.console import quieten
+from train.base.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from draftsmith.export.verify_export import ExportVerification
+
+
+@shows_errors
+@takes_groups
+def export(
+    *,
+    drafter: Annotated[
+        Path, typer.Argument(help="a drafter directory; without --format, an export")
+    ],
+    form: Annotated[
+        str | None,
+        typer.Option("--format", help="a layout (hf, gguf, medusa, …) or its engine"),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the new directory to write")] = None,
+    options: ExportOptions,
+    check: Annotated[
+        bool, typer.Option("--check", help="check an export against its format's schema")
+    ] = False,
+    verify: Annotated[
+        str | None,
+        typer.Option(help="run it in this engine: transformers, llama-server, vllm, openvino"),
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(help="JSONL file with held-out prompts, to measure and to verify on"),
+    ] = None,
+    limit: LimitOption = None,
+    max_new_tokens: TokensOption = 64,
+    min_drafted: Annotated[
+        int, typer.Option(help="fewest drafted tokens to judge an engine by")
+    ] = MIN_DRAFTED,
+    json_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", help="write the export's measured acceptance and the results of --verify here"
+        ),
+    ] = None,
+) -> None:
+    """Write a drafter in a layout that inference engines read, and prove that they use it.
+
+    Exit status 1: --verify found that the engine does not use the drafter as our loop does.
+    """
+    if (form is None) != (out is None):
+        present, missing = ("--out", "--format") if form is None else ("--format", "--out")
+        raise UserError(f"{present} was given without {missing}; an export needs both")
+    if form is None and not (check or verify or options.repository):
+        raise UserError(
+            "nothing to do: give --format and --out to export a drafter, or --check, --verify "
+            "ENGINE or --push-to-hub REPO for an export"
+        )
+    if verify is not None and prompts is None:
+        raise UserError(
+            "--verify needs --prompts FILE, with prompts the drafter was not trained on"
+        )
+    from decode.base.artifact import write_file
+    from decode.model.loading import Target, load_target
+    from draftsmith.export.engines import EngineTask
+    from draftsmith.export.export_directory import (
+        Measuring,
+        check_export,
+        export_drafter,
+        push_export,
+        push_target,
+        target_repository,
+    )
+    from draftsmith.export.verify_export import engine_for, verify_export
+    from train.base.console import Reporter
+    from train.data.read import read_examples
+
+    quieten()
+    reporter = Reporter()
+    examples = read_examples(str(prompts))[0] if prompts else []
+
+    def prompts_for(target: Target) -> list[list[int]]:
+        return tokenized_prompts(examples, target, limit)
+
+    directory = drafter
+    if form is not None and out is not None:
+        directory = out
+        question = examples[0].user_texts()[-1] if examples else None
+        measuring = Measuring(prompts_for, max_new_tokens, question) if prompts else None
+        export_drafter(drafter, form, out, options, measuring=measuring, say=reporter.say)
+        reporter.say(f"exported to {out}")
+        if options.backbone is not None:
+            reporter.say(f"exported its target to {options.backbone}")
+    record = check_export(directory)
+    if check:
+        kind = record["kind"]
+        reporter.say(f"{directory}: a valid {record['layout']} export of a {kind} drafter")
+    figures = {key: record.get(key) for key in ("layout", "kind", "acceptance")}
+    if json_file and verify is None:
+        write_file(json_file, json.dumps(figures, indent=2))
+    if verify is not None:
+        engine_for(verify, record["layout"])
+        default_target = options.backbone or record["drafter"]["target"]["name"]
+        target_spec = str(options.target or default_target)
+        target = load_target(target_spec, dtype="float32")
+        task = EngineTask(
+            target,
+            target_spec,
+            directory,
+            prompts_for(target),
+            options.gamma or record["gamma"],
+            max_new_tokens,
+            reporter.say,
+        )
+        verification = verify_export(verify, task, min_drafted=min_drafted)
+        reporter.table(_verification_table(verification))
+        for failure in verification.failures:
+            reporter.say(f"FAILED: {failure}")
+        if json_file:
+            write_file(json_file, json.dumps(figures | verification.to_dict(), indent=2))
+        if verification.failures:
+            raise typer.Exit(ExitStatus.FAILED)
+    if options.repository is not None:
+        if options.backbone is not None:
+            reporter.say(f"pushed: {push_target(options.backbone, target_repository(options))}")
+        elif record.get("backbone"):
+            raise UserError(
+                f"{directory} needs the target that was trained with it; give --backbone DIR, the "
+                "directory that this target was exported to, to push both"
+            )
+        reporter.say(f"pushed: {push_export(directory, options.repository)}")
+
+
+def _verification_table(verification: "ExportVerification") -> "Table":
+    """Return a table of the engine's and our loop's results on the same prompts."""
+    run = verification.run
+    counts = {
+        verification.engine: (run.drafted_tokens, run.accepted_tokens),
+        "our loop": (verification.our_drafted, verification.our_accepted),
+    }
+    rows = []
+    for name, (drafted, accepted) in counts.items():
+        efficiency = f"{accepted / drafted:.3f}" if drafted else "–"
+        rows.append([name, str(drafted), str(accepted), efficiency])
+    return table(
+        f"{verification.engine} {run.version}: γ = {verification.gamma}, {verification.prompts} "
+        f"prompts, {verification.equal:.0%} of the texts equal to those without the drafter "
+        f"({verification.equal_within_rounding:.0%} within rounding), speed-up "
+        f"{verification.speedup:.2f}×",
+        ("", "drafted", "accepted", "draft efficiency"),
+        rows,
+    )

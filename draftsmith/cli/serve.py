@@ -1,0 +1,240 @@
+"""`serve`: answers over HTTP, in the shape of OpenAI's API."""
+
+import secrets
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import (
+    CallerOptions,
+    DecodeOptions,
+    DrafterOption,
+    Loading,
+    key_from,
+    require_packages,
+    shows_errors,
+    takes_groups,
+)
+from train.base.console import quieten
+
+if TYPE_CHECKING:
+    from draftsmith.serve.api import Service
+    from draftsmith.serve.learner import LearnOptions
+
+CLOSING_SECONDS = 10.0  # for what was learnt, at least
+
+
+class LearnSource(StrEnum):
+    """The requests that a service learns from."""
+
+    STORE = "store"
+    ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeDecodeOptions(DecodeOptions):
+    """`DecodeOptions`, with other numbers after each start."""
+
+    seed: Annotated[
+        int | None,
+        typer.Option(help="for requests without a seed; default: random, printed at the start"),
+    ] = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnOptionGroup:
+    """Whether and how the drafter learns."""
+
+    learn: Annotated[
+        bool, typer.Option("--learn", help="the drafter learns from requests with store: true")
+    ] = False
+    learn_from: Annotated[
+        LearnSource, typer.Option(help="store: requests with store: true; all: every request")
+    ] = LearnSource.STORE
+    learn_dir: Annotated[
+        Path | None,
+        typer.Option(help="directory for versions and records, to continue after a restart"),
+    ] = None
+    learn_options: Annotated[
+        str, typer.Option(help="option=value,… as under learning of the online stage")
+    ] = ""
+    learn_idle: Annotated[
+        float, typer.Option(help="seconds without a text before a round; 0: learn at any time")
+    ] = 2.0
+    learn_threads: Annotated[int, typer.Option(help="CPU threads for learning")] = 1
+    learn_device: Annotated[
+        str | None, typer.Option(help="device for learning, such as cuda:1; default: the target's")
+    ] = None
+
+    @property
+    def options(self) -> "LearnOptions | None":
+        """How the service learns. None: it does not. Raises UserError for options that do not
+        exist or do not fit."""
+        if not self.learn:
+            if self != LearnOptionGroup():
+                raise UserError("options of learning are given without --learn; add it")
+            return None
+        from draftsmith.serve.learner import LearnOptions, learning_config
+
+        return LearnOptions(
+            learning_config(self.learn_options),
+            "all" if self.learn_from is LearnSource.ALL else "store",
+            self.learn_dir,
+            self.learn_idle,
+            self.learn_threads,
+            self.learn_device,
+        )
+
+
+@shows_errors
+@takes_groups
+def serve(
+    *,
+    loading: Loading,
+    drafter: DrafterOption = "ngram",
+    decoding: ServeDecodeOptions,
+    host: Annotated[
+        str, typer.Option(help="address to listen on; 0.0.0.0: all of this machine")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 8000,
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            help="what requests call the model; default: --target, or what is behind its colon"
+        ),
+    ] = None,
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(help="environment variable with the key that requests must send"),
+    ] = None,
+    admin_key_env: Annotated[
+        str | None,
+        typer.Option(help="environment variable with the key for /admin; default: the same key"),
+    ] = None,
+    drafters: Annotated[
+        Path | None,
+        typer.Option(help="directory with drafters that /admin/settings may load; default: none"),
+    ] = None,
+    dynamic_lenience: Annotated[
+        float,
+        typer.Option(help="LOSSY below 1: lowest lenience while many texts wait"),
+    ] = 1.0,
+    learning: LearnOptionGroup,
+    callers: CallerOptions,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(help="largest length of an answer, in tokens; default: the target's context"),
+    ] = None,
+    max_rows: Annotated[int, typer.Option(help="texts that decode together")] = 16,
+    max_waiting: Annotated[
+        int, typer.Option(help="texts that may wait besides; more get status 503")
+    ] = 64,
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            help="seconds that a request waits for its first row; then it gets status 429"
+        ),
+    ] = 60.0,
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            help="seconds from the row of a request's last text to its end; then it gets status 504"
+        ),
+    ] = 600.0,
+    max_held_tokens: Annotated[
+        int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")
+    ] = 1 << 18,
+    prefill_tokens: Annotated[
+        int, typer.Option(help="tokens of new prompts that are read between two passes")
+    ] = 512,
+    row_tokens: Annotated[
+        int,
+        typer.Option(
+            help="tokens of prompt and answer that each row has memory for from the start; a "
+            "longer text copies all rows into more memory"
+        ),
+    ] = 2048,
+    prefix_cache: Annotated[
+        float | None,
+        typer.Option(
+            help="GiB of keys and values of earlier texts, for prompts that begin like them; 0: "
+            "none; default: 0.25 in float32, 0 in 16 bits, where reuse may change a text by "
+            "rounding"
+        ),
+    ] = None,
+    drain_seconds: Annotated[
+        float, typer.Option(help="seconds that running texts have to end after SIGTERM")
+    ] = 30.0,
+) -> None:
+    """Serve a target with a drafter over HTTP, in the shape of OpenAI's API. The sampling options
+    are for requests that say nothing else, --seed for requests without a seed."""
+    key = key_from("--api-key-env", api_key_env)
+    admin_key = key_from("--admin-key-env", admin_key_env)
+    if drafters is not None and not drafters.is_dir():
+        raise UserError(f"--drafters is {drafters}, which is no directory; expected one")
+    if max_tokens is not None and max_tokens < 1:
+        raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
+    if prefix_cache is not None and prefix_cache < 0:
+        raise UserError(f"--prefix-cache is {prefix_cache}; expected GiB ≥ 0")
+    if drain_seconds < 0:
+        raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
+    require_packages("prometheus_client", "starlette", "uvicorn")
+    import heads  # noqa: F401  (registers its drafters)
+    from decode.base.device import compute_apart
+    from decode.opening.directory import open_drafter
+    from decode.settings import DecodeSettings
+    from draftsmith.net.listen import address_of, bind
+    from draftsmith.serve.dynamic_lenience import require_low
+    from draftsmith.serve.requests import Bounds
+    from draftsmith.serve.server import Server, make_service
+
+    quieten()
+    seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
+    guard = callers.guard(host, key, admin_key or key)
+    settings = DecodeSettings(**decoding.settings)
+    bounds = Bounds(
+        max_rows, max_waiting, max_wait, max_seconds, prefill_tokens, row_tokens, max_held_tokens
+    )
+    require_low(dynamic_lenience)
+    learn = learning.options
+
+    def prepare() -> "Service":
+        target = loading.load()
+        if learn is None:
+            student, opened = None, open_drafter(drafter, target)
+        else:
+            from draftsmith.serve.learner import open_learning_drafter
+
+            student, opened = open_learning_drafter(drafter, target, learn)
+        return make_service(
+            target,
+            opened,
+            settings,
+            bounds,
+            drafter_name=drafter,
+            model_name=model_name,
+            guard=guard,
+            max_tokens=max_tokens,
+            seed=seed,
+            dynamic_lenience=dynamic_lenience,
+            drafters=drafters,
+            student=student,
+            learning=learn,
+            prefix_cache_bytes=None if prefix_cache is None else int(prefix_cache * 2**30),
+        )
+
+    # Before the target is loaded: a port that is taken must not cost that time.
+    with bind(host, port) as bound:
+        service = compute_apart(prepare).result()
+        address = f"http://{address_of(host, bound)}/v1"
+        what = f"{service.names[0]} with the drafter {drafter}"
+        started = f"{what} is at {address}\nthe seed for requests without one is {seed}"
+        server = Server(service, drain_seconds, lambda: typer.echo(started))
+        try:
+            server.run(sockets=[bound])
+        finally:
+            service.close(max(drain_seconds, CLOSING_SECONDS))

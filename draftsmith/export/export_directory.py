@@ -1,0 +1,335 @@
+"""An export: written completely or not at all, checked, reloaded, and uploaded to the hub."""
+
+import hashlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.measure.evaluation import evaluate
+from decode.model.identity import require_same_target
+from decode.model.loading import DTYPES, Target, load_target
+from decode.opening.directory import open_drafter
+from decode.settings import EvaluationProtocol
+from decode.shapes import Chain
+from draftsmith.export import ExportOptions
+from draftsmith.export.formats import (
+    EXPORT_FILE,
+    FORMATS,
+    ExportJob,
+    Format,
+    format_for,
+    require_window,
+)
+from draftsmith.export.model_card import drafter_card, target_card
+from draftsmith.export.model_directory import README, find_backbone, has_backbone, write_backbone
+from draftsmith.export.trained_drafter import (
+    describe_trained,
+    evaluation_in_run,
+    is_reduced,
+    training_in_run,
+)
+
+FORMAT = 1
+# How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding
+# to another dtype, or from filling up a reduced draft vocabulary: the added tokens are then drafted
+# instead of better ones.
+LOSS_ALLOWED = 0.03
+DEFAULT_GAMMA = 4
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class Measuring:
+    """The settings for measuring an export. prompts: returns the prompts as token ids; takes the
+    target because it needs the tokenizer. question: the first prompt as a user would write it; with
+    the text it gave, it becomes the example of the README."""
+
+    prompts: Callable[[Target], Sequence[Sequence[int]]]
+    max_new_tokens: int = 64
+    question: str | None = None
+
+
+def export_drafter(
+    drafter: Path,
+    form: str,
+    out: Path,
+    options: ExportOptions = ExportOptions(),  # noqa: B008 (frozen)
+    *,
+    measuring: Measuring | None = None,
+    say: Say = lambda line: None,
+) -> None:
+    """Write a drafter directory as an export to `out`, which must be missing or empty.
+
+    form: a format, or the name of an engine. A drafter that was trained together with its target is
+    not exported without it (`ExportOptions.backbone`).
+
+    If the format does not carry a reduced draft vocabulary, it is filled up (`read_small_lm`) and
+    the export must be measured. Raises UserError if a measured export loses more draft efficiency
+    than LOSS_ALLOWED and the standard error of few prompts, if the drafter cannot be exported, and
+    for a target of another vocabulary.
+    """
+    out = vacant(out, "--out")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise UserError(f"unknown dtype {options.dtype!r}; expected one of {', '.join(DTYPES)}")
+    if options.gamma is not None and options.gamma < 1:
+        raise UserError(f"gamma is {options.gamma}; expected at least 1")
+    description = describe_trained(drafter)
+    layout = format_for(form, str(description["kind"]))
+    backbone = _backbone_to_export(drafter, description, options, out)
+    evaluation = evaluation_in_run(drafter)
+    max_depth = layout.max_depth(drafter)
+    if options.gamma is not None and max_depth is not None and options.gamma > max_depth:
+        raise UserError(
+            f"gamma is {options.gamma}, but {drafter} drafts at most {max_depth} tokens"
+        )
+    usual_gamma = int((evaluation or {}).get("gamma") or DEFAULT_GAMMA)
+    job = ExportJob(
+        drafter,
+        description,
+        target=None,
+        target_spec=str(backbone or options.target or description["target"]["name"]),
+        dtype=options.dtype,
+        gamma=options.gamma or min(usual_gamma, max_depth or sys.maxsize),
+        backbone=target_repository(options) if backbone else None,
+    )
+    require_window(layout, drafter, job.kind)
+    layout.refuse(job)
+    fills_vocabulary = is_reduced(drafter) and not layout.carries_vocabulary
+    if fills_vocabulary and measuring is None:
+        raise UserError(
+            f"{drafter} has a reduced draft vocabulary, and no reader of format {layout.name} "
+            "supports it. So its output layer is filled up, and the result must be measured: give "
+            "--prompts FILE, with prompts that the drafter was not trained on"
+        )
+    if fills_vocabulary or measuring or layout.needs_target:
+        job.target = load_target(layout.target_to_load(job))
+        require_same_target(description["target"], job.target, f"drafter {drafter}")
+    acceptance = [_acceptance_row("in its run", evaluation)] if evaluation else []
+
+    def fill(directory: Path) -> None:
+        facts = layout.write(job, directory)
+        record = {
+            "format": FORMAT,
+            "layout": layout.name,
+            "kind": job.kind,
+            "gamma": job.gamma,
+            "facts": facts | {"max_depth": max_depth},
+            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
+            "backbone": job.backbone,
+            "repository": options.repository or out.name,
+            "licence": options.licence,
+            "data_licence": options.data_licence,
+            "training": training_in_run(drafter, description.get("provenance") or {}),
+        }
+        record_file = directory / EXPORT_FILE
+        record_file.write_text(json.dumps(record, indent=2, default=str))
+        _require_sound(layout, directory, "the new export")
+        example = None
+        if measuring is not None:
+            rows, example = _measure(job, layout, directory, measuring, fills_vocabulary, say)
+            acceptance.extend(rows)
+        record |= {"acceptance": acceptance, "example": example}
+        record_file.write_text(json.dumps(record, indent=2, default=str))
+        (directory / README).write_text(drafter_card(record))
+        if backbone is not None and options.backbone is not None:
+            write_backbone(backbone, options.backbone, target_card(record))
+
+    write_directory(out, fill)
+
+
+def target_repository(options: ExportOptions) -> str:
+    """Return the future location of a target that was trained with its drafter: a repository named
+    after the drafter's, or the name of the directory it is written to."""
+    assert options.backbone is not None
+    return f"{options.repository}-target" if options.repository else options.backbone.name
+
+
+def _backbone_to_export(
+    drafter: Path, description: dict[str, Any], options: ExportOptions, out: Path
+) -> Path | None:
+    """Return the directory of the drafter's target if it was trained with it, else None.
+    Raises UserError if `options.backbone` is missing for such a target or given for another one, or
+    if the target cannot be exported."""
+    if not has_backbone(description):
+        if options.backbone is not None:
+            raise UserError(
+                f"--backbone was given, but {drafter} was trained for an unchanged target; leave "
+                "--backbone out"
+            )
+        return None
+    if options.backbone is None:
+        raise UserError(
+            f"{drafter} was trained together with its target and does not work with the original "
+            "model; give --backbone DIR to export the new target too"
+        )
+    backbone_out = vacant(options.backbone, "--backbone")
+    if backbone_out == out or backbone_out in out.parents or out in backbone_out.parents:
+        raise UserError(
+            f"--backbone {backbone_out} and --out {out} overlap; give two directories, neither "
+            "inside the other"
+        )
+    return find_backbone(drafter, options.target)
+
+
+def vacant(path: Path, option: str) -> Path:
+    """Return the absolute path of an output. Raises UserError unless it is missing or an empty
+    directory."""
+    path = Path(os.path.abspath(path))
+    if os.path.lexists(path) and (path.is_symlink() or not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path} exists, and nothing is overwritten; give another {option}")
+    return path
+
+
+def check_export(directory: Path) -> dict[str, Any]:
+    """Check every file against the manifest and the format's schema; return `export.json`.
+    Raises UserError with the first damaged file, or with all problems that the schema finds."""
+    verify_directory(directory)
+    try:
+        record: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text())
+        version, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CorruptArtifact(
+            directory, EXPORT_FILE, f"does not describe an export ({error})"
+        ) from error
+    if version != FORMAT:
+        raise UserError(
+            f"{directory} has export format {version}; this version of draftsmith reads {FORMAT}"
+        )
+    _require_sound(FORMATS[layout], directory, str(directory))
+    return record
+
+
+def reload_export(directory: Path, record: dict[str, Any], target: Target) -> Drafter:
+    """Load a checked export as a drafter for our own loop, in the target's dtype."""
+    return FORMATS[record["layout"]].reload(directory, target)
+
+
+def push_export(directory: Path, repository: str) -> str:
+    """Check an export, upload it to a model repository, and return the URL.
+
+    Creates the repository if it does not exist. Raises UserError for an unsound export, and if the
+    hub refuses or cannot be reached. The directory stays unchanged.
+    """
+    check_export(directory)
+    return _upload(directory, repository, "Drafter exported by draftsmith")
+
+
+def push_target(directory: Path, repository: str) -> str:
+    """Like `push_export`, for a target that was exported with its drafter."""
+    verify_directory(directory)
+    return _upload(directory, repository, "Target trained with its drafter by draftsmith")
+
+
+def _upload(directory: Path, repository: str, message: str) -> str:
+    try:
+        huggingface_hub.create_repo(repository, repo_type="model", exist_ok=True)
+        url = huggingface_hub.upload_folder(
+            repo_id=repository,
+            repo_type="model",
+            folder_path=directory,
+            commit_message=message,
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(
+            f"{directory} was not pushed to {repository} ({error}). The directory is complete: log "
+            "in with `hf auth login`, or check the name, and push it again"
+        ) from error
+    return str(url)
+
+
+def _require_sound(layout: Format, directory: Path, description: str) -> None:
+    problems = layout.problems(directory)
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise UserError(f"{description} is not a valid {layout.name} export:\n{listed}")
+
+
+def _measure(
+    job: ExportJob,
+    layout: Format,
+    directory: Path,
+    measuring: Measuring,
+    fills_vocabulary: bool,
+    say: Say,
+) -> tuple[list[dict[str, Any]], dict[str, str] | None]:
+    """Measure the drafter and its export, a row each, and return the example for the README. Raises
+    UserError if the loss is too large."""
+    target = job.loaded_target
+    prompts = measuring.prompts(target)
+    # Always as a chain, even if the drafter is stored with a tree: layouts describe only chains.
+    protocol = EvaluationProtocol(
+        gamma=job.gamma,
+        shape="chain",
+        max_new_tokens=measuring.max_new_tokens,
+        timed_prompts=0,
+        generate=False,
+    )
+    trained = open_drafter(str(job.drafter), target)
+    if trained.branches:  # Engines draft chains.
+        trained = trained.with_shape(Chain())
+    drafters = {
+        "as trained (reduced vocabulary)" if fills_vocabulary else "as trained": trained,
+        "this export": layout.reload(directory, target),
+    }
+    rows, example = [], None
+    for where, drafter in drafters.items():
+        evaluation = evaluate(target, drafter, prompts, protocol)
+        if measuring.question is not None:
+            text = target.tokenizer.decode(evaluation.outputs[0], skip_special_tokens=True)
+            example = {"prompt": measuring.question, "text": text}
+        row = _acceptance_row(where, evaluation.counts.to_dict() | {"prompts": len(prompts)})
+        row |= {"gamma": job.gamma, "dtype": evaluation.dtype}
+        rows.append(row)
+        if row["draft_efficiency"] is None:
+            raise UserError(
+                f"nothing was drafted on {len(prompts)} prompts, so the export cannot be measured; "
+                "give more prompts, or a larger --max-new-tokens"
+            )
+        say(f"draft efficiency {where}: {row['draft_efficiency']:.3f}")
+    before, after = (row["draft_efficiency"] for row in rows)
+    if after < before - LOSS_ALLOWED - _noise(rows):
+        reason = (
+            "the rows outside its reduced vocabulary were filled up, and their tokens are drafted "
+            "instead of better ones; train it without draft_vocabulary, or train heads with the "
+            "target's own output layer (output: target)"
+            if fills_vocabulary
+            else "the weights were rounded; export it with --dtype float32"
+        )
+        raise UserError(
+            f"the export loses too much: its draft efficiency is {after:.3f}, the drafter's is "
+            f"{before:.3f}, and {LOSS_ALLOWED + _noise(rows):.3f} less is allowed on "
+            f"{len(prompts)} prompts. Nothing was written: {reason}"
+        )
+    return rows, example
+
+
+def _noise(rows: Sequence[Mapping[str, Any]]) -> float:
+    """The standard error of the difference of two draft efficiencies, each a share of the drafted
+    tokens. It is what few prompts leave open."""
+    return math.sqrt(
+        sum(
+            row["draft_efficiency"] * (1 - row["draft_efficiency"]) / row["drafted"] for row in rows
+        )
+    )
+
+
+def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
+    rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
+    others = ("gamma", "dtype", "timed_prompts", "speedup")
+    return {"where": where} | {key: figures.get(key) for key in (*rates, *others)}
+
+
+def _sha256(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,0 +1,274 @@
+"""The layouts for exported drafters, by name. Each is one file that registers itself.
+
+A user may name an engine instead, and gets the layout that this engine reads for the drafter.
+"""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from decode.base.errors import UserError, nearest
+from decode.base.registry import Registry
+from decode.drafters import Drafter
+from decode.model.loading import Target
+from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.trained_drafter import public_name, target_hub_id
+from heads.heads_directory import stored_options, write_heads
+from heads.heads_module import HEADS, Heads
+
+EXPORT_FILE = "export.json"
+
+
+@dataclass
+class ExportJob:
+    """The input of a format.
+
+    drafter: the drafter's directory. target: the model it was trained for, loaded; None if neither
+    the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of the
+    weights; None keeps the stored one. gamma: the default γ for readers. backbone: where readers
+    find the target, if it was trained with the drafter.
+    """
+
+    drafter: Path
+    description: dict[str, Any]
+    target: Target | None
+    target_spec: str
+    dtype: str | None
+    gamma: int
+    backbone: str | None = None
+
+    @property
+    def loaded_target(self) -> Target:
+        """The target, for formats and measurements that need it."""
+        assert self.target is not None
+        return self.target
+
+    @property
+    def kind(self) -> str:
+        return str(self.description["kind"])
+
+    @property
+    def target_name(self) -> str:
+        """The target's name for readers: its hub id, or its local name."""
+        name = str(self.description["target"]["name"])
+        return self.backbone or target_hub_id(name) or public_name(name)
+
+
+@dataclass
+class ImportJob:
+    """The input of `Format.restored`.
+
+    target: the model that the drafter was published for. depth: the max depth of a draft, None for
+    the one that the checkpoint names or the usual one. layer_ids: `inputs` or `outputs`, what the
+    numbers of captured layers mean; None for the convention of the layout.
+    """
+
+    checkpoint: Checkpoint
+    target: Target
+    depth: int | None = None
+    layer_ids: str | None = None
+
+    def require(self, problems: list[str], layout: str) -> None:
+        """Raise UserError with all problems of the checkpoint, if there are any."""
+        if problems:
+            listed = "\n".join(f"- {problem}" for problem in problems)
+            raise UserError(
+                f"{self.checkpoint.source} is not a {layout} drafter for "
+                f"{self.target.name}:\n{listed}"
+            )
+
+
+@dataclass
+class Restored:
+    """A published drafter, ready to be written as a drafter directory.
+
+    kind: of the drafter. write: writes the files that the kind's loader reads into a directory.
+    depth: the max depth of a draft, None for any. options: the heads' options, None for a small
+    LM. notes: what a user should know, a sentence each.
+    """
+
+    kind: str
+    write: Callable[[Path], None]
+    depth: int | None = None
+    options: dict[str, Any] | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of_heads(cls, heads: Heads, target: Target, notes: list[str]) -> "Restored":
+        return cls(
+            heads.options.type,
+            partial(write_heads, heads=heads, target=target, tree=None),
+            heads.depth,
+            heads.options.model_dump(mode="json", exclude_defaults=True),
+            notes,
+        )
+
+
+class Format(ABC):
+    """A layout on disk.
+
+    kinds: the kinds of drafters it can hold. engines: its readers; users may name one instead of
+    the format. instead: advice for the kinds it cannot hold. needs_target: whether writing needs
+    the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
+    readers support it. holds_windows: whether all readers keep to the window of the text that a
+    drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
+    """
+
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]]
+    engines: ClassVar[tuple[str, ...]]
+    instead: ClassVar[dict[str, str]] = {}
+    needs_target: ClassVar[bool] = False
+    carries_vocabulary: ClassVar[bool] = False
+    is_ours: ClassVar[bool] = False
+    holds_windows: ClassVar[bool] = False
+
+    def max_depth(self, drafter: Path) -> int | None:
+        """Return the largest γ that a drafter directory can draft; None for any γ."""
+        return None
+
+    def target_to_load(self, job: ExportJob) -> str:
+        """Return the target to load, as `load_target` takes it."""
+        return job.target_spec
+
+    def refuse(self, job: ExportJob) -> None:  # noqa: B027 (most layouts hold all drafters)
+        """Raise UserError for a drafter that this layout cannot hold, before loading anything."""
+
+    @abstractmethod
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        """Fill an empty directory; return facts for `export.json` and the README, as JSON values.
+        Among them: `size`, in words; `kept`, the size of a reduced draft vocabulary, and
+        `filled_from`, the source of the rows of all other tokens. Both are None for a full
+        vocabulary."""
+
+    @abstractmethod
+    def problems(self, directory: Path) -> list[str]:
+        """Return all differences between the files and this layout's schema, a line each."""
+
+    @abstractmethod
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        """Load the exported drafter for our own loop, in the target's dtype and on its device, to
+        measure it as engines use it: in chains. Raises UserError if it does not fit the target."""
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        """Whether a published drafter has this layout, judged by its config and its tensors'
+        names. Exactly one format should recognise a drafter."""
+        return False
+
+    def restored(self, job: ImportJob) -> Restored:
+        """Read a published drafter. Raises UserError with everything in which it differs from what
+        its target needs."""
+        raise UserError(
+            f"{job.checkpoint.source} is in format {self.name}, which can be written, but not "
+            "imported"
+        )
+
+    @abstractmethod
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        """Return how to serve it: (engine, language of the snippet, snippet) for the README.
+        repository: the export's location, a directory or a hub id."""
+
+
+FORMATS: Registry[Format] = Registry("export format")
+
+
+def vllm_serving(
+    method: str, target: str, repository: str, gamma: int, **options: Any
+) -> tuple[str, str, str]:
+    """Return how vLLM serves a drafter, as `Format.serving` does. method, options: of its
+    speculative_config."""
+    speculative = json.dumps(
+        {"method": method, "model": repository, "num_speculative_tokens": gamma, **options}
+    )
+    return "vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"
+
+
+def sglang_serving(
+    algorithm: str, target: str, repository: str, gamma: int
+) -> tuple[str, str, str]:
+    """Return how SGLang serves a drafter, as `Format.serving` does."""
+    return (
+        "SGLang",
+        "",
+        f"python -m sglang.launch_server --model {target} \\\n"
+        f"  --speculative-algorithm {algorithm} \\\n"
+        f"  --speculative-draft-model-path {repository} \\\n"
+        f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
+        f"  --speculative-num-draft-tokens {gamma + 1}",
+    )
+
+
+# Drafters that no inference engine supports, and what to train instead.
+UNSERVED = {
+    "blockwise": "no engine supports Blockwise heads; train Medusa heads for vLLM or TGI",
+    "hydra": "no engine supports Hydra heads; train Medusa or EAGLE heads for vLLM",
+    "hydra_plus": "no engine supports Hydra++ heads; train Medusa or EAGLE heads for vLLM",
+    "kangaroo": "no engine supports Kangaroo's adapter; train EAGLE heads for vLLM",
+    "shared_vocabulary": "it drafts only the tokens that its tokenizer shares with the target's; "
+    "train a drafter with the target's tokenizer",
+    "skip": "its drafts run a part of the target, and no engine supports that; the target itself "
+    "is a plain model directory",
+}
+
+
+def require_window(layout: Format, drafter: Path, kind: str) -> None:
+    """Raise UserError for heads that see a window of the text, if the readers of the layout would
+    let them see something else without a word."""
+    options: Any = stored_options(drafter) if kind in HEADS else None
+    window = getattr(options, "window", None)
+    if window is None or layout.is_ours:
+        return
+    if options.sinks:
+        raise UserError(
+            f"{drafter} sees a window of {window} tokens and {options.sinks} sinks, and no engine "
+            "keeps sinks; train it with sinks: 0"
+        )
+    if not layout.holds_windows:
+        fitting = [
+            name for name in FORMATS if kind in FORMATS[name].kinds and FORMATS[name].holds_windows
+        ]
+        advice = f"export it as {' or '.join(fitting)}" if fitting else "train it without window"
+        raise UserError(
+            f"{drafter} sees a window of {window} tokens, which not all readers of format "
+            f"{layout.name} keep to; {advice}"
+        )
+
+
+def format_for(name: str, kind: str) -> Format:
+    """Return the format for a drafter of this kind. name: of a format or of an engine that reads
+    it. Raises UserError with advice if there is none."""
+    layouts = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
+    if not layouts:
+        known = sorted({name for other in FORMATS for name in (other, *FORMATS[other].engines)})
+        raise UserError(
+            f"unknown export format {name!r}; known formats and engines: {', '.join(known)}."
+            f"{nearest(name, known)}"
+        )
+    for layout in layouts:
+        if kind in layout.kinds:
+            return layout
+    fitting = [other for other in FORMATS if kind in FORMATS[other].kinds]
+    fitting = [other for other in fitting if FORMATS[other].engines] or fitting
+    advice = UNSERVED.get(kind) or next(
+        (layout.instead[kind] for layout in layouts if kind in layout.instead),
+        f"use --format {' or '.join(fitting)}" if fitting else "no format can hold it yet",
+    )
+    raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
+
+
+from draftsmith.export.formats import (  # noqa: E402, F401  (each registers itself)
+    block_layers,
+    eagle1_layer,
+    eagle3_gguf,
+    eagle3_layer,
+    hugging_face,
+    medusa_heads,
+    p_eagle_layers,
+    small_lm_gguf,
+    speculators_block,
+    stored_heads,
+)

@@ -1,0 +1,370 @@
+"""Block drafters for vLLM and SGLang: DFlash (2602.06036), and DSpark (2607.05147) for vLLM.
+
+H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hidden_norm.weight`;
+`layers.N.*`, with the tensors of a Qwen3 layer; `norm.weight`. DSpark also has
+`markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, R], and maybe
+`confidence_head.proj.*`. Embeddings and output layer are the target's. The config names the layers
+whose output is read, counted from 0. `speculators_block` has the layout of the library
+speculators, which can have a window of the text and a reduced draft vocabulary.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.model.loading import Target
+from draftsmith.export.checkpoint import Checkpoint, renamed, stored_tensors
+from draftsmith.export.file_schema import (
+    TensorSpec,
+    is_count,
+    key_problems,
+    tensor_problems,
+)
+from draftsmith.export.formats import (
+    FORMATS,
+    ExportJob,
+    ImportJob,
+    Restored,
+    vllm_serving,
+)
+from draftsmith.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
+from draftsmith.export.formats.layer_format import (
+    SLIDING,
+    WEIGHTS,
+    LayerFormat,
+    expected_window,
+    layer_tensors,
+    llama_settings,
+    unusual_layer,
+    weight_spec,
+    window_settings,
+)
+from draftsmith.export.formats.published_layer import (
+    EMBEDDINGS,
+    differences,
+    embedding_problems,
+    head_problems,
+    map_problems,
+    map_specs,
+    map_value_problems,
+    plain_name,
+    published_window,
+    row_problems,
+    sound_settings,
+    token_ids,
+    vocabulary_maps,
+)
+from draftsmith.export.trained_drafter import (
+    heads_drafter,
+    is_reduced,
+    rebuild_heads,
+    require_fitting_target,
+)
+from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
+from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
+from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
+from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.target_layers import output_layer
+
+CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
+FIRST_LAYER, FULL = "layers.0", "full_attention"
+# Tensors that are not part of the heads' state: the target's, and the maps of a draft vocabulary.
+SHARED = (EMBEDDINGS, OUTPUT, "d2t", "t2d")
+
+
+class DFlashLayers(LayerFormat):
+    """DFlash, as its authors publish it."""
+
+    name = "dflash"
+    kinds: ClassVar[tuple[str, ...]] = ("dflash",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    layer_ids: ClassVar[str] = "outputs"  # what the numbers of its layers mean
+    architecture = "DFlashDraftModel"
+    heads: ClassVar[type[DFlashHeads]] = DFlashHeads
+    drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
+    has_target_layers: ClassVar[bool] = False
+
+    @property
+    def kind(self) -> str:
+        return self.kinds[0]
+
+    def max_depth(self, drafter: Path) -> int | None:
+        options: Any = stored_options(drafter)
+        depth: int = options.block - self.heads.first_slot
+        return depth
+
+    def refuse(self, job: ExportJob) -> None:
+        if is_reduced(job.drafter) and not self.carries_vocabulary:
+            raise UserError(
+                f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which not "
+                f"all readers of format {self.name} support; export them as "
+                f"speculators-{self.kind}"
+            )
+
+    def kind_settings(self, heads: Any) -> dict[str, Any]:
+        """Return the settings that tell how the heads draft."""
+        return {
+            "dflash_config": {
+                "mask_token_id": heads.mask_token,
+                "target_layer_ids": list(heads.captured_layers),
+            }
+        }
+
+    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
+        """Rebuild the options from a sound config."""
+        inner = config["dflash_config"]
+        return DFlashOptions(
+            layers=config["num_hidden_layers"],
+            block=config["block_size"],
+            mask_token=inner["mask_token_id"],
+            taps=inner["target_layer_ids"],
+            window=config.get("sliding_window") if self.holds_windows else None,
+        )
+
+    def kind_expected(self) -> dict[str, Any]:
+        """Return the expected values of `kind_settings`, for `key_problems`."""
+        return {"dflash_config": _is_dflash_config}
+
+    def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
+        config = llama_settings(heads.config, self.architecture, dtype)
+        del config["mlp_bias"]
+        layers, window = heads.options.layers, heads.options.window
+        return config | {
+            "model_type": "qwen3",
+            "num_hidden_layers": layers,
+            "layer_types": [FULL] * layers,
+            "use_sliding_window": window is not None,
+            **window_settings(window, layers),
+            "block_size": heads.options.block,
+            "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
+            **self.kind_settings(heads),
+        }
+
+    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        window = expected_window(config) if self.holds_windows else {}
+        return {
+            "model_type": "qwen3",
+            "layer_types": lambda x: x == [FULL] * (config.get("num_hidden_layers") or 0),
+            "use_sliding_window": bool(window),
+            **window,
+            "block_size": is_count,
+            "num_target_layers": is_count,
+            **self.kind_expected(),
+        }
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        tensors: dict[str, Tensor] = dict(heads.state_dict())
+        if self.has_target_layers:
+            tensors[EMBEDDINGS] = target.model.get_input_embeddings().weight
+            tensors[OUTPUT] = heads.output.of(1)[0]
+        return tensors | vocabulary_maps(heads.vocabulary, target.vocab_size)
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        taps = self.options_of(config).taps or []
+        if taps != sorted(set(taps)) or taps[-1] >= config["num_target_layers"]:
+            return [f"config.json: the target's layers are {taps}, which is not valid"]
+        return map_value_problems(weights, config["vocab_size"])
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        """Return the tensors that a sound config requires."""
+        hidden, size = config["hidden_size"], config["head_dim"]
+        taps = self.options_of(config).taps or []
+        specs = {"fc.weight": weight_spec(config, hidden, len(taps) * hidden)}
+        norms = {"hidden_norm": hidden, "norm": hidden}
+        for layer in range(config["num_hidden_layers"]):
+            specs |= layer_tensors(config, f"layers.{layer}", hidden)
+            norms[f"layers.{layer}.input_layernorm"] = hidden
+            norms |= {f"layers.{layer}.self_attn.{x}_norm": size for x in ("q", "k")}
+        specs |= {f"{name}.weight": weight_spec(config, width) for name, width in norms.items()}
+        if self.has_target_layers:
+            rows = {EMBEDDINGS: config["vocab_size"], OUTPUT: self.rows_of(config)}
+            specs |= {name: weight_spec(config, count, hidden) for name, count in rows.items()}
+        return specs | map_specs(self.rows_of(config), config["vocab_size"])
+
+    def rows_of(self, config: dict[str, Any]) -> int:
+        """Return the number of tokens that the heads draft, V'."""
+        rows: int = config.get(ROWS) or config["vocab_size"]
+        return rows
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
+        require_fitting_target(config, directory, target)
+        weights = load_file(directory / WEIGHTS)
+        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
+        state = {name: x for name, x in weights.items() if name not in SHARED}
+        options = _with_layer(self.options_of(config), unusual_layer(config, target))
+        return heads_drafter(self.drafter, options, ids, state, target)
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
+
+    def published_problems(self, contents: dict[str, Any]) -> list[str]:
+        """Return the problems with a published config outside the result of `stored_settings`."""
+        return []
+
+    def restored(self, job: ImportJob) -> Restored:
+        target, checkpoint = job.target, job.checkpoint
+        contents = self.stored_settings(checkpoint.config)
+        layer, problems = sound_settings(contents, target, contents.get("num_hidden_layers"))
+        layer_count = target.model.config.get_text_config().num_hidden_layers
+        window, window_problems = published_window(contents)
+        # In other layouts, vLLM takes the tokens of a block in such a layer for causal.
+        known = {FULL, SLIDING} if self.holds_windows else {FULL}
+        usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
+        expected: dict[str, Any] = {
+            "num_hidden_layers": is_count,
+            "block_size": lambda x: is_count(x) and x > 1,
+            "layer_types": lambda x: set(x or [FULL]) <= known,
+            "use_sliding_window": lambda x: not x or SLIDING in (contents.get("layer_types") or ()),
+            "num_target_layers": layer_count,
+            **self.kind_expected(),
+        }
+        problems += key_problems(expected, usual | contents, "config.json")
+        block, context = contents.get("block_size"), target.max_positions
+        if is_count(block) and block >= context:
+            problems.append(
+                f"block_size is {block}; expected from 2 to {context - 1}: the target's context "
+                f"has {context} tokens"
+            )
+        problems += window_problems if self.holds_windows else []
+        problems += self.published_problems(checkpoint.config)
+        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=FIRST_LAYER))
+        problems += name_problems + embedding_problems(tensors, target)
+        rows, vocab_size = contents.get(ROWS) or target.vocab_size, target.vocab_size
+        problems += map_problems(tensors, rows, vocab_size)
+        if rows != vocab_size and "d2t" not in tensors:
+            problems.append(f"tensor d2t is missing; it tells which tokens the {rows} rows draft")
+        job.require(problems or map_value_problems(tensors, vocab_size), self.name)
+        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
+        table = output_layer(target.model).weight.detach()
+        table = table if ids is None else table[ids.to(table.device)]
+        problems = row_problems(OUTPUT, tensors.get(OUTPUT), table, "output layer")
+        state = {name: x for name, x in tensors.items() if name not in SHARED}
+        config = llama_settings(
+            layer_config(target.model, layer), self.architecture, checkpoint.dtype
+        )
+        config |= {key: contents[key] for key in ("num_hidden_layers", "block_size")}
+        config |= {key: contents[key] for key in self.kind_expected()} | {ROWS: len(table)}
+        config |= window_settings(window, config["num_hidden_layers"])
+        specs = self.expected_tensors(config)
+        specs = {name: spec for name, spec in specs.items() if name not in SHARED}
+        problems += head_problems(config, state, FIRST_LAYER)
+        job.require(problems + tensor_problems(specs, stored_tensors(state)), self.name)
+        options = _with_layer(self.options_of(config), layer)
+        if job.layer_ids not in (None, self.layer_ids):
+            shift = 1 if job.layer_ids == "outputs" else -1
+            taps = [number + shift for number in options.taps or []]
+            options = options.model_copy(update={"taps": taps})
+        heads = rebuild_heads(options, ids, state, target)
+        if job.depth not in (None, heads.depth):
+            raise UserError(
+                f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "
+                "tokens; leave it out"
+            )
+        return Restored.of_heads(heads, target, differences(layer, None))
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [
+            vllm_serving(self.kind, target, repository, gamma),
+            (
+                "SGLang",
+                "",
+                f"python -m sglang.launch_server --model {target} \\\n"
+                "  --speculative-algorithm DFLASH \\\n"
+                f"  --speculative-draft-model-path {repository}",
+            ),
+        ]
+
+
+class DSparkLayers(DFlashLayers):
+    """DSpark, as its authors publish it. vLLM reads it in its newer runner, which needs a GPU."""
+
+    name = "dspark"
+    kinds: ClassVar[tuple[str, ...]] = ("dspark",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm",)
+    architecture = "Qwen3DSparkModel"
+    heads = DSparkHeads
+    drafter = DSparkDrafter
+
+    def kind_settings(self, heads: Any) -> dict[str, Any]:
+        return {
+            "mask_token_id": heads.mask_token,
+            "target_layer_ids": list(heads.captured_layers),
+            RANK: heads.options.rank,
+            "markov_head_type": "vanilla",
+            CONFIDENCE: heads.estimates,
+            "confidence_head_with_markov": heads.estimates,
+        }
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return MODEL_TYPE not in checkpoint.config and RANK in checkpoint.config
+
+    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
+        return DSparkOptions(
+            layers=config["num_hidden_layers"],
+            block=config["block_size"],
+            mask_token=config["mask_token_id"],
+            taps=config["target_layer_ids"],
+            rank=config[RANK],
+            confidence=config[CONFIDENCE],
+        )
+
+    def kind_expected(self) -> dict[str, Any]:
+        return {
+            "mask_token_id": is_id,
+            "target_layer_ids": are_layers,
+            RANK: is_count,
+            "markov_head_type": "vanilla",
+            CONFIDENCE: lambda x: isinstance(x, bool),
+            "confidence_head_with_markov": lambda x: isinstance(x, bool),
+        }
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        rank = config[RANK]
+        specs = super().expected_tensors(config)
+        embedded = config["vocab_size"]
+        for number, rows in ((1, embedded), (2, config.get(ROWS, embedded))):
+            name = f"markov_head.markov_w{number}.weight"
+            specs[name] = weight_spec(config, rows, rank)
+        if config[CONFIDENCE]:
+            width = config["hidden_size"] + rank
+            specs["confidence_head.proj.weight"] = weight_spec(config, 1, width)
+            specs["confidence_head.proj.bias"] = weight_spec(config, 1)
+        return specs
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving(self.kind, target, repository, gamma)]
+
+
+for layout in (DFlashLayers(), DSparkLayers()):
+    FORMATS.register(layout.name)(layout)
+
+
+def _with_layer(options: DFlashOptions, layer: LayerSettings | None) -> DFlashOptions:
+    return options.model_copy(update={"layer": layer})
+
+
+def is_id(value: Any) -> bool:
+    """Whether the value is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def are_layers(value: Any) -> bool:
+    """Whether the value is a list of layer numbers, counted from 0."""
+    return isinstance(value, list) and bool(value) and all(map(is_id, value))
+
+
+def _is_dflash_config(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and value.keys() == {"mask_token_id", "target_layer_ids"}
+        and is_id(value["mask_token_id"])
+        and are_layers(value["target_layer_ids"])
+    )

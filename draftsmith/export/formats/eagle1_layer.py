@@ -1,0 +1,130 @@
+"""EAGLE-1's layer for vLLM and for SGLang (2401.15077)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.file_schema import TensorSpec
+from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
+from draftsmith.export.formats.eagle_layer import EagleLayer
+from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
+from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
+from heads.eagle_heads import Eagle1Drafter, Eagle1Options
+from heads.heads_directory import stored_options
+from heads.heads_module import HeadOptions
+
+FC_BIAS = "fc.bias"
+
+
+class Eagle1(EagleLayer):
+    """EAGLE-1's layer for vLLM (2401.15077).
+
+    H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
+    `layers.0.*` without a norm before attention; `embed_tokens.weight` [V, H]. No norm after the
+    layer, and no output layer: vLLM uses all rows of the target's, so a reduced draft vocabulary is
+    lost. SGLang cannot serve this (see `Eagle1SGLang`), and vLLM drops a bias in fc silently, so
+    heads with one are refused.
+
+    Published directories may leave out the embeddings, and have a bias.
+    """
+
+    name = "eagle1"
+    kinds = ("eagle1",)
+    engines = ("vllm",)
+    architecture = "LlamaForCausalLM"
+    drafter = Eagle1Drafter
+
+    def refuse(self, job: ExportJob) -> None:
+        options: Any = stored_options(job.drafter)
+        if options.bias:
+            raise UserError(
+                f"{job.drafter} has a bias in fc, which vLLM drops silently; export it as "
+                "eagle1-sglang and serve it with SGLang"
+            )
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        names = {plain_name(name, self.layer) for name in checkpoint.names}
+        is_layer = "fc.weight" in names and "hidden_norm.weight" not in names
+        is_other = is_eagle3(checkpoint.names) or "speculators_model_type" in checkpoint.config
+        return is_layer and not is_other
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        # Their output layer is the target's, and no reader uses a stored one.
+        tensors.pop("lm_head.weight", None)
+        if contents.get("bias") and FC_BIAS not in tensors:
+            return {}, [f"config.json says that fc has a bias, but tensor {FC_BIAS} is missing"]
+        return {"bias": True} if FC_BIAS in tensors else {}, []
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.depth
+        return depth
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        embeddings: Tensor = target.model.get_input_embeddings().weight
+        return {**heads.state_dict(), EMBEDDINGS: embeddings}
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        hidden = config["hidden_size"]
+        specs = layer_tensors(config, self.layer, hidden) | {
+            "fc.weight": weight_spec(config, hidden, 2 * hidden),
+            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
+        }
+        return specs | ({FC_BIAS: weight_spec(config, hidden)} if config.get("bias") else {})
+
+    def rebuilt_heads(
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        # The embeddings are the target's. Heads borrow them.
+        state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
+        named: dict[str, Any] = {} if depth is None else {"depth": depth}
+        return Eagle1Options(bias=FC_BIAS in state, **named), None, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving("eagle", target, repository, gamma)]
+
+
+FORMATS.register("eagle1")(Eagle1())
+
+
+class Eagle1SGLang(Eagle1):
+    """EAGLE-1's layer for SGLang: as for vLLM, with another architecture and `fc.bias` [H].
+
+    SGLang's fc always has a bias, and a missing one keeps arbitrary values. So heads without a bias
+    get zeros. `Eagle1` imports such directories too.
+    """
+
+    name = "eagle1-sglang"
+    engines = ("sglang",)
+    architecture = "LlamaForCausalLMEagle"
+
+    def refuse(self, job: ExportJob) -> None:
+        """Nothing is refused."""
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return False
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        return {"bias": True}
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        return {"bias": True}
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        zeros = torch.zeros(heads.hidden_size)
+        return {FC_BIAS: zeros} | super().tensors(heads, target)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [sglang_serving("EAGLE", target, repository, gamma)]
+
+
+FORMATS.register("eagle1-sglang")(Eagle1SGLang())

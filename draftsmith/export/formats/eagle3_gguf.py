@@ -1,0 +1,232 @@
+"""EAGLE-3's layer as a GGUF file for llama.cpp (2503.01840).
+
+H hidden size, V' draft vocabulary. `fc.weight` [H, 3H]; `blk.0.*`, whose q, k and v read 2H, with
+`attn_norm` for the embedding and `attn_norm_2` for the state; `output_norm.weight`;
+`output.weight` [V', H]. With a reduced draft vocabulary also `d2t`, int64 [V'], the token id of
+each row (other layouts store the id minus the row). The embeddings are the target's.
+`target_layers` are the layers whose input is captured. This input is the output of the layer one
+lower. Llama 3's rotary positions also need `rope_freqs.weight`.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.model.loading import Target, target_gguf
+from draftsmith.export.file_schema import is_count, read_json
+from draftsmith.export.formats import EXPORT_FILE, FORMATS, ExportJob
+from draftsmith.export.formats.eagle3_layer import (
+    OTHER_SWITCHES,
+    OUTPUT,
+    OWN_OUTPUT,
+    SWITCHES,
+    are_inputs,
+    eagle3_tensors,
+)
+from draftsmith.export.formats.gguf_layout import (
+    D2T,
+    FILE,
+    LAYER,
+    GGUFLayout,
+    layer_shapes,
+    metadata,
+    read_keys,
+    read_weights,
+    rows_in_halves,
+    rows_in_pairs,
+    tokenizer_keys,
+    write_gguf,
+)
+from draftsmith.export.formats.published_layer import are_ascending_ids
+from draftsmith.export.trained_drafter import (
+    heads_drafter,
+    read_heads_for,
+    require_fitting_target,
+    stored_dtype,
+)
+from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.heads_directory import stored_options
+
+ARCH = "eagle3"
+# GGUF's tensor names, by the names of the layout for vLLM.
+NAMES = {
+    "fc.weight": "fc.weight",
+    "norm.weight": "output_norm.weight",
+    OUTPUT: "output.weight",
+    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
+    **{f"midlayer.{module}.weight": f"blk.0.{name}.weight" for module, name in LAYER.items()},
+}
+FREQUENCIES = "rope_freqs.weight"
+ROTATED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
+
+
+class Eagle3GGUF(GGUFLayout):
+    """A reduced draft vocabulary stays reduced."""
+
+    name = "eagle3-gguf"
+    kinds = ("eagle3",)
+    architectures = (ARCH,)
+    spec_type = "draft-eagle3"
+    carries_vocabulary = True
+
+    def max_depth(self, drafter: Path) -> int | None:
+        options: Any = stored_options(drafter)
+        steps: int = options.steps
+        return steps
+
+    def target_to_load(self, job: ExportJob) -> str:
+        """Return the target that the heads were trained for. The file for serving may be quantized
+        and then has other weights."""
+        return str(job.description["target"]["name"])
+
+    def refuse(self, job: ExportJob) -> None:
+        options: Any = stored_options(job.drafter)
+        used = [name for name in (*SWITCHES, *OTHER_SWITCHES) if getattr(options, name)]
+        used += ["a layer with other settings than its target's"] if options.layer else []
+        if used:
+            raise UserError(
+                f"{job.drafter} has {' and '.join(used)}, which format {self.name} does not write; "
+                "export it as eagle3 and serve it with vLLM"
+            )
+        target_gguf(job.target_spec)
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)
+        config = heads.config
+        rope = config.rope_parameters.get("rope_type", "default")
+        if rope not in ("default", "llama3"):
+            raise UserError(
+                f"{job.drafter} has rope_type {rope}, which format {self.name} does not write; "
+                "export it as eagle3 and convert that with llama.cpp's own convert_hf_to_gguf.py"
+            )
+        dtype = job.dtype or stored_dtype(heads)
+        file = target_gguf(job.target_spec)
+        copied = tokenizer_keys(file, config.vocab_size)
+        _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
+        vllm_tensors = eagle3_tensors(heads, config.vocab_size)
+        tensors = {name: vllm_tensors[other].detach().cpu() for other, name in NAMES.items()}
+        counts = (config.num_attention_heads, config.num_key_value_heads)
+        for name, count in zip(ROTATED, counts, strict=True):
+            tensors[name] = rows_in_pairs(tensors[name], count)
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        if rope == "llama3":
+            tensors[FREQUENCIES] = rotation_slowdowns(config)
+        if heads.vocabulary is not None:
+            tensors[D2T] = heads.vocabulary.cpu()
+        described = metadata(config, ARCH, dtype) | {
+            f"{ARCH}.target_layers": (
+                [layer + 1 for layer in heads.captured_layers],
+                "ARRAY",
+            ),
+            f"{ARCH}.target_hidden_size": (heads.hidden_size, "UINT32"),
+            f"{ARCH}.norm_before_residual": (False, "BOOL"),
+            f"{ARCH}.norm_before_fc": (False, "BOOL"),
+        }
+        write_gguf(directory, ARCH, described, copied, tensors, dtype)
+        return {
+            "dtype": dtype,
+            "kept": None if heads.vocabulary is None else len(heads.vocabulary),
+            "filled_from": None,
+            "parameters": parameters,
+            "layers": 1,
+            "rope": rope,
+            "captured_layers": heads.options.captured_layers,
+            "size": "one decoder layer",
+        }
+
+    def extra_expected_keys(self, arch: str) -> dict[str, Any]:
+        return {
+            f"{ARCH}.target_layers": are_inputs,
+            f"{ARCH}.target_hidden_size": is_count,
+            f"{ARCH}.norm_before_residual": False,
+            f"{ARCH}.norm_before_fc": False,
+        }
+
+    def shapes(
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        hidden, rows = (
+            keys[f"{ARCH}.embedding_length"],
+            facts["kept"] or keys[f"{ARCH}.vocab_size"],
+        )
+        shapes = {
+            "fc.weight": (
+                hidden,
+                len(keys[f"{ARCH}.target_layers"]) * keys[f"{ARCH}.target_hidden_size"],
+            ),
+            "output_norm.weight": (hidden,),
+            "output.weight": (rows, hidden),
+            "blk.0.attn_norm_2.weight": (hidden,),
+        }
+        layer = layer_shapes(ARCH, keys, 2 * hidden)
+        shapes |= {f"blk.0.{name}": shape for name, shape in layer.items()}
+        if facts["rope"] == "llama3":
+            shapes[FREQUENCIES] = (keys[f"{ARCH}.rope.dimension_count"] // 2,)
+        return shapes | ({D2T: (rows,)} if facts["kept"] else {})
+
+    def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
+        if D2T not in weights or are_ascending_ids(weights[D2T], keys[f"{ARCH}.vocab_size"]):
+            return []
+        return [f"{D2T} does not hold distinct token ids in ascending order"]
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        from gguf import GGUFReader
+
+        reader = GGUFReader(directory / FILE)
+        keys, weights = read_keys(reader), read_weights(reader)
+        sizes = {
+            "hidden_size": keys[f"{ARCH}.embedding_length"],
+            "vocab_size": keys[f"{ARCH}.vocab_size"],
+        }
+        require_fitting_target(sizes, directory, target)
+        for name, count in ROTATED.items():
+            weights[name] = rows_in_halves(weights[name], keys[f"{ARCH}.attention.{count}"])
+        state = {other: weights[name] for other, name in NAMES.items()}
+        state[OWN_OUTPUT] = state.pop(OUTPUT)
+        record: Any = read_json(directory / EXPORT_FILE)
+        facts = record["facts"]
+        options = Eagle3Options(
+            steps=facts["max_depth"], captured_layers=facts.get("captured_layers")
+        )
+        ids: torch.Tensor | None = weights.get(D2T)
+        drafter = heads_drafter(Eagle3Drafter, options, ids, state, target)
+        if keys[f"{ARCH}.target_layers"] != [layer + 1 for layer in drafter.heads.captured_layers]:
+            raise UserError(
+                f"{directory} reads the inputs of layers {keys[f'{ARCH}.target_layers']} of its "
+                f"target; in {target.name} these are other layers. Use the target it was made "
+                "for"
+            )
+        return drafter
+
+
+FORMATS.register("eagle3-gguf")(Eagle3GGUF())
+
+
+def rotation_slowdowns(config: LlamaConfig) -> Tensor:
+    """Return [d/2]: how many times slower each pair of a head rotates because of the scaling in
+    Llama 3's configs."""
+    size = config.head_dim
+    theta = config.rope_parameters["rope_theta"]
+    plain = theta ** -(torch.arange(0, size, 2).float() / size)
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return plain / scaled
+
+
+def _require_same_tokens(file: Path, tokens: Sequence[str], target: Target) -> None:
+    """Raise UserError if a GGUF file's tokens are not the target's. Up to 1% may differ: some files
+    write a few tokens differently, such as those that only fill up the vocabulary."""
+    target_tokens = target.tokenizer.convert_ids_to_tokens(list(range(len(tokens))))
+    pairs = zip(target_tokens, tokens, strict=True)
+    different = sum(a is not None and a != b for a, b in pairs)
+    if different > len(tokens) // 100:
+        raise UserError(
+            f"{different} of the {len(tokens)} tokens of {file} differ from {target.name}'s; "
+            "the drafter was made for that model. Give a GGUF file of it"
+        )

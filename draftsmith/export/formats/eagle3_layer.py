@@ -1,0 +1,385 @@
+"""EAGLE-3's layer for vLLM and SGLang (2503.01840), also in the layout of the library speculators.
+
+H hidden size, V vocabulary, V' draft vocabulary. `fc.weight` [H, 3H]; `midlayer.*`, whose q, k and
+v read 2H; `norm.weight`; `lm_head.weight` [V', H]. With a reduced draft vocabulary also `d2t`,
+int64 [V'], a token's id minus its row, and `t2d`, bool [V]: which tokens have a row. The embeddings
+are the target's. EAGLE-3.1's two options are the settings `fc_norm`, with `fc_norm.{0,1,2}.weight`,
+and `norm_output`. `norm_before_fc` comes with `input_norm.weight` [3H].
+
+The config names the captured layers only if they are not those that all engines capture without
+names (`heads.eagle_heads.auxiliary_layers`), because engines count them differently
+(`published_layer`).
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.model.loading import Target
+from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
+from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
+from draftsmith.export.formats.eagle_layer import EagleLayer
+from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
+from draftsmith.export.formats.published_layer import (
+    LAYER_IDS,
+    NESTED,
+    captured_count,
+    captured_layers,
+    is_eagle3,
+    map_problems,
+    map_specs,
+    map_value_problems,
+    named_layers,
+    token_ids,
+    vocabulary_maps,
+)
+from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.heads_directory import stored_options
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions
+
+LAYER = "midlayer"
+OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
+MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
+# The version of speculators with this layout.
+VERSION = "0.9.0"
+LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
+MODEL_TYPE = "speculators_model_type"
+# EAGLE-3.1's options, by the same names in our heads and in both layouts.
+SWITCHES = ("fc_norm", "norm_output")
+# Options of published layers, also by the same names.
+OTHER_SWITCHES = ("norm_before_residual", "norm_before_fc")
+# Settings of the library speculators outside the layer's.
+OUTER_KEYS = (ROWS, *SWITCHES, *OTHER_SWITCHES, LAYER_IDS, "target_hidden_size", "architectures")
+
+
+class Eagle3(EagleLayer):
+    """A reduced draft vocabulary stays reduced. layer: the name of the decoder layer."""
+
+    layer: ClassVar[str] = LAYER
+    name = "eagle3"
+    kinds = ("eagle3",)
+    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    architecture = "LlamaForCausalLMEagle3"
+    drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
+    carries_vocabulary = True
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.steps
+        return depth
+
+    def refuse(self, job: ExportJob) -> None:
+        options: Any = stored_options(job.drafter)
+        if options.captured_layers and options.captured_layers[0] == 0:
+            raise UserError(
+                f"{job.drafter} reads the output of layer 0, which is the input of layer 1; SGLang "
+                "takes numbers that begin with 1 for outputs. Export it as speculators"
+            )
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        is_plain = MODEL_TYPE not in checkpoint.config and not has_stand_in(checkpoint.names)
+        return is_plain and is_eagle3(checkpoint.names)
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        options = heads.options
+        config = {ROWS: heads.rows} | {name: getattr(options, name) for name in SWITCHES}
+        config |= {name: True for name in OTHER_SWITCHES if getattr(options, name)}
+        return config | named_inputs(options.captured_layers)
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        expected: dict[str, Any] = {ROWS: is_count} | dict.fromkeys(SWITCHES, _is_bool)
+        expected |= {name: True for name in OTHER_SWITCHES if name in config}
+        return expected | expected_inputs(config)
+
+    def captured(
+        self, contents: dict[str, Any], target: Target, convention: str | None
+    ) -> list[int] | None:
+        return captured_layers(contents, target, convention)
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        stated = contents.get(NESTED)
+        nested = stated if isinstance(stated, dict) else {}
+        config: dict[str, Any] = {}
+        problems = []
+        for name in (*SWITCHES, *OTHER_SWITCHES):
+            config[name] = nested.get(name, contents.get(name, False))
+            if not _is_bool(config[name]):
+                problems.append(f"config.json: {name} is {config[name]!r}, expected true or false")
+        if nested.get("use_aux_hidden_state", True) is False:
+            problems.append(
+                "eagle_config: use_aux_hidden_state is False, so it reads one hidden state in "
+                "EAGLE-1's way; expected an EAGLE-3 drafter of several"
+            )
+        rows = config[ROWS] = contents.get(ROWS) or contents.get("vocab_size")
+        problems += map_problems(tensors, rows, contents.get("vocab_size"))
+        named = named_layers(contents)
+        if named is not None:
+            config[LAYER_IDS] = named
+        count, width = captured_count(contents), contents.get("hidden_size")
+        fc = tensors.get("fc.weight")
+        if fc is not None and width and is_count(width) and fc.shape[-1] != count * width:
+            problems.append(
+                f"fc.weight reads {fc.shape[-1]} numbers, which are {fc.shape[-1] / width:g} "
+                f"hidden states of size {width}; expected {count}, as many as captured layers"
+            )
+        return config, problems
+
+    def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
+        # Without them: the target's output layer, and a map that follows from the other.
+        return ("t2d",) if config[ROWS] != config["vocab_size"] else (OUTPUT, "t2d")
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        tensors = eagle3_tensors(heads, target.vocab_size)
+        return {name.replace(LAYER, self.layer): tensor for name, tensor in tensors.items()}
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        count = captured_count(config)
+        specs = shared_tensors(config, self.layer, count)
+        for number in range(count if config["fc_norm"] else 0):
+            specs[f"fc_norm.{number}.weight"] = weight_spec(config, config["hidden_size"])
+        if config.get("norm_before_fc"):
+            specs["input_norm.weight"] = weight_spec(config, count * config["hidden_size"])
+        return specs
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        return map_value_problems(weights, config["vocab_size"])
+
+    def rebuilt_heads(
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        ids, stored = self.rebuilt_state(weights)
+        state = {
+            name if name == OWN_OUTPUT else name.replace(self.layer, LAYER): x
+            for name, x in stored.items()
+        }
+        options: dict[str, Any] = {
+            name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
+        }
+        if depth is not None:
+            options["steps"] = depth
+        if OUTPUT not in weights:
+            options["output"] = "target"
+        return Eagle3Options(**options), ids, state
+
+    def rebuilt_state(self, weights: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """Return the draft vocabulary, and the heads' state with the layout's names of layers."""
+        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
+        others = ("d2t", "t2d", OUTPUT)
+        state = {name: x for name, x in weights.items() if name not in others}
+        if OUTPUT in weights:
+            state[OWN_OUTPUT] = weights[OUTPUT]
+        return ids, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [
+            vllm_serving("eagle3", target, repository, gamma),
+            sglang_serving("EAGLE3", target, repository, gamma),
+        ]
+
+
+FORMATS.register("eagle3")(Eagle3())
+
+
+def shared_tensors(config: dict[str, Any], layer: str, count: int = 3) -> dict[str, TensorSpec]:
+    """Return the tensors that all layouts of EAGLE-3 require. layer: the name of the layer that
+    reads the features. count: of the captured layers."""
+    hidden, rows = config["hidden_size"], config[ROWS]
+    specs = layer_tensors(config, layer, 2 * hidden) | {
+        "fc.weight": weight_spec(config, hidden, count * hidden),
+        "norm.weight": weight_spec(config, hidden),
+        OUTPUT: weight_spec(config, rows, hidden),
+    }
+    norms = [f"{layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
+    specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
+    return specs | map_specs(rows, config["vocab_size"])
+
+
+def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
+    """Return the weights of EAGLE-3's heads by the names that engines know, and the maps of a
+    reduced draft vocabulary. Heads without an output layer get the target's."""
+    tensors = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
+    tensors[OUTPUT] = heads.output.of(1)[0]
+    return tensors | vocabulary_maps(heads.vocabulary, vocab_size)
+
+
+def are_inputs(value: Any) -> bool:
+    """Whether these are numbers of layers in ascending order, whose inputs are captured."""
+    numbers = isinstance(value, list) and value and all(map(is_count, value))
+    return bool(numbers) and value == sorted(set(value))
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def has_stand_in(names: Iterable[str]) -> bool:
+    """Whether published tensors of these names hold P-EAGLE's stand-in for unknown features."""
+    return any(name.removeprefix("model.") == MASK_HIDDEN for name in names)
+
+
+def named_inputs(captured: Sequence[int] | None) -> dict[str, Any]:
+    """Return the settings that name the layers whose outputs are captured; none for the usual
+    layers. Engines look for them in two places."""
+    if captured is None:
+        return {}
+    inputs = [layer + 1 for layer in captured]
+    return {LAYER_IDS: inputs, NESTED: {LAYER_IDS: inputs}}
+
+
+def expected_inputs(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the expected values of `named_inputs`, for `key_problems`."""
+    if LAYER_IDS not in config:
+        return {}
+    return {LAYER_IDS: are_inputs, NESTED: {LAYER_IDS: config[LAYER_IDS]}}
+
+
+def flat_settings(contents: dict[str, Any], outer: Iterable[str]) -> dict[str, Any]:
+    """Return the settings of a layer from the config of the library speculators, with those of
+    `outer` that stand beside them."""
+    layer = contents.get(LAYER_CONFIG)
+    settings = {key: contents[key] for key in outer if key in contents}
+    return settings | (layer if isinstance(layer, dict) else {})
+
+
+def stated_tokens(config: dict[str, Any]) -> int | None:
+    """Return the number of draft tokens that a config of the library speculators states."""
+    try:
+        (method,) = config["speculators_config"]["proposal_methods"]
+        depth = method["speculative_tokens"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return depth if is_count(depth) else None
+
+
+class Speculators(Eagle3):
+    """The layout of the library speculators. vLLM serves such a directory.
+
+    The weights are those of format eagle3, with `layers.0` instead of `midlayer`. In `config.json`,
+    `transformer_layer_config` has the layer's settings. `speculators_config` has the algorithm, γ
+    and the target: its hub id, or the name of its directory if it has none. The config names the
+    captured layers. Both readers capture the input of the named layer.
+    """
+
+    name = "speculators"
+    engines = ()
+    holds_windows = True
+    architecture = "Eagle3DraftModel"
+    layer = "layers.0"
+
+    def refuse(self, job: ExportJob) -> None:
+        """Nothing is refused."""
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        return checkpoint.config.get(MODEL_TYPE) == "eagle3"
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        config, problems = super().published_config(contents, tensors)
+        if "norm_before_residual" not in contents:
+            problems.append(
+                "config.json has no norm_before_residual, and readers assume different values; "
+                "expected true or false"
+            )
+        return config, problems
+
+    def published_depth(self, checkpoint: Checkpoint) -> int | None:
+        return stated_tokens(checkpoint.config)
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        switches = (*SWITCHES, *OTHER_SWITCHES)
+        return {
+            ROWS: heads.rows,
+            **{name: getattr(heads.options, name) for name in switches},
+            LAYER_IDS: [layer + 1 for layer in heads.captured_layers],
+            "target_hidden_size": None,
+        }
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        switches = (*SWITCHES, *OTHER_SWITCHES)
+        return {
+            ROWS: is_count,
+            **dict.fromkeys(switches, _is_bool),
+            LAYER_IDS: are_inputs,
+            "target_hidden_size": None,
+        }
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        return {
+            "architectures": config["architectures"],
+            MODEL_TYPE: "eagle3",
+            "speculators_version": VERSION,
+            "speculators_config": speculators_config("eagle3", job),
+            LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
+            **{key: config[key] for key in OUTER_KEYS if key != "architectures"},
+            "embed_requires_grad": False,
+            "dtype": config["dtype"],
+        }
+
+    def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        return flat_settings(contents, OUTER_KEYS)
+
+    def setting_problems(self, contents: dict[str, Any]) -> list[str]:
+        expected = {
+            MODEL_TYPE: "eagle3",
+            "speculators_version": VERSION,
+            "speculators_config": lambda x: is_speculators_config(x, "eagle3"),
+            LAYER_CONFIG: lambda x: isinstance(x, dict),
+            "embed_requires_grad": False,
+            "dtype": lambda x: x == (contents.get(LAYER_CONFIG) or {}).get("dtype"),
+        }
+        problems = key_problems(expected, contents, "config.json")
+        return problems + extra_key_problems([*expected, *OUTER_KEYS], contents, "config.json")
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving("eagle3", target, repository, gamma)]
+
+
+FORMATS.register("speculators")(Speculators())
+
+
+def speculators_config(algorithm: str, job: ExportJob) -> dict[str, Any]:
+    """Return the algorithm, γ and the target, as the library speculators writes them."""
+    return {
+        "algorithm": algorithm,
+        "proposal_methods": [
+            {
+                "proposal_type": "greedy",
+                "speculative_tokens": job.gamma,
+                "verifier_accept_k": 1,
+                "accept_tolerance": 0.0,
+            }
+        ],
+        "default_proposal_method": "greedy",
+        "verifier": {
+            "name_or_path": job.target_name,
+            # A config that was read from a GGUF file names none.
+            "architectures": [type(job.loaded_target.model).__name__],
+        },
+    }
+
+
+def is_speculators_config(settings: Any, algorithm: str) -> bool:
+    """Whether these settings name the drafting method and the target correctly."""
+    try:
+        (method,) = settings["proposal_methods"]
+        verifier = settings["verifier"]
+        return bool(
+            settings["algorithm"] == algorithm
+            and settings["default_proposal_method"] == method["proposal_type"] == "greedy"
+            and is_count(method["speculative_tokens"])
+            and (method["verifier_accept_k"], method["accept_tolerance"]) == (1, 0)
+            and isinstance(verifier["name_or_path"], str)
+            and isinstance(verifier["architectures"], list)
+        )
+    except (KeyError, TypeError, ValueError):
+        return False

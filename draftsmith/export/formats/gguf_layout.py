@@ -1,0 +1,305 @@
+"""The common base of all GGUF exports: one file of metadata, weights and the target's tokenizer.
+
+llama.cpp compares a drafter's vocabulary with the target's. If they differ, it may draft nothing
+and report that only in its log. So the tokenizer's keys are copied byte for byte from the target's
+own GGUF file and never regenerated.
+"""
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.model.gguf_file import read_header, require_gguf
+from draftsmith.export.file_schema import (
+    StoredTensor,
+    TensorSpec,
+    is_count,
+    is_positive,
+    key_problems,
+    tensor_problems,
+)
+from draftsmith.export.formats import EXPORT_FILE, Format
+
+if TYPE_CHECKING:
+    import gguf
+
+FILE = "drafter.gguf"
+# The names of members of GGMLQuantizationType and LlamaFileType, in the optional package gguf.
+TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16"}
+COPIED = "tokenizer."
+# The only tensor that is not a weight: the token ids of a reduced draft vocabulary.
+D2T = "d2t"
+
+# GGUF's name of each module within a layer, by transformers' name.
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+class GGUFLayout(Format):
+    """Base of the GGUF layouts. A layout defines its llama.cpp architectures and the contents of
+    its file.
+
+    spec_type: the value of llama-server's `--spec-type`.
+    """
+
+    engines = ("llama-server", "llama.cpp", "gguf")
+    instead = {
+        "medusa": "llama.cpp has no Medusa heads; serve them with vLLM or TGI",
+        "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
+    }
+    needs_target = True
+    architectures: ClassVar[tuple[str, ...]]
+    spec_type: ClassVar[str]
+
+    @abstractmethod
+    def shapes(
+        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
+    ) -> dict[str, tuple[int, ...]]:
+        """Return the tensors that a file's metadata requires, with shapes in PyTorch's order."""
+
+    def extra_expected_keys(self, arch: str) -> dict[str, Any]:
+        """Return the expected values of keys that only this layout has, for `key_problems`."""
+        return {}
+
+    def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
+        """Return problems with values, which a check of shapes cannot find."""
+        return []
+
+    def problems(self, directory: Path) -> list[str]:
+        require_gguf()
+        import gguf
+
+        try:
+            read_header(directory / FILE)  # Our own reader, because it detects truncated files.
+            reader = gguf.GGUFReader(directory / FILE)
+            facts = json.loads((directory / EXPORT_FILE).read_text())["facts"]
+        except (UserError, OSError, ValueError, KeyError) as error:
+            return [str(error)]
+        keys = read_keys(reader)
+        arch = keys.get("general.architecture")
+        if arch not in self.architectures:
+            known = ", ".join(self.architectures)
+            return [f"general.architecture is {arch!r}, expected one of {known}"]
+        expected = _expected_keys(arch, keys, facts)
+        expected |= self.extra_expected_keys(arch)
+        problems = key_problems(expected, keys, FILE)
+        if problems:
+            return problems
+        specs = {
+            name: TensorSpec(shape, (_tensor_type(name, len(shape), facts["dtype"]),))
+            for name, shape in self.shapes(arch, keys, facts).items()
+        }
+        problems = tensor_problems(specs, {t.name: _stored_tensor(t) for t in reader.tensors})
+        return problems or self.value_problems(read_weights(reader), keys)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        target_file = Path(target).name if target.endswith(".gguf") else "TARGET.gguf"
+        return [
+            (
+                "llama-server",
+                "",
+                f"llama-server -m {target_file} -md {FILE} --spec-type {self.spec_type} \\\n"
+                f"  --spec-draft-n-max {gamma} --spec-draft-p-min 0",
+            )
+        ]
+
+
+def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, "gguf.ReaderField"]:
+    """Return all `tokenizer.*` keys of a GGUF file. Raises UserError if it has no tokens, or not as
+    many as the drafter."""
+    read_header(path)
+    import gguf
+
+    fields = gguf.GGUFReader(path).fields
+    copied = {name: field for name, field in fields.items() if name.startswith(COPIED)}
+    if "tokenizer.ggml.tokens" not in copied:
+        raise UserError(f"{path} has no tokenizer (tokenizer.ggml.tokens); give a complete model")
+    count = len(copied["tokenizer.ggml.tokens"].contents())
+    if count != vocab_size:
+        raise UserError(
+            f"the target's GGUF file has {count} tokens and the drafter {vocab_size} output rows; "
+            "llama.cpp requires equal numbers. Give the GGUF file made from the drafter's "
+            "target"
+        )
+    return copied
+
+
+def metadata(config: Any, arch: str, dtype: str) -> dict[str, tuple[Any, str]]:
+    """Return the keys that describe a model, with the names of their types (GGUFValueType)."""
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return {
+        "general.type": ("model", "STRING"),
+        "general.name": ("drafter", "STRING"),
+        "general.file_type": (_file_type(dtype), "UINT32"),
+        f"{arch}.block_count": (config.num_hidden_layers, "UINT32"),
+        f"{arch}.context_length": (config.max_position_embeddings, "UINT32"),
+        f"{arch}.embedding_length": (config.hidden_size, "UINT32"),
+        f"{arch}.feed_forward_length": (config.intermediate_size, "UINT32"),
+        f"{arch}.attention.head_count": (config.num_attention_heads, "UINT32"),
+        f"{arch}.attention.head_count_kv": (config.num_key_value_heads, "UINT32"),
+        f"{arch}.attention.key_length": (head, "UINT32"),
+        f"{arch}.attention.value_length": (head, "UINT32"),
+        f"{arch}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, "FLOAT32"),
+        f"{arch}.rope.dimension_count": (head, "UINT32"),
+        f"{arch}.rope.freq_base": (
+            float(config.rope_parameters["rope_theta"]),
+            "FLOAT32",
+        ),
+        f"{arch}.vocab_size": (config.vocab_size, "UINT32"),
+    }
+
+
+def write_gguf(
+    directory: Path,
+    arch: str,
+    described: Mapping[str, tuple[Any, str]],
+    copied: Mapping[str, "gguf.ReaderField"],
+    tensors: Mapping[str, Tensor],
+    dtype: str,
+) -> None:
+    """Write `FILE` into a directory. described: keys with the names of their types. copied: the
+    tokenizer's keys. tensors: by GGUF's names."""
+    import gguf
+    from gguf import GGMLQuantizationType, GGUFValueType
+
+    writer = gguf.GGUFWriter(directory / FILE, arch)
+    for key, (value, kind) in described.items():
+        # All lists that we write contain layer numbers.
+        sub_type = GGUFValueType.INT32 if kind == "ARRAY" else None
+        writer.add_key_value(key, value, GGUFValueType[kind], sub_type)
+    for name, field in copied.items():
+        sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
+        writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    for name, tensor in tensors.items():
+        stored_type = GGMLQuantizationType[_tensor_type(name, tensor.dim(), dtype)]
+        data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
+        if name != D2T:
+            data = gguf.quants.quantize(data, stored_type)
+        writer.add_tensor(name, data, raw_dtype=stored_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def rows_in_pairs(rows: Tensor, heads: int) -> Tensor:
+    """Reorder each head's rows of [heads·d, …] to 0, d/2, 1, d/2 + 1, …, for a rotation of
+    neighbours."""
+    halves = rows.unflatten(0, (heads, 2, -1))
+    return halves.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def rows_in_halves(rows: Tensor, heads: int) -> Tensor:
+    """The inverse of `rows_in_pairs`."""
+    pairs = rows.unflatten(0, (heads, -1, 2))
+    return pairs.transpose(1, 2).flatten(0, 2).contiguous()
+
+
+def read_keys(reader: "gguf.GGUFReader") -> dict[str, Any]:
+    """Return a file's metadata."""
+    return {name: field.contents() for name, field in reader.fields.items()}
+
+
+def read_weights(reader: "gguf.GGUFReader") -> dict[str, Tensor]:
+    """Return a file's tensors in float32, except token ids, which stay int64."""
+    import gguf
+
+    def values(tensor: "gguf.ReaderTensor") -> Tensor:
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        is_ids = tensor.tensor_type == gguf.GGMLQuantizationType.I64
+        data = tensor.data if is_ids else gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        return torch.tensor(data).reshape(shape)
+
+    return {tensor.name: values(tensor) for tensor in reader.tensors}
+
+
+def layer_shapes(arch: str, keys: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
+    """Return the tensors of a decoder layer, by their names within the layer. input_size: of its
+    attention."""
+    hidden, inner = (
+        keys[f"{arch}.embedding_length"],
+        keys[f"{arch}.feed_forward_length"],
+    )
+    head = keys[f"{arch}.attention.key_length"]
+    q = keys[f"{arch}.attention.head_count"] * head
+    kv = keys[f"{arch}.attention.head_count_kv"] * head
+    return {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (q, input_size),
+        "attn_k.weight": (kv, input_size),
+        "attn_v.weight": (kv, input_size),
+        "attn_output.weight": (hidden, q),
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (inner, hidden),
+        "ffn_up.weight": (inner, hidden),
+        "ffn_down.weight": (hidden, inner),
+    }
+
+
+def _tensor_type(name: str, dimensions: int, dtype: str) -> str:
+    if name == D2T:
+        return "I64"
+    # llama.cpp adds and multiplies vectors only in float32.
+    return TYPES[dtype] if dimensions > 1 else TYPES["float32"]
+
+
+def _file_type(dtype: str) -> int:
+    from gguf import LlamaFileType
+
+    return int(LlamaFileType[FILE_TYPES[dtype]])
+
+
+def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
+    tokens = keys.get("tokenizer.ggml.tokens") or []
+    expected: dict[str, Any] = {
+        f"{arch}.{key}": is_count
+        for key in (
+            "context_length",
+            "embedding_length",
+            "feed_forward_length",
+            "attention.head_count",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.value_length",
+            "rope.dimension_count",
+        )
+    }
+    return expected | {
+        "general.type": "model",
+        "general.file_type": _file_type(facts["dtype"]),
+        f"{arch}.block_count": facts["layers"],
+        f"{arch}.vocab_size": len(tokens),
+        f"{arch}.attention.layer_norm_rms_epsilon": is_positive,
+        f"{arch}.rope.freq_base": is_positive,
+        "tokenizer.ggml.model": lambda x: isinstance(x, str) and x != "",
+        "tokenizer.ggml.tokens": lambda x: len(x) > 0,
+    }
+
+
+def _stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
+    import gguf
+
+    # GGUF lists the innermost dimension first.
+    shape = tuple(int(size) for size in reversed(tensor.shape))
+    finite = True
+    if tensor.tensor_type.name in TYPES.values():
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        finite = bool(np.isfinite(values).all())
+    return StoredTensor(shape, tensor.tensor_type.name, finite)

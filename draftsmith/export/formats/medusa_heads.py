@@ -1,0 +1,307 @@
+"""Medusa's heads for vLLM and TGI, in the layout of the Medusa paper's code.
+
+K heads of L residual blocks on hidden states of size H, V tokens. `medusa_lm_head.safetensors`
+has for head i, block j: `{i}.{j}.linear.weight` [H, H] and `.bias` [H], and the head's output layer
+`{i}.{L}.weight` [V, H]. Each head has an output layer in the file, whether or not it was trained
+with one. If all heads share it, `original_lm_head` tells vLLM to keep one.
+
+A reduced draft vocabulary is filled up with the target's rows. vLLM's code has a `token_map` for
+it, but 0.32 refuses every checkpoint with one ("not initialized"), and TGI does not support it.
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.model.loading import DTYPES, Target
+from draftsmith.export.checkpoint import Checkpoint, renamed, stored_tensors
+from draftsmith.export.file_schema import (
+    DTYPE_NAMES,
+    TensorSpec,
+    extra_key_problems,
+    is_count,
+    key_problems,
+    read_json,
+    read_tensors,
+    tensor_problems,
+)
+from draftsmith.export.formats import (
+    FORMATS,
+    ExportJob,
+    Format,
+    ImportJob,
+    Restored,
+    vllm_serving,
+)
+from draftsmith.export.trained_drafter import (
+    copy_to_cpu,
+    heads_drafter,
+    read_heads_for,
+    rebuild_heads,
+    require_fitting_target,
+    stored_dtype,
+)
+from heads.heads_directory import stored_options
+from heads.heads_module import Heads, output_layer
+from heads.parallel_heads import MedusaDrafter, MedusaOptions
+
+WEIGHTS = "medusa_lm_head.safetensors"
+# The names of tensors in published files: those of the paper's code, and vLLM's.
+BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
+VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
+VLLM_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
+PREFIX = re.compile(r"^medusa_heads?\.")
+SHARED_OUTPUT, IDS = "lm_head.weight", "token_map"
+
+
+class Medusa(Format):
+    """config.json and medusa_lm_head.safetensors. The config has no `architectures`, because TGI
+    would take the heads for another kind of speculator."""
+
+    name = "medusa"
+    kinds = ("medusa",)
+    engines = ("vllm", "tgi")
+    needs_target = True
+
+    def max_depth(self, drafter: Path) -> int:
+        options: Any = stored_options(drafter)
+        depth: int = options.heads
+        return depth
+
+    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
+        target = job.loaded_target
+        heads = read_heads_for(self.name, job.drafter, target)
+        options: MedusaOptions = heads.options
+        ids = heads.vocabulary
+        shared = options.output != "own"
+        dtype = job.dtype or stored_dtype(heads)
+        weights = _blocks(heads)
+        rows = output_layer(target.model).weight
+        for head in range(options.heads):
+            output, _ = heads.output.of(head + 1)
+            weights[f"{head}.{options.layers}.weight"] = (
+                output if ids is None else _filled(output, ids, rows)
+            )
+        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
+        config = {
+            "model_type": "medusa",
+            "medusa_num_heads": options.heads,
+            "medusa_num_layers": options.layers,
+            "hidden_size": heads.hidden_size,
+            "vocab_size": target.vocab_size,
+            "medusa_fc_bias": True,
+            "base_model_name_or_path": job.target_name,
+            "torch_dtype": dtype,
+        }
+        if shared:
+            config["original_lm_head"] = True
+        (directory / "config.json").write_text(json.dumps(config, indent=2))
+        return {
+            "dtype": dtype,
+            "kept": None if ids is None else len(ids),
+            "filled_from": None if ids is None else "the target's output layer",
+            "parameters": sum(tensor.numel() for tensor in weights.values()),
+            "size": f"{options.heads} Medusa heads, residual blocks in each: {options.layers}",
+        }
+
+    def problems(self, directory: Path) -> list[str]:
+        config = read_json(directory / "config.json")
+        if config is None:
+            return ["config.json is missing or is not JSON"]
+        expected: dict[str, Any] = {
+            "model_type": "medusa",
+            "medusa_num_heads": is_count,
+            "medusa_num_layers": is_count,
+            "hidden_size": is_count,
+            "vocab_size": is_count,
+            "medusa_fc_bias": True,
+            "base_model_name_or_path": lambda x: isinstance(x, str) and x != "",
+            "torch_dtype": lambda x: x in DTYPE_NAMES,
+        }
+        if "original_lm_head" in config:
+            expected["original_lm_head"] = True
+        problems = key_problems(expected, config, "config.json")
+        # Above all `architectures`: with it, TGI takes this for another kind of speculator.
+        problems += extra_key_problems(expected, config, "config.json")
+        if problems:
+            return problems
+        tensors, problems = read_tensors([directory / WEIGHTS])
+        problems += tensor_problems(expected_tensors(config), tensors)
+        return problems or _sharing_problems(config, load_file(directory / WEIGHTS), config)
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = json.loads((directory / "config.json").read_text())
+        require_fitting_target(config, directory, target)
+        count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+        weights = load_file(directory / WEIGHTS)
+        options = _options(count, layers, shared="original_lm_head" in config)
+        return heads_drafter(MedusaDrafter, options, None, _state(options, weights), target)
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        keys = checkpoint.config.keys()
+        is_named = checkpoint.config.get("model_type") == "medusa" or "medusa_num_heads" in keys
+        return is_named or any(BLOCK.fullmatch(name) for name in checkpoint.names)
+
+    def restored(self, job: ImportJob) -> Restored:
+        """Heads of other numbers than the config says are read: the paper's own configs are wrong
+        about it. Without biases, the blocks get zeros."""
+        config, target = job.checkpoint.config, job.target
+        tensors, problems = renamed(job.checkpoint.tensors, _our_name)
+        ids = tensors.pop(IDS, None)
+        blocks = {key: BLOCK.fullmatch(key) for key in tensors}
+        places = [(int(m[1]), int(m[2])) for m in blocks.values() if m]
+        if not places:
+            job.require(
+                ["no tensor has the name of a Medusa block, {head}.{block}.linear"], "Medusa"
+            )
+        count, layers = (1 + max(numbers) for numbers in zip(*places, strict=True))
+        if job.depth not in (None, count):
+            raise UserError(
+                f"--depth is {job.depth}, but {job.checkpoint.source} has {count} Medusa heads and "
+                "drafts as many tokens; leave it out"
+            )
+        shared = bool(config.get("original_lm_head"))
+        tensors, others = renamed(tensors, partial(_with_layers, layers=layers, shared=shared))
+        if shared and f"0.{layers}.weight" in tensors:
+            for head in range(1, count):
+                tensors.setdefault(f"{head}.{layers}.weight", tensors[f"0.{layers}.weight"])
+        hidden = output_layer(target.model).in_features
+        if not config.get("medusa_fc_bias") and not any(n.endswith(".bias") for n in tensors):
+            dtype = DTYPES[job.checkpoint.dtype]
+            for head, layer in set(places):
+                tensors[f"{head}.{layer}.linear.bias"] = torch.zeros(hidden, dtype=dtype)
+        sizes = {
+            "hidden_size": hidden,
+            "vocab_size": target.vocab_size,
+            "medusa_num_heads": count,
+            "medusa_num_layers": layers,
+            "torch_dtype": job.checkpoint.dtype,
+        }
+        problems += others
+        problems += [
+            f"config.json: {key} is {config[key]}, but the target {target.name} has {sizes[key]}"
+            for key in ("hidden_size", "vocab_size")
+            if config.get(key, sizes[key]) != sizes[key]
+        ]
+        problems += _id_problems(ids, target.vocab_size)
+        job.require(problems, "Medusa")
+        expected = expected_tensors(sizes)
+        if ids is not None:
+            for head in range(count):
+                name = f"{head}.{layers}.weight"
+                if name in tensors and len(tensors[name]) == target.vocab_size:
+                    tensors[name] = tensors[name][ids]
+                expected[name] = TensorSpec((len(ids), hidden), expected[name].dtypes)
+        problems = tensor_problems(expected, stored_tensors(tensors))
+        job.require(
+            problems or _sharing_problems(config if shared else {}, tensors, sizes), "Medusa"
+        )
+        options = _options(count, layers, shared=shared)
+        heads = rebuild_heads(options, ids, _state(options, tensors), target)
+        named = config.get("medusa_num_heads", config.get("num_heads", count))
+        notes = (
+            [] if named == count else [f"its config says {named} heads, and its file has {count}"]
+        )
+        return Restored.of_heads(heads, target, notes)
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [
+            vllm_serving("medusa", target, repository, gamma),
+            ("TGI", "", f"text-generation-launcher --model-id {repository} --speculate {gamma}"),
+        ]
+
+
+FORMATS.register("medusa")(Medusa())
+
+
+def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
+    """Return the tensors that a sound config requires."""
+    hidden, layers = config["hidden_size"], config["medusa_num_layers"]
+    dtypes = (DTYPE_NAMES[config["torch_dtype"]],)
+    specs = {}
+    for head in range(config["medusa_num_heads"]):
+        for layer in range(layers):
+            specs[f"{head}.{layer}.linear.weight"] = TensorSpec((hidden, hidden), dtypes)
+            specs[f"{head}.{layer}.linear.bias"] = TensorSpec((hidden,), dtypes)
+        specs[f"{head}.{layers}.weight"] = TensorSpec((config["vocab_size"], hidden), dtypes)
+    return specs
+
+
+def _options(count: int, layers: int, *, shared: bool) -> MedusaOptions:
+    return MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
+
+
+def _state(options: MedusaOptions, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state of heads from tensors by the names of this layout."""
+    state = {f"blocks.{name}": tensor for name, tensor in weights.items() if ".linear." in name}
+    for head in range(1 if options.output == "shared" else options.heads):
+        state[f"output.layers.{head}.weight"] = weights[f"{head}.{options.layers}.weight"]
+    return state
+
+
+def _our_name(name: str) -> str:
+    """Return the name of a published tensor in this layout. Output layers of vLLM's names keep
+    them: their number of blocks is not known yet.
+
+    >>> _our_name("medusa_head.0.0.linear.weight"), _our_name("blocks.2.layers.0.bias")
+    ('0.0.linear.weight', '2.0.linear.bias')
+    """
+    name = PREFIX.sub("", name)
+    block = VLLM_BLOCK.fullmatch(name)
+    return f"{block[1]}.{block[2]}.linear.{block[3]}" if block else name
+
+
+def _with_layers(name: str, layers: int, shared: bool) -> str:
+    """Return the name of an output layer in this layout. layers: the number of blocks of a head.
+    shared: all heads have one output layer."""
+    if shared and name == SHARED_OUTPUT:
+        return f"0.{layers}.weight"
+    output = VLLM_OUTPUT.fullmatch(name)
+    return f"{output[1]}.{layers}.weight" if output else name
+
+
+def _id_problems(ids: Tensor | None, vocab_size: int) -> list[str]:
+    if ids is None:
+        return []
+    sound = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids)
+    if sound and ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all():
+        return []
+    return [f"{IDS} does not hold token ids from 0 to {vocab_size - 1} in ascending order"]
+
+
+def _sharing_problems(
+    config: Mapping[str, Any], weights: Mapping[str, Tensor], sizes: Mapping[str, Any]
+) -> list[str]:
+    if "original_lm_head" not in config:
+        return []
+    layers = sizes["medusa_num_layers"]
+    return [
+        f"original_lm_head is set, but tensor {head}.{layers}.weight differs from head 0's"
+        for head in range(1, sizes["medusa_num_heads"])
+        if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
+    ]
+
+
+def _blocks(heads: Heads) -> dict[str, Tensor]:
+    prefix = "blocks."
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in heads.state_dict().items()
+        if name.startswith(prefix)
+    }
+
+
+def _filled(rows: Tensor, ids: Tensor, target_rows: Tensor) -> Tensor:
+    """Return [V, H]: `rows` at the ids, and the target's rows for all other tokens."""
+    filled = target_rows.detach().to(rows.device, rows.dtype, copy=True)
+    filled[ids.to(rows.device)] = rows
+    return filled

@@ -1,0 +1,210 @@
+"""P-EAGLE's layers for vLLM (2602.01469).
+
+As format eagle3, with several decoder layers, `layers.0` to `layers.{n − 1}`: the first is
+EAGLE-3's, the others read H and have `input_layernorm` only. `mask_hidden` [1, 1, 3H] stands for
+unknown features. In the embeddings, `embed_tokens.weight` [V, H], the row of `pard_token` stands
+for unknown tokens. No text contains this token. The other rows are the target's, or trained.
+
+Published drafters also name this token `mask_token_id` (library speculators) or `ptd_token_id`.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.drafters.pard import free_token
+from decode.model.loading import Target
+from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.file_schema import TensorSpec, is_count
+from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
+from draftsmith.export.formats.eagle3_layer import (
+    LAYER_CONFIG,
+    MASK_HIDDEN,
+    MODEL_TYPE,
+    OUTER_KEYS,
+    OUTPUT,
+    ROWS,
+    Eagle3,
+    eagle3_tensors,
+    expected_inputs,
+    flat_settings,
+    has_stand_in,
+    named_inputs,
+    shared_tensors,
+    stated_tokens,
+)
+from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
+from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
+from heads.heads_module import HeadOptions
+from heads.p_eagle_heads import PEagleDrafter, PEagleOptions
+
+MASK_EMBEDDING, TABLE = "mask_embedding", "embeddings.weight"
+MASK_TOKEN, RESIDUAL = "pard_token", "norm_before_residual"
+# The names of the stand-in's token in published configs, in vLLM's order.
+MASK_TOKENS = ("mask_token_id", MASK_TOKEN, "ptd_token_id")
+# Settings of EAGLE-3 that these heads do not have.
+UNSUPPORTED = ("fc_norm", "norm_output", "norm_before_fc")
+
+
+class PEagle(Eagle3):
+    """vLLM needs `parallel_drafting` in its speculative_config to read it."""
+
+    layer = "layers.0"
+    name = "p_eagle"
+    kinds = ("p_eagle",)
+    engines = ("vllm",)
+    holds_windows = True
+    drafter = PEagleDrafter
+
+    def refuse(self, job: ExportJob) -> None:
+        """Nothing is refused."""
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        is_named = checkpoint.config.get(MODEL_TYPE) == "peagle"
+        return is_named or has_stand_in(checkpoint.names)
+
+    def depth_of(self, options: Any) -> int:
+        depth: int = options.tokens
+        return depth
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        options = heads.options
+        config = {ROWS: heads.rows, "num_hidden_layers": options.layers}
+        config |= {RESIDUAL: True} if options.norm_before_residual else {}
+        return config | named_inputs(options.captured_layers)
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        return config | {MASK_TOKEN: _mask_token(heads, job.loaded_target)}
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        counts = (ROWS, "num_hidden_layers", MASK_TOKEN)
+        expected: dict[str, Any] = dict.fromkeys(counts, is_count)
+        expected |= {RESIDUAL: True} if RESIDUAL in config else {}
+        return expected | expected_inputs(config)
+
+    def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """Also of the library speculators, and under any name of the stand-in's token."""
+        if LAYER_CONFIG in contents:
+            contents = flat_settings(contents, (*OUTER_KEYS, *MASK_TOKENS))
+        named = [contents[name] for name in MASK_TOKENS if contents.get(name) is not None]
+        return contents | ({MASK_TOKEN: named[0]} if named else {})
+
+    def layer_count(self, contents: dict[str, Any]) -> int:
+        count: Any = contents.get("num_hidden_layers")
+        return count if is_count(count) else 1
+
+    def published_depth(self, checkpoint: Checkpoint) -> int | None:
+        return stated_tokens(checkpoint.config)
+
+    def published_config(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        config, problems = super().published_config(contents, tensors)
+        problems += [
+            f"config.json: {name} is True, expected False, because P-EAGLE heads have no such norm"
+            for name in UNSUPPORTED
+            if config.pop(name) is True
+        ]
+        if not config[RESIDUAL]:
+            del config[RESIDUAL]
+        token: Any = contents.get(MASK_TOKEN)
+        rows: Any = contents.get("vocab_size")
+        if not is_count(token) or (is_count(rows) and token >= rows):
+            problems.append(
+                f"config.json: {MASK_TOKEN} is {token!r}, expected the id of the embedding that "
+                f"stands for unknown tokens (it may also be named {MASK_TOKENS[0]} or "
+                f"{MASK_TOKENS[2]})"
+            )
+        if MASK_HIDDEN in tensors:  # In some files it has fewer dimensions.
+            tensors[MASK_HIDDEN] = tensors[MASK_HIDDEN].reshape(1, 1, -1)
+        config |= {"num_hidden_layers": self.layer_count(contents), MASK_TOKEN: token}
+        return config, problems
+
+    def target_problems(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
+    ) -> list[str]:
+        """The embeddings may be trained, so they stay."""
+        token: Any = contents.get(MASK_TOKEN)
+        return mask_problems(MASK_TOKEN, token, target) if is_count(token) else []
+
+    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        tensors = eagle3_tensors(heads, target.vocab_size)
+        if TABLE in tensors:
+            table = tensors.pop(TABLE)
+            return tensors | {EMBEDDINGS: table}
+        stand_in = tensors.pop(MASK_EMBEDDING)
+        table = _target_table(target).to(stand_in, copy=True)
+        table[_mask_token(heads, target)] = stand_in
+        return tensors | {EMBEDDINGS: table}
+
+    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+        hidden, count = config["hidden_size"], captured_count(config)
+        specs = shared_tensors(config, self.layer, count) | {
+            MASK_HIDDEN: weight_spec(config, 1, 1, count * hidden),
+            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
+        }
+        for number in range(1, config["num_hidden_layers"]):
+            name = f"layers.{number}"
+            specs |= layer_tensors(config, name, hidden)
+            specs[f"{name}.input_layernorm.weight"] = weight_spec(config, hidden)
+        return specs
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        if config[MASK_TOKEN] >= config["vocab_size"]:
+            return [f"{MASK_TOKEN} is {config[MASK_TOKEN]}, but there is no such embedding"]
+        return super().value_problems(config, weights)
+
+    def rebuilt_heads(
+        self,
+        config: dict[str, Any],
+        weights: dict[str, Tensor],
+        depth: int | None,
+        target: Target,
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        ids, state = self.rebuilt_state(weights)
+        token = config[MASK_TOKEN]
+        options: dict[str, Any] = {
+            "layers": config["num_hidden_layers"],
+            RESIDUAL: config.get(RESIDUAL, False),
+        }
+        if depth is not None:
+            options["tokens"] = depth
+        if OUTPUT not in weights:
+            options["output"] = "target"
+        targets = _target_table(target).cpu().to(state["fc.weight"].dtype)
+        table = state.pop(EMBEDDINGS, targets)
+        differs = (table != targets).any(1)
+        differs[token] = False
+        is_trained = bool(differs.any())
+        if is_trained or token != _usual_mask_token(target):
+            options["mask_token"] = token
+        if is_trained:
+            options["embeddings"] = "trained"
+            state[TABLE] = table
+        else:
+            state[MASK_EMBEDDING] = table[token].clone()
+        return PEagleOptions(**options), ids, state
+
+    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
+        return [vllm_serving("eagle3", target, repository, gamma, parallel_drafting=True)]
+
+
+FORMATS.register("p_eagle")(PEagle())
+
+
+def _target_table(target: Target) -> Tensor:
+    table: Tensor = target.model.get_input_embeddings().weight.detach()
+    return table
+
+
+def _mask_token(heads: Any, target: Target) -> int:
+    token: int | None = heads.options.mask_token
+    return free_token(target) if token is None else token
+
+
+def _usual_mask_token(target: Target) -> int | None:
+    try:
+        return free_token(target)
+    except UserError:  # a target without an unused token
+        return None

@@ -1,0 +1,132 @@
+"""Complete Hugging Face model directories: their problems, and names that older readers need.
+
+Among them the target of a drafter that was trained together with it (Medusa-2, 2401.10774, section
+2.2.2), here called its backbone. Such a drafter works only with that new model, so the model is
+exported too: as a plain model directory, which every engine reads.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from decode.base.artifact import MANIFEST, verify_directory, write_directory
+from decode.base.errors import UserError
+from draftsmith.export.file_schema import (
+    DTYPE_NAMES,
+    TensorSpec,
+    is_count,
+    key_problems,
+    read_json,
+    read_tensors,
+    tensor_problems,
+)
+
+README = "README.md"
+
+
+def model_problems(directory: Path) -> list[str]:
+    """Return the problems that keep a directory from being a complete causal language model with
+    its tokenizer."""
+    config = read_json(directory / "config.json")
+    if config is None:
+        return ["config.json is missing or is not JSON"]
+    problems = key_problems(
+        {
+            "architectures": lambda x: (
+                isinstance(x, list)
+                and len(x) == 1
+                and str(x[0]).endswith(("ForCausalLM", "LMHeadModel"))
+            ),
+            "model_type": lambda x: x in transformers.CONFIG_MAPPING,
+            "vocab_size": is_count,
+            "dtype": lambda x: x in DTYPE_NAMES,
+        },
+        config,
+        "config.json",
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if read_json(directory / name) is None:
+            problems.append(f"{name} is missing or is not JSON")
+    if problems:
+        return problems
+    tensors, unreadable = read_tensors(sorted(directory.glob("*.safetensors")))
+    expected = model_tensors(directory, DTYPE_NAMES[config["dtype"]])
+    return unreadable + tensor_problems(expected, tensors)
+
+
+def model_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
+    """Return the tensors that a directory's config requires, according to the model's class. Tied
+    tensors are stored once."""
+    config = transformers.AutoConfig.from_pretrained(directory, local_files_only=True)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    tied = model.all_tied_weights_keys if config.tie_word_embeddings else {}
+    return {
+        name: TensorSpec(tuple(tensor.shape), (dtype,))
+        for name, tensor in model.state_dict().items()
+        if name not in tied
+    }
+
+
+def for_older_readers(directory: Path, dtype: str) -> None:
+    """Add to a model directory the names that transformers 4 and engines built on it need."""
+    file = directory / "config.json"
+    config = json.loads(file.read_text())
+    # This is an old name of the target. It says nothing about the drafter.
+    config.pop("_model_name_or_path", None)
+    config["dtype"] = config["torch_dtype"] = dtype
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta is not None:
+        config["rope_theta"] = theta
+    file.write_text(json.dumps(config, indent=2))
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    for local in ("is_local", "local_files_only"):
+        settings.pop(local, None)
+    file.write_text(json.dumps(settings, indent=2))
+
+
+def has_backbone(description: dict[str, Any]) -> bool:
+    """Whether a drafter was trained together with its target. description: the drafter's."""
+    return bool((description.get("provenance") or {}).get("drift"))
+
+
+def find_backbone(drafter: Path, target: str | None) -> Path:
+    """Return the directory of such a drafter's target: `target`, else the one that its stage wrote.
+    Raises UserError if it does not exist, is damaged or is not a complete model."""
+    backbone = Path(target).expanduser() if target else drafter.resolve().parent / "target"
+    if not backbone.is_dir():
+        raise UserError(
+            f"{drafter} was trained together with its target, but {backbone} does not exist. It is "
+            "the target/ directory that its stage wrote beside drafter/. Give it with --target DIR"
+        )
+    if (backbone / MANIFEST).exists():
+        verify_directory(backbone)
+    problems = model_problems(backbone)
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise UserError(
+            f"{backbone}, the target of {drafter}, is not a valid model directory:\n{listed}"
+        )
+    return backbone
+
+
+def write_backbone(backbone: Path, out: Path, card: str) -> None:
+    """Copy a model directory, completely or not at all, and add the settings that older readers
+    need."""
+
+    def fill(directory: Path) -> None:
+        for file in sorted(backbone.iterdir()):
+            if file.is_file() and file.name not in (MANIFEST, README):
+                shutil.copyfile(file, directory / file.name)
+        config: Any = read_json(directory / "config.json")
+        for_older_readers(directory, config["dtype"])
+        (directory / README).write_text(card)
+
+    write_directory(out, fill)

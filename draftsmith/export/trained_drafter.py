@@ -1,0 +1,319 @@
+"""Reads a trained drafter for export: a small LM with an output layer for every token, or heads."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.base.artifact import MANIFEST, verify_directory
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.drafters import DRAFTERS
+from decode.drafters.draft_vocabulary import load_vocabulary
+from decode.drafters.pard import small_lm_drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.model.identity import token_count
+from decode.model.loading import (
+    DTYPES,
+    EMBEDDED,
+    EMBEDDED_PREFIX,
+    Target,
+    load_model_and_tokenizer,
+)
+from decode.opening.directory import DRAFTER_FILE, describe_drafter
+from heads.heads_directory import build_heads, make_ready, read_heads
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions, Heads
+from heads.layers.target_layers import output_layer
+
+# Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
+BUILT_IN = (
+    "engines have prompt lookup built in: transformers `prompt_lookup_num_tokens`, vLLM "
+    '`{"method": "ngram"}`, llama-server `--spec-type ngram-simple`'
+)
+
+
+@dataclass
+class SmallLMSource:
+    """A small language model with its tokenizer, ready to be written.
+
+    kept: the size of its reduced draft vocabulary in tokens; None if it had none. filled_from: the
+    source of the rows of all other tokens. dtype: of the weights as stored.
+    """
+
+    model: PreTrainedModel
+    tokenizer: Any
+    dtype: str
+    kept: int | None = None
+    filled_from: str | None = None
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+
+def describe_trained(path: Path) -> dict[str, Any]:
+    """Check a drafter directory against its manifest and return its description.
+
+    Raises UserError if it is not a trained drafter or is damaged.
+    """
+    if (path / DRAFTER_FILE).exists():
+        return describe_drafter(path)
+    if str(path).partition(":")[0] in DRAFTERS and not path.exists():
+        raise UserError(f"drafter {path} is not trained, so there is nothing to export; {BUILT_IN}")
+    if (path / MANIFEST).exists():
+        verify_directory(path)
+        raise UserError(
+            f"{path} has no {DRAFTER_FILE}: draftsmith did not train it, or it is already an "
+            "export. Give the drafter/ directory of a stage"
+        )
+    problem = "is not a drafter directory" if path.is_dir() else "does not exist"
+    raise UserError(
+        f"{path} {problem}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A "
+        "plain model needs no export; engines read it directly"
+    )
+
+
+def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
+    """Return the small LM in a drafter directory, with an output layer for the full vocabulary.
+
+    A reduced draft vocabulary is filled up. Tokens in it keep their rows. All other tokens get the
+    target's row if the hidden sizes are equal, else the row from before the reduction. Rows of
+    zeros would not work: they give logit 0, which does not mean "never". Raises UserError without a
+    target that is needed for that.
+    """
+    stored = json.loads((path / "config.json").read_text())
+    dtype = stored.get("dtype") or "float32"
+    if dtype not in DTYPES:
+        raise UserError(f"{path} has weights in {dtype}; expected one of {', '.join(DTYPES)}")
+    model, tokenizer, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
+    reduced = load_vocabulary(path, model)
+    made_for = describe_drafter(path)["target"]["fingerprint"]
+    _resize(model, tokenizer, made_for["vocab_size"], reduced is None)
+    if reduced is None:
+        return SmallLMSource(model, tokenizer, dtype)
+    layer, full_layer = model.get_output_embeddings(), reduced.full
+    filled_from = "the output layer it had before it was reduced"
+    rows = full_layer.weight.detach()
+    if target is not None:
+        target_rows = target.model.get_output_embeddings().weight.detach()
+        if target_rows.shape == rows.shape and layer.bias is None:
+            rows, filled_from = target_rows.to(rows), "the target's output layer"
+    ids = reduced.ids.cpu()
+    weight = rows.clone()
+    weight[ids] = layer.weight.detach()
+    model.set_output_embeddings(full_layer)
+    if not torch.equal(weight, full_layer.weight):
+        has_bias = layer.bias is not None
+        filled_layer = nn.Linear(full_layer.in_features, full_layer.out_features, has_bias)
+        filled_layer.to(full_layer.weight.dtype)
+        with torch.no_grad():
+            filled_layer.weight.copy_(weight)
+            if has_bias:
+                filled_layer.bias.copy_(full_layer.bias)
+                filled_layer.bias[ids] = layer.bias
+        model.set_output_embeddings(filled_layer.requires_grad_(False))
+        model.config.tie_word_embeddings = False
+    return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
+
+
+def _resize(model: PreTrainedModel, tokenizer: Any, rows: int, is_complete: bool) -> None:
+    """Give embeddings and output layer the target's number of rows, because engines compare it.
+
+    Rows past the tokenizer's last id are no tokens. Those that are added repeat the last row, which
+    is padding or the last special token, so they are as unlikely. Raises UserError for a drafter
+    with a reduced output layer, and if there are fewer rows than tokens.
+    """
+    config = model.config.get_text_config()
+    before: int = config.vocab_size
+    if before == rows:
+        return
+    tokens = token_count(tokenizer, before)
+    if not is_complete or rows < tokens:
+        raise UserError(
+            f"the drafter has {before} rows for {tokens} tokens, its target {rows}, and engines "
+            "need the same number; train one without a reduced draft vocabulary, on this target"
+        )
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for weight in (layer.weight, getattr(layer, "bias", None)):
+                if weight is not None and rows > before:
+                    weight[before:] = weight[before - 1]
+
+
+def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
+    """Load a model directory or GGUF file as a drafter, in the target's dtype and on its device. A
+    model with a mask token drafts in parallel."""
+    dtype = dtype_name(target.dtype)
+    loaded = load_model_and_tokenizer(str(path), dtype=dtype, device=str(target.device))
+    return small_lm_drafter(loaded.model, target)
+
+
+def is_reduced(path: Path) -> bool:
+    """Whether the drafter in a directory has a reduced draft vocabulary."""
+    config = json.loads((path / "config.json").read_text())
+    reduced = config.get("draft_vocab_size", config["vocab_size"]) < config["vocab_size"]
+    return reduced or (path / "draft_vocabulary.safetensors").exists()
+
+
+def target_hub_id(name: str) -> str | None:
+    """Return the hub id of a target. name: the name it was loaded with. None for a local file."""
+    if name.startswith(EMBEDDED_PREFIX):
+        known = name.removeprefix(EMBEDDED_PREFIX)
+        return EMBEDDED[known].hub_id if known in EMBEDDED else None
+    path = Path(name)
+    is_local = path.is_absolute() or name.startswith((".", "~")) or path.exists()
+    return None if is_local or name.endswith(".gguf") or name.count("/") != 1 else name
+
+
+def public_name(name: str) -> str:
+    """Return a target's name to show to others. A local path is cut to its last part: the rest is
+    private and helps nobody else."""
+    return name if target_hub_id(name) else Path(name).name
+
+
+def evaluation_in_run(path: Path) -> dict[str, Any] | None:
+    """Return the evaluation of this drafter in the run that trained it, None if there is none.
+    The evaluation of …/stages/NN-NAME/drafter is under …/evaluations."""
+    run = _run_of(path)
+    if run is None:
+        return None
+    name = _stage_name(path.resolve().parent)
+    for file in sorted((run / "evaluations").glob("*/evaluation.json")):
+        record = json.loads(file.read_text())
+        if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
+            evaluation: dict[str, Any] = record["evaluation"]
+            return evaluation
+    return None
+
+
+def training_in_run(path: Path, provenance: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return how the run made this drafter, None if its directory is not in a run.
+
+    {command: the words that started the run; data: {split: file}; texts: what the stage learnt
+    from, each {name}, and for answers of the target also {answers, prompts, tokens, temperature,
+    self_prompts}}. Directories on this machine are left out of all names.
+    """
+    run = _run_of(path)
+    if run is None or not (run / "config.json").exists():
+        return None
+    config = json.loads((run / "config.json").read_text())
+    starts = json.loads((run / "provenance.json").read_text())
+    names = (provenance.get("settings") or {}).get("text")
+    stages = {stage["name"]: stage for stage in config["stages"]}
+    sources = {split: _as_list(config["data"][split]) for split in ("train", "dev", "test")}
+    return {
+        "command": _command(starts[-1]["argv"]),
+        "data": {split: ", ".join(map(public_name, x)) for split, x in sources.items() if x},
+        "texts": [_text_in_run(run, stages.get(x, {"name": x})) for x in _as_list(names)],
+    }
+
+
+def _as_list(names: str | list[str] | None) -> list[str]:
+    return [names] if isinstance(names, str) else names or []
+
+
+def _run_of(path: Path) -> Path | None:
+    stage = path.resolve().parent
+    is_stage = path.name == "drafter" and stage.parent.name == "stages"
+    return stage.parents[1] if is_stage else None
+
+
+def _stage_name(stage: Path) -> str:
+    return re.sub(r"^\d+-", "", stage.name)
+
+
+# In a word of a command: of /a/b/c, ~/b/c or, behind `=`, `[` or the like, /a/b/c, all but c.
+_DIRECTORIES = re.compile(r"(?:(?<![\w./])~|(?<![\w.:/~]))/(?:[^\s,=\[\]{}\"']*/)?")
+
+
+def _command(argv: list[str]) -> list[str] | None:
+    """The command of a run, without directories of this machine. None: it is a program's."""
+    words = argv[2:] if argv[1:2] == ["train"] else argv[1:]
+    if not words or not words[0].endswith((".yaml", ".yml")):
+        return None
+    return ["draftsmith", "train", *(_DIRECTORIES.sub("", word) for word in words)]
+
+
+def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A text that a stage learnt from, and if the target wrote it, how much."""
+    files = run.glob("stages/*/done.json")
+    done = [file for file in files if _stage_name(file.parent) == stage["name"]]
+    if stage.get("kind") != "generate" or not done:
+        return {"name": stage["name"]}
+    summary = json.loads(done[0].read_text())["summary"]
+    return {
+        "name": stage["name"],
+        **{key: summary[key] for key in ("answers", "prompts", "tokens")},
+        "temperature": stage["sampling"]["temperature"],
+        "self_prompts": bool(stage["self_prompts"]),
+    }
+
+
+def read_heads_for(layout: str, path: Path, target: Target) -> Heads:
+    """Return the heads in a drafter directory in their stored dtype, with the modules that they
+    borrow from the target in float32. Raises UserError if the target's output layer has a bias,
+    which no layout of heads can hold."""
+    if output_layer(target.model).bias is not None:
+        raise UserError(
+            f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
+        )
+    heads = read_heads(path, target)
+    heads.borrow(target.model, torch.float32)
+    return heads
+
+
+def heads_drafter(
+    kind: type[HeadsDrafter],
+    options: HeadOptions,
+    vocabulary: Tensor | None,
+    state: Mapping[str, Tensor],
+    target: Target,
+) -> HeadsDrafter:
+    """Build a drafter from exported heads. vocabulary: token ids of a reduced draft vocabulary."""
+    heads = rebuild_heads(options, vocabulary, state, target)
+    make_ready(heads, target, target.dtype)
+    return kind(heads, target.vocab_size)
+
+
+def rebuild_heads(
+    options: HeadOptions, vocabulary: Tensor | None, state: Mapping[str, Tensor], target: Target
+) -> Heads:
+    """Build heads from their stored weights, which keep their dtype."""
+    heads = build_heads(options, target, vocabulary, "meta")
+    heads.load_state_dict(state, assign=True)
+    return heads
+
+
+def stored_dtype(heads: Heads) -> str:
+    """Return the name of the dtype that the weights of heads are stored in."""
+    dtype = next(heads.parameters()).dtype
+    return next(name for name, value in DTYPES.items() if value == dtype)
+
+
+def require_fitting_target(config: Mapping[str, Any], directory: Path, target: Target) -> None:
+    """Raise UserError unless the sizes in an exported config match the target's."""
+    hidden = output_layer(target.model).in_features
+    if (config["hidden_size"], config["vocab_size"]) != (hidden, target.vocab_size):
+        raise UserError(
+            f"the heads {directory} are for hidden size {config['hidden_size']} and "
+            f"{config['vocab_size']} tokens, but the target {target.name} has {hidden} and "
+            f"{target.vocab_size}; use the target they were made for"
+        )
+
+
+def copy_to_cpu(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Copy tensors to the CPU without shared memory. Weights get this dtype; others keep theirs."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        stored_dtype: torch.dtype = DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype
+        return tensor.detach().to("cpu", stored_dtype, copy=True).contiguous()
+
+    return {name: copied(tensor) for name, tensor in tensors.items()}

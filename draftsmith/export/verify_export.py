@@ -1,0 +1,222 @@
+"""The round trip: does an engine use an exported drafter, and as well as our own loop?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.loop.decoding import Decoder
+from decode.model.identity import require_same_target
+from decode.model.loading import Target
+from decode.verification import Verification
+from draftsmith.export import MIN_DRAFTED
+from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
+from draftsmith.export.export_directory import check_export, reload_export
+
+# Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
+TOLERANCE = 0.03
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class ExportVerification:
+    """The results of a verification.
+
+    our_drafted, our_accepted: tokens in our loop, counted as the engine counts. equal: the share of
+    prompts whose text in the engine is the same with the drafter as without it.
+    equal_within_rounding: also counts texts whose first difference is at two tokens with almost
+    equal logits. failures: why the engine does not use the drafter as our loop does."""
+
+    engine: str
+    run: EngineRun
+    gamma: int
+    prompts: int
+    our_drafted: int
+    our_accepted: int
+    equal: float
+    equal_within_rounding: float
+    failures: list[str]
+
+    @property
+    def engine_efficiency(self) -> float | None:
+        return _share(self.run.accepted_tokens, self.run.drafted_tokens)
+
+    @property
+    def our_efficiency(self) -> float | None:
+        return _share(self.our_accepted, self.our_drafted)
+
+    @property
+    def speedup(self) -> float:
+        """The engine's seconds without the drafter over those with it."""
+        return self.run.plain_seconds / self.run.drafted_seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the results as JSON values."""
+        return {
+            "engine": self.engine,
+            "version": self.run.version,
+            "gamma": self.gamma,
+            "prompts": self.prompts,
+            "engine_drafted": self.run.drafted_tokens,
+            "engine_accepted": self.run.accepted_tokens,
+            "engine_efficiency": self.engine_efficiency,
+            "our_drafted": self.our_drafted,
+            "our_accepted": self.our_accepted,
+            "our_efficiency": self.our_efficiency,
+            "equal": self.equal,
+            "equal_within_rounding": self.equal_within_rounding,
+            "plain_seconds": self.run.plain_seconds,
+            "drafted_seconds": self.run.drafted_seconds,
+            "speedup": self.speedup,
+            "failures": self.failures,
+        }
+
+
+def engine_for(name: str, layout: str) -> Engine:
+    """Return the engine. Raises UserError with advice if it is not installed or does not read this
+    layout."""
+    engine = ENGINES[name]
+    if layout in engine.unverified:
+        raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
+    if layout not in engine.formats:
+        fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
+        raise UserError(
+            f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
+            f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
+        )
+    missing = engine.missing()
+    if missing:
+        raise UserError(f"{missing}. Install it with: {engine.install}")
+    return engine
+
+
+def verify_export(
+    name: str, task: EngineTask, *, min_drafted: int = MIN_DRAFTED, tolerance: float = TOLERANCE
+) -> ExportVerification:
+    """Run the prompts in the engine and in our loop, greedily at the same γ, and compare.
+
+    Raises UserError if the export is unsound, or if the engine does not read it, is not installed
+    or breaks. Problems with the drafter itself are in `failures`.
+    """
+    record = check_export(task.export)
+    engine = engine_for(name, record["layout"])
+    require_same_target(record["drafter"]["target"], task.target, str(task.export))
+    max_depth = record["facts"].get("max_depth")
+    if max_depth is not None and task.gamma > max_depth:
+        raise UserError(
+            f"gamma is {task.gamma}, but {task.export} drafts at most {max_depth} tokens"
+        )
+    run = engine.run(task)
+    task.say("our own loop")
+    drafter = reload_export(task.export, record, task.target)
+    drafted, accepted = count_drafts(task, drafter, engine.counting)
+    equal, close = agreement(
+        task.target, task.prompts, run.plain_texts, run.drafted_texts, engine.rounding
+    )
+    failures = []
+    engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)
+    our_efficiency = _share(accepted, drafted)
+    if not run.drafted_tokens:
+        failures.append(f"{name} drafted nothing: it ignored the drafter")
+    elif run.drafted_tokens < min_drafted:
+        failures.append(
+            f"{name} drafted only {run.drafted_tokens} tokens; at least {min_drafted} are needed "
+            "for a verdict: give more prompts, or more tokens per prompt"
+        )
+    if (
+        engine_efficiency is not None
+        and our_efficiency is not None
+        and abs(engine_efficiency - our_efficiency) > tolerance
+    ):
+        failures.append(
+            f"draft efficiency is {engine_efficiency:.3f} in {name} and {our_efficiency:.3f} in "
+            f"our loop; they may differ by {tolerance}"
+        )
+    if close < 1:
+        failures.append(
+            f"{1 - close:.0%} of the texts differ from {name}'s texts without the drafter by more "
+            "than rounding"
+        )
+    return ExportVerification(
+        name, run, task.gamma, len(task.prompts), drafted, accepted, equal, close, failures
+    )
+
+
+def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
+    """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
+    target = task.target
+    eos = set(target.eos_token_ids)
+    drafted = accepted = 0
+    # Enough room for a draft of γ tokens wherever in a text it begins.
+    room = task.max_new_tokens + (task.gamma if counting.past_length else 0)
+    lengths: dict[int, int] = {}  # of the texts so far
+
+    def count(verification: Verification) -> None:
+        nonlocal drafted, accepted
+        for place, row in enumerate(verification.rows.tolist()):
+            tokens = verification.draft.tokens[place, : verification.drafted[place]].tolist()
+            right = int(verification.accepted[place])
+            length = lengths.get(row, int(not counting.first_drafted))
+            lengths[row] = length + right + 1
+            if length >= task.max_new_tokens:
+                continue
+            first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+            if counting.stops_at_eos:
+                tokens = tokens[: first_eos + 1]
+            if not counting.past_end:
+                block = verification.block[place, : right + 1].tolist()
+                end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
+                tokens = tokens[:end]
+                right = min(right, len(tokens))
+            drafted += len(tokens)
+            accepted += right
+
+    decoder = Decoder(
+        target.model,
+        drafter,
+        eos_token_ids=target.eos_token_ids,
+        gamma=task.gamma,
+        first_target=not counting.first_drafted,
+        observers=[count],
+    )
+    for begin in range(0, len(task.prompts), BATCH):
+        lengths.clear()
+        decoder.decode(task.prompts[begin : begin + BATCH], room)
+    return drafted, accepted
+
+
+@torch.inference_mode()
+def agreement(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    plain_texts: Sequence[Sequence[int]],
+    drafted_texts: Sequence[Sequence[int]],
+    rounding: float,
+) -> tuple[float, float]:
+    """Return the share of prompts whose two texts are equal, and the share equal within rounding.
+
+    The second share also counts texts whose first difference is a choice between two tokens whose
+    logits, by our target, differ by at most `rounding` times the largest logit."""
+    equal = equal_by_rounding = 0
+    for prompt, plain, drafted in zip(prompts, plain_texts, drafted_texts, strict=True):
+        if list(plain) == list(drafted):
+            equal += 1
+            continue
+        pairs = zip(plain, drafted, strict=False)
+        shorter = min(len(plain), len(drafted))
+        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
+        ids = torch.tensor([[*prompt, *plain[:first]]], device=target.device)
+        logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
+        # If one text ended here, its choice was an end-of-text token, which the list omits.
+        eos = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
+        a, b = (logits[t[first]] if first < len(t) else eos for t in (plain, drafted))
+        gap = torch.as_tensor(a - b).abs()
+        equal_by_rounding += bool(gap <= rounding * logits.abs().max())
+    return equal / len(prompts), (equal + equal_by_rounding) / len(prompts)
+
+
+def _share(part: int, total: int) -> float | None:
+    return part / total if total else None

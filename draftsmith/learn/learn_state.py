@@ -1,0 +1,110 @@
+"""Where a learner stands: one JSON file, written completely or not at all after every step."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ValidationError
+
+from decode.base.artifact import write_file
+from decode.base.errors import UserError
+from train.engines.counters import DraftCounts
+
+STATE_FILE = "state.json"
+Step = Literal["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
+
+
+class Window(BaseModel):
+    """Accepted ÷ drafted of the serving engine over its traffic, in windows of drafted tokens.
+
+    begin: the counters where the current window began. first, newest: the rates of the first window
+    since a swap, and of the newest complete one."""
+
+    begin: DraftCounts | None = None
+    first: float | None = None
+    newest: float | None = None
+
+    def add(self, counts: DraftCounts, size: int) -> None:
+        """Take a reading of the counters."""
+        if self.begin is None or counts.drafted < self.begin.drafted:
+            self.begin = counts
+        passed = counts - self.begin
+        if passed.drafted >= size:
+            self.begin, self.newest = counts, passed.rate
+            self.first = self.newest if self.first is None else self.first
+
+    def rate(self, counts: DraftCounts) -> float | None:
+        """Of the newest window, or of the current one if none is complete. counts: a reading."""
+        if self.newest is not None or self.begin is None:
+            return self.newest
+        return (counts - self.begin).rate
+
+    @property
+    def drop(self) -> float:
+        """How far the rate fell since the first window."""
+        if self.first is None or self.newest is None:
+            return 0.0
+        return self.first - self.newest
+
+
+class Swap(BaseModel):
+    """A change from one version's engine to another's. back: it undoes an earlier one. url: of the
+    new engine. before: accepted ÷ drafted of the old engine. begin: the new engine's counters at
+    the switch. time: of the switch, in seconds since 1970. starts: of the new engine."""
+
+    old: int
+    new: int
+    back: bool = False
+    url: str = ""
+    old_url: str = ""
+    before: float | None = None
+    begin: DraftCounts = DraftCounts()
+    time: float = 0.0
+    starts: int = 0
+
+
+class Outcome(BaseModel):
+    """How a cycle ended. serving, candidate: draft efficiency on the held-out records. before,
+    after: accepted ÷ drafted in the engines. kept: whether the new version serves."""
+
+    version: int
+    kept: bool
+    reason: str
+    records: int
+    held_out: int
+    serving: float | None = None
+    candidate: float | None = None
+    before: float | None = None
+    after: float | None = None
+    time: float = 0.0
+
+
+class LearnState(BaseModel):
+    """serving: the version that answers; 0: the first drafter. step: the next to do. cycle: the
+    current one, as far as it is known. newest: time of the newest record of the last cycle."""
+
+    serving: int = 0
+    versions: int = 0
+    step: Step = "wait"
+    newest: float = 0.0
+    cycle: Outcome | None = None
+    cycle_newest: float = 0.0
+    swap: Swap | None = None
+    window: Window = Window()
+    history: list[Outcome] = []
+
+    @classmethod
+    def load(cls, directory: Path) -> "LearnState":
+        """The state in a directory, or a new one. Raises UserError for a file that is none."""
+        file = directory / STATE_FILE
+        try:
+            return cls.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return cls()
+        except (OSError, ValidationError) as error:
+            raise UserError(
+                f"{file} cannot be read ({error}); restore it, or choose another directory"
+            ) from None
+
+    def save(self, directory: Path) -> None:
+        """Write the state. UserError on OSError."""
+        write_file(directory / STATE_FILE, self.model_dump_json(indent=1))

@@ -1,0 +1,123 @@
+"""The tokens of an answer, with the characters that each of them adds to the text."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from decode.text_stream import TextStream, decode
+from draftsmith.serve.requests import NewTokens
+
+_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
+_ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TokenBytes:
+    """The bytes of single tokens, also of those that hold only a part of a character."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Some tokenizers write the space of a token only if another token precedes it.
+        self._before: list[int] = tokenizer("a", add_special_tokens=False).input_ids
+        self._skipped = len(decode(tokenizer, self._before))
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token: int) -> bytes:
+        if token not in self._known:
+            self._known[token] = self._read(token)
+        return self._known[token]
+
+    def _read(self, token: int) -> bytes:
+        both = decode(self._tokenizer, [*self._before, token], skip_special_tokens=False)
+        text = both[self._skipped :]
+        if "�" not in text:
+            return text.encode()
+        # A part of a character: the vocabulary has its bytes, in one of two notations.
+        name = str(self._tokenizer.convert_ids_to_tokens(token))
+        if one := _ONE_BYTE.fullmatch(name):
+            return bytes([int(one[1], 16)])
+        if all(character in _BYTES for character in name):
+            return bytes(_BYTES[character] for character in name)
+        return text.encode()
+
+
+@dataclass(frozen=True)
+class AnswerToken:
+    """A token of an answer.
+
+    raw: its bytes. start, text: where the characters begin that it completes, and these. The texts
+    of all tokens add up to the answer. logprob, top: its log-probability, and the likeliest tokens
+    with theirs; None and empty if the request does not ask. accepted: it is a draft token; else it
+    is the target's. rejected: the draft tokens in whose place it stands, as bytes. special: it is
+    not in the text.
+    """
+
+    raw: bytes
+    start: int
+    text: str
+    logprob: float | None
+    top: Sequence[tuple[bytes, float]]
+    accepted: bool
+    rejected: Sequence[bytes]
+    special: bool = False
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
+
+
+class AnswerTokens:
+    """The tokens of one text as it grows. A token is held back until its characters are final.
+    Special tokens have no text; they are here for their log-probabilities."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+        self._special = set(tokenizer.all_special_ids)
+        self._bytes = token_bytes
+        self._length = 0  # characters so far
+        self._held: list[AnswerToken] = []
+
+    def add(self, new: NewTokens) -> None:
+        """The next tokens of the text."""
+        for place, token in enumerate(new.tokens):
+            text = self._stream.add([token])
+            special = token in self._special
+            if special and not new.logprobs:
+                continue
+            entry = new.logprobs[place] if new.logprobs else None
+            of_target = place >= new.accepted
+            self._held.append(
+                AnswerToken(
+                    self._bytes[token],
+                    self._length,
+                    text,
+                    None if entry is None else entry.logprob,
+                    [(self._bytes[one], value) for one, value in entry.top] if entry else [],
+                    not of_target,
+                    [self._bytes[one] for one in new.rejected] if of_target else [],
+                    special,
+                )
+            )
+            self._length += len(text)
+        if new.reason is not None and (rest := self._stream.end()) and self._held:
+            last = self._held[-1]
+            self._held[-1] = replace(last, text=last.text + rest)
+
+    def take(self, end: int, *, ended: bool) -> list[AnswerToken]:
+        """The next tokens of the first `end` characters. ended: the text has no more characters:
+        what begins behind them is dropped, and the last token is cut."""
+        if ended:
+            taken = [
+                replace(x, text=x.text[: end - x.start])
+                for x in self._held
+                if x.start < end + x.special
+            ]
+            self._held = []
+            return taken
+        # A token without text is a part of the character that a later one completes.
+        final = [place for place, x in enumerate(self._held) if x.text and x.end <= end]
+        count = final[-1] + 1 if final else 0
+        taken, self._held = self._held[:count], self._held[count:]
+        return taken

@@ -1,0 +1,322 @@
+"""Answers in the shape of OpenAI's API, whole and in pieces: chat and completions."""
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from decode.text_stream import TextStream
+from draftsmith.serve.answer_tokens import AnswerToken
+from draftsmith.serve.errors import ApiError
+from draftsmith.serve.requests import Choice
+from draftsmith.serve.schema import Asked, StreamOptions
+
+
+class AnswerText:
+    """The text of one choice, in pieces, without the stop string that ends it. What may be the
+    beginning of a stop string is held back. stopped: a stop string has ended the text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True)
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def add(self, tokens: Sequence[int], *, ended: bool) -> str:
+        """The next piece, or ''. ended: these are the last tokens."""
+        if self.stopped:
+            return ""
+        text = self._held + self._stream.add(tokens)
+        if ended:
+            text += self._stream.end()
+        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return text[: min(ends)]
+        kept = 0 if ended else max((_begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def _begun(text: str, stop: str) -> int:
+    """The length of the longest end of a text that a stop string begins with.
+
+    >>> _begun("to be or", "or not")
+    2
+    """
+    longest = min(len(stop) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass
+class Piece:
+    """A part of one choice's text, or all of it. reason: why the text ends with it, if it does.
+    tokens: for requests that ask about single tokens. generated: tokens of the text so far."""
+
+    index: int
+    text: str
+    reason: str | None
+    tokens: list[AnswerToken] = field(default_factory=list)
+    generated: int = 0
+
+    def joined(self, other: "Piece") -> "Piece":
+        """This piece and the one after it."""
+        tokens = [*self.tokens, *other.tokens]
+        return Piece(self.index, self.text + other.text, other.reason, tokens, other.generated)
+
+
+class Answer(ABC):
+    """An answer as JSON, and as the events of a stream. prompts: the lengths of the prompts in
+    tokens, each counted once. rule: the lossy rule in use when it begins, if it is lossy for this
+    request. error: what ended some texts early, if others are complete."""
+
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        asked: Asked,
+        prompts: Sequence[int],
+        choices: Sequence[Choice],
+        rule: str | None = None,
+    ) -> None:
+        self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule
+        self._model, self._fingerprint = model, fingerprint
+        self._created = int(time.time())
+        self.error: dict[str, Any] | None = None
+
+    @abstractmethod
+    def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
+        """The answer to a request without `stream`. texts: of each choice."""
+
+    @abstractmethod
+    def opening(self) -> Iterator[bytes]:
+        """The events before the first part of a text."""
+
+    @abstractmethod
+    def part(self, piece: Piece) -> Iterator[bytes]:
+        """The events of a part of a text."""
+
+    @abstractmethod
+    def closing(self) -> Iterator[bytes]:
+        """The events after all texts."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        """The events of an answer that cannot go on."""
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._prompts)
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(choice.tokens) for choice in self._choices)
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of prompts that were in the prefix cache. None: there is none."""
+        known = [choice.cached for choice in self._choices if choice.cached is not None]
+        # A prompt may be read again for more of its texts.
+        return min(sum(known), self.prompt_tokens) if known else None
+
+    @property
+    def lossy(self) -> str | None:
+        """The lossy rule that judges these texts, or has judged a part of them."""
+        return next((choice.lossy for choice in self._choices if choice.lossy), self._rule)
+
+    def counts(self) -> dict[str, Any]:
+        """The verification passes of all texts of this answer and their draft tokens, the first and
+        last version of the drafter, the lossy rule if there was one, and the error if one ended
+        some texts."""
+        counts = {
+            name: sum(getattr(choice, name) for choice in self._choices)
+            for name in ("steps", "drafted", "accepted")
+        }
+        versions = [version for choice in self._choices for version in choice.versions]
+        return {
+            **counts,
+            "drafter_versions": [min(versions), max(versions)],
+            "lossy": self.lossy,
+            **({} if self.error is None else {"error": self.error}),
+        }
+
+
+class ChoicesAnswer(Answer):
+    """What the JSON of chat and completions shares. kind, chunk: the values of `object`."""
+
+    kind: str
+    chunk: str
+    id_prefix: str
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        options = self._asked.stream_options or StreamOptions()
+        self._with_usage = options.include_usage
+        self._with_each = options.include_usage and options.continuous_usage_stats
+        self._generated = dict.fromkeys((choice.index for choice in self._choices), 0)
+        self._left = len(self._choices)
+        self._shared = {
+            "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
+            "created": self._created,
+            "model": self._model,
+            "system_fingerprint": self._fingerprint,
+        }
+
+    @abstractmethod
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """The fields that hold the text. whole: of an answer without `stream`."""
+
+    @abstractmethod
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        """The field `logprobs`."""
+
+    def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """One of `choices`."""
+        asks = self._asked.likeliest is not None
+        # A special token is not in the text.
+        shown = [token for token in piece.tokens if not token.special]
+        trace = {"draftsmith": {"tokens": list(map(_traced, shown))}}
+        return {
+            "index": piece.index,
+            **self.text(piece, whole=whole),
+            "logprobs": self.logprobs(piece.tokens) if asks else None,
+            "finish_reason": piece.reason,
+            **(trace if self._asked.draftsmith.trace else {}),
+        }
+
+    def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
+        choices = [self.choice(text, whole=True) for text in texts]
+        return {
+            **self._shared,
+            "object": self.kind,
+            "choices": choices,
+            "usage": self.usage(self.generated_tokens),
+            "draftsmith": self.counts(),
+        }
+
+    def opening(self) -> Iterator[bytes]:
+        return iter(())
+
+    def part(self, piece: Piece) -> Iterator[bytes]:
+        self._left -= piece.reason is not None
+        self._generated[piece.index] = piece.generated
+        last = {} if self._left else {"draftsmith": self.counts()}
+        yield self.event([self.choice(piece, whole=False)], **last)
+
+    def closing(self) -> Iterator[bytes]:
+        if self._with_usage:
+            usage = self.usage(self.generated_tokens)
+            yield self.event([], usage=usage, draftsmith=self.counts())
+        yield END
+
+    def failure(self, error: ApiError) -> Iterator[bytes]:
+        yield event(error.body)
+
+    def event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        """An event of a stream. Its usage is null, unless each chunk has the usage so far."""
+        so_far = self.usage(sum(self._generated.values())) if self._with_each else None
+        usage = {"usage": so_far} if self._with_usage else {}
+        shared = {**self._shared, "object": self.chunk, "choices": choices}
+        return event({**shared, **usage, **fields})
+
+    def usage(self, generated: int) -> dict[str, Any]:
+        read, cached = self.prompt_tokens, self.cached_tokens
+        details = {} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}}
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": generated,
+            "total_tokens": read + generated,
+            **details,
+        }
+
+
+class ChatAnswer(ChoicesAnswer):
+    """The answer of /v1/chat/completions."""
+
+    kind, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        if whole:
+            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+        return {"delta": {"content": piece.text} if piece.text else {}}
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        return {"content": entries(tokens), "refusal": None}
+
+    def opening(self) -> Iterator[bytes]:
+        for choice in self._choices:
+            beginning = {"delta": {"role": "assistant", "content": ""}}
+            rest = {"logprobs": None, "finish_reason": None}
+            yield self.event([{"index": choice.index, **beginning, **rest}])
+
+
+class CompletionAnswer(ChoicesAnswer):
+    """The answer of /v1/completions."""
+
+    kind = chunk = "text_completion"
+    id_prefix = "cmpl"
+
+    def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        return {"text": piece.text}
+
+    def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
+        # With the token itself, if it is not among the likeliest.
+        best = [
+            {written(one): value for one, value in [*x.top, (x.raw, x.logprob)]} for x in tokens
+        ]
+        return {
+            "tokens": [written(x.raw) for x in tokens],
+            "token_logprobs": [x.logprob for x in tokens],
+            "top_logprobs": best,
+            "text_offset": [x.start for x in tokens],
+        }
+
+
+def entries(tokens: Sequence[AnswerToken]) -> list[dict[str, Any]]:
+    """The log-probabilities of tokens, as chat and responses have them."""
+
+    def entry(token: bytes, value: float) -> dict[str, Any]:
+        return {"token": written(token), "logprob": value, "bytes": list(token)}
+
+    return [
+        {**entry(x.raw, x.logprob), "top_logprobs": [entry(*one) for one in x.top]}
+        for x in tokens
+        if x.logprob is not None
+    ]
+
+
+def _traced(token: AnswerToken) -> dict[str, Any]:
+    rejected = [one.decode(errors="replace") for one in token.rejected]
+    origin = "draft" if token.accepted else "target"
+    return {"text": token.text, "origin": origin, "rejected": rejected}
+
+
+def written(token: bytes) -> str:
+    """A token as text, or as OpenAI writes a token that is no complete text.
+
+    >>> written("é".encode()), written("é".encode()[:1])
+    ('é', 'bytes:\\\\xc3')
+    """
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+# Python, and clients that cut lines as Python does, end a line at these characters too.
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+
+
+def event(value: dict[str, Any], name: str | None = None) -> bytes:
+    """A server-sent event. name: of its kind."""
+    data = json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
+    begin = "" if name is None else f"event: {name}\n"
+    return f"{begin}data: {data}\n\n".encode()
+
+
+END = b"data: [DONE]\n\n"

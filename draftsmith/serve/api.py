@@ -1,0 +1,224 @@
+"""The routes of the service."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+from transformers import PreTrainedTokenizerBase
+
+from decode.base.errors import UserError
+from draftsmith.net.guard import LOCAL, Guard
+from draftsmith.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from draftsmith.serve.contract import Contract, parse
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.errors import ApiError, refused
+from draftsmith.serve.middleware import RequestIds
+from draftsmith.serve.page import page_routes
+from draftsmith.serve.reading import SHORT, Limits, Reader
+from draftsmith.serve.requests import Refusal
+from draftsmith.serve.responses import ResponsesAnswer
+from draftsmith.serve.running import Running, as_api_error
+from draftsmith.serve.schema import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
+from draftsmith.serve.settings import Settings
+
+LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
+_ANY = ("GET", "POST", "DELETE")
+# The client went away: nobody reads this status. nginx has the same for its log.
+HUNG_UP = 499
+
+
+@dataclass
+class Service:
+    """What the routes need. tokenizer: not used by other threads. names: of the model, the first in
+    answers. max_tokens: of one text; None: what the context holds. guard: who may call. seeds: for
+    requests that name none."""
+
+    engine: Engine
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    names: Sequence[str]
+    guard: Guard = LOCAL
+    max_tokens: int | None = None
+    seeds: random.Random = field(default_factory=random.Random)
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        context, capacity = self.engine.decoder.lm.max_positions, self.engine.bounds.capacity
+        learns = self.settings.learner is not None
+        limits = Limits(self.names, context, self.max_tokens, capacity, learns)
+        self.reader = Reader(self.tokenizer, limits)
+
+    def close(self, seconds: float) -> None:
+        """End the decode now, and save what was learnt. It takes about so many seconds at most.
+        Raises UserError if the decode had ended by an error."""
+        self.engine.drain(0)
+        self.engine.join(seconds)
+        if self.settings.learner is not None:
+            self.settings.learner.close(seconds)
+        if self.engine.error is not None:
+            raise UserError(
+                f"the decode has failed: {self.engine.error}; see the log, and start the service "
+                "again"
+            ) from self.engine.error
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        get, post = ["GET"], ["POST"]
+        return Starlette(
+            routes=[
+                Route("/v1/chat/completions", self._chat, methods=post),
+                Route("/v1/completions", self._complete, methods=post),
+                Route("/v1/responses", self._respond, methods=post),
+                Route("/v1/responses/{rest:path}", self._not_kept, methods=_ANY),
+                Route("/v1/models", self._models, methods=get),
+                Route("/v1/models/{name:path}", self._model, methods=get),
+                Route("/health", self._health, methods=get),
+                Route("/metrics", self._metrics, methods=get),
+                Route("/admin/settings", self._settings, methods=get),
+                Route("/admin/settings", self._change, methods=post),
+                *page_routes(self.engine),
+            ],
+            exception_handlers={
+                ApiError: _error_response,
+                HTTPException: _http_error,
+                ClientDisconnect: _hung_up,
+                Exception: _bug,
+            },
+        )
+
+    def guarded(self) -> ASGIApp:
+        """The application behind its guard."""
+        return RequestIds(self.guard.around(self.app()))
+
+    # --- routes -----------------------------------------------------------------------------------
+
+    async def _chat(self, request: Request) -> Response:
+        return await self._answer(request, CHAT, ChatAnswer)
+
+    async def _complete(self, request: Request) -> Response:
+        return await self._answer(request, COMPLETION, CompletionAnswer)
+
+    async def _respond(self, request: Request) -> Response:
+        return await self._answer(request, RESPONSES, ResponsesAnswer)
+
+    async def _not_kept(self, request: Request) -> Response:
+        message = "answers are not kept, so none can be read or deleted; keep what you need"
+        raise ApiError(404, message, code="not_kept")
+
+    async def _models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._described_model()]})
+
+    async def _model(self, request: Request) -> Response:
+        self.reader.limits.require_model(request.path_params["name"])
+        return JSONResponse(self._described_model())
+
+    async def _health(self, request: Request) -> Response:
+        engine = self.engine
+        state = "ok" if engine.alive and not engine.draining else "draining"
+        health = {"status": state, "lossy": self.settings.lossy}
+        return JSONResponse(health, 200 if state == "ok" else 503)
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def _settings(self, request: Request) -> Response:
+        return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
+
+    async def _change(self, request: Request) -> Response:
+        asked = parse(SETTINGS, await _body(request, SHORT))
+        try:
+            await asyncio.wrap_future(self.settings.change(asked))
+        except UserError as error:
+            raise refused(error) from None
+        except Refusal as refusal:
+            raise as_api_error(refusal) from None
+        return JSONResponse(self.settings.to_dict())
+
+    # --- what they share --------------------------------------------------------------------------
+
+    def _described_model(self) -> dict[str, Any]:
+        return {
+            "id": self.names[0],
+            "object": "model",
+            "created": self.started,
+            "owned_by": "draftsmith",
+        }
+
+    async def _answer(
+        self, request: Request, contract: Contract, kind: Callable[..., Answer]
+    ) -> Response:
+        """Read a request and answer it. A full service refuses it before it is read."""
+        body = await _body(request)
+        try:
+            self.engine.require_room(1 + self.reader.waiting)
+            read = await self.reader.read(contract, body)
+            asked = read.asked
+            running = Running(
+                self.engine,
+                self.tokenizer,
+                asked,
+                read.prompts,
+                read.new_tokens,
+                self.seeds.getrandbits,
+            )
+        except UserError as error:
+            raise refused(error) from None
+        except Refusal as refusal:
+            raise as_api_error(refusal) from None
+        answer = kind(
+            self.names[0],
+            self.settings.fingerprint,
+            asked,
+            list(map(len, read.prompts)),
+            running.choices,
+            self.settings.lossy_for(asked.sampling(self.engine.decoder.sampling)),
+        )
+        if asked.stream:
+            return await running.stream(request, answer)
+        return await running.whole(request, answer)
+
+
+async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
+    """The body, if it has at most so many bytes. One that says that it is longer is not read."""
+    too_long = ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
+    if int(request.headers.get("content-length", 0)) > longest:
+        raise too_long
+    parts, size = [], 0
+    async for part in request.stream():
+        size += len(part)
+        if size > longest:
+            raise too_long
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _response(error: ApiError) -> Response:
+    return JSONResponse(error.body, error.status, error.headers)
+
+
+async def _error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return _response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail}"
+    return _response(ApiError(error.status_code, message, headers=error.headers))
+
+
+async def _hung_up(request: Request, error: Exception) -> Response:
+    return Response(status_code=HUNG_UP)
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return _response(ApiError(500, "an error in the service; see its log", kind="server_error"))

@@ -1,0 +1,303 @@
+"""Online distillation beside the thread that decodes: a service learns from what it verifies.
+
+A thread of low priority learns in rounds (`train.online.learning`), by default only while no text
+waits or runs. The decoding thread gets the weights of a kept round between two passes.
+"""
+
+import logging
+import os
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import ValidationError
+
+from decode.base.errors import UserError, nearest
+from decode.base.registry import Choice
+from decode.drafters import Drafter
+from decode.loop.decoding import Decoding
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter
+from decode.verification import Verification
+from distill.losses import WeightedLoss
+from distill.replay.online_student import OnlineStudent
+from distill.teacher.top_k_cache import describe_teacher
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.requests import Refusal, Request, RowWatch
+from heads.heads_module import HEADS
+from heads.online_heads import require_learns
+from train.base.console import Reporter
+from train.online.learners import Learning
+from train.online.learning import Online, OnlineConfig, Round
+from train.online.stream_progress import StreamProgress, Versions
+
+logger = logging.getLogger(__name__)
+
+KEPT_VERSIONS = 2  # on disk
+KEPT_ROUNDS = 100  # in the saved progress
+CHUNK = 256  # tokens whose logits are in memory at a time
+POLL_SECONDS = 0.2
+
+
+def learning_config(options: str) -> OnlineConfig:
+    """From `option=value,…`. Raises UserError for an unknown option or a value that does not fit.
+
+    >>> learning_config("steps=8,every_requests=32").steps
+    8
+    """
+    values = Choice.of(f"learning:{options}").options
+    try:
+        return OnlineConfig.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(key) for key in first["loc"])
+        unknown = first["type"] == "extra_forbidden"
+        message = "is no option of learning" if unknown else first["msg"]
+        hint = nearest(name, OnlineConfig.model_fields) if unknown else ""
+        raise UserError(f"{name or 'options'} of learning: {message}.{hint}") from None
+
+
+@dataclass(frozen=True)
+class LearnOptions:
+    """How a service learns.
+
+    config: the rounds and their data. source: the requests it learns from: those with
+    `store: true`, or all. directory: for versions and records, to continue after a restart; None:
+    in memory only. idle_seconds: a round begins after so many seconds without a text; 0: at any
+    time. threads: of the CPU, for learning. device: None: the target's. Raises UserError for
+    idle_seconds below 0 and threads below 1.
+    """
+
+    config: OnlineConfig = field(default_factory=OnlineConfig)
+    source: Literal["store", "all"] = "store"
+    directory: Path | None = None
+    idle_seconds: float = 2.0
+    threads: int = 1
+    device: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.idle_seconds >= 0:
+            raise UserError(f"idle_seconds is {self.idle_seconds}; expected seconds ≥ 0")
+        if self.threads < 1:
+            raise UserError(f"threads is {self.threads}; expected at least 1")
+
+    def versions(self, target: Target) -> Versions | None:
+        """The versions on disk."""
+        if self.directory is None:
+            return None
+        return Versions(self.directory, target, Reporter(), keep=KEPT_VERSIONS)
+
+
+def open_learning_drafter(
+    name: str, target: Target, options: LearnOptions
+) -> tuple[OnlineStudent, Drafter]:
+    """The copy that learns and the drafter that decodes, from a drafter directory, or from the last
+    version that an earlier service learnt from it. Raises UserError for a drafter that cannot
+    learn, and for versions of another one."""
+    path, versions = Path(name).expanduser(), options.versions(target)
+    if not path.is_dir():
+        raise UserError(
+            f"the drafter {name!r} cannot learn; expected the directory of a small language model "
+            "or of heads that draftsmith has trained"
+        )
+    kind = describe_drafter(path)["kind"]
+    if kind in HEADS:
+        require_learns(kind)
+    if versions is not None:
+        versions.recover()
+        saved = versions.load()
+        if saved is not None:
+            start, path = str(path.resolve()), versions.path(saved.version)
+            began = describe_drafter(path)["provenance"]["start"]
+            if began != start:
+                raise UserError(
+                    f"{options.directory} has versions of the drafter {began}, but this service "
+                    f"begins with {start}; choose another directory for learning"
+                )
+    try:
+        device = torch.zeros(1, device=options.device or target.device).device
+    # AssertionError: raised by a torch without support for that kind of device.
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"cannot learn on device {options.device!r}: {error}") from error
+    learning = Learning(
+        device,
+        WeightedLoss({"forward_kl": 1.0}),
+        options.config.max_length,
+        CHUNK,
+        embeddings=False,
+    )
+    return learning.of_directory(path, target)
+
+
+class Learner(RowWatch):
+    """Records what the target rejects, learns from it, and gives the drafter new versions.
+
+    drafter: the one that decodes, with its final shape; name: what settings call it. student: the
+    copy that learns. Both come from `open_learning_drafter`. learning: False: nothing is recorded
+    or learnt. Raises UserError if the student's weights do not fit the drafter, or the records on
+    disk do not fit the target.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        student: OnlineStudent,
+        target: Target,
+        name: str,
+        options: LearnOptions,
+    ) -> None:
+        self.drafter, self.name, self.options, self.target = drafter, name, options, target
+        self.learning = True
+        ids = None if student.ids is None else student.ids.to(target.device)
+        config = options.config
+        self.online = Online(
+            drafter,
+            student,
+            config,
+            describe_teacher(target, k=config.k, temperature=1.0, vocabulary=ids),
+            vocab_size=target.token_count,
+            vocabulary=ids,
+            eos_token_ids=target.eos_token_ids,
+            directory=options.directory,
+            chosen=True,
+        )
+        self._versions = options.versions(target)
+        self._progress = StreamProgress(ranks=1)
+        self._engine: Engine | None = None
+        self._rounds = 0  # since the start of the service
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
+        self._restore()
+
+    def start(self, engine: Engine) -> None:
+        """Begin to learn for this engine, which has `observe` among its decoder's observers and
+        this object as its watch."""
+        self._engine = engine
+        engine.drafter_version = self.online.version
+        engine.metrics.drafter_version.set_function(lambda: engine.drafter_version)
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Wait for the round that runs, for so many seconds at most, and save. Then nothing is
+        learnt any more."""
+        self._closing.set()
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            logger.warning("a round of learning runs on; its records since the last save are lost")
+        else:
+            self._save()
+
+    # --- called in the decoding thread ------------------------------------------------------------
+
+    def join(self, row: int, request: Request) -> None:
+        if self.learning and (request.store or self.options.source == "all"):
+            self.online.collector.join(row)
+
+    def leave(self, row: int) -> None:
+        self.online.collector.leave(row)
+
+    def live(self) -> dict[str, int]:
+        version = 0 if self._engine is None else self._engine.drafter_version
+        return {"drafter_version": version, "learning_rounds": self._rounds}
+
+    def observe(self, verification: Verification) -> None:
+        """Record a pass, as an observer of the decode."""
+        if self.learning:
+            self.online.observe(verification)
+
+    def swap(self, decoding: Decoding) -> None:
+        """Give the drafter its newest version, if it drafts."""
+        assert self._engine is not None
+        self._engine.drafter_version = 0  # another drafter has the weights it was loaded with
+        if decoding.setup.drafter is self.drafter:
+            self.online.swap()
+            self._engine.drafter_version = self.online.version
+
+    # --- the learning thread ----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        torch.set_num_threads(self.options.threads)
+        with suppress(AttributeError, OSError):  # where threads have no priority of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while not self._closing.wait(POLL_SECONDS):
+            try:
+                self._attempt()
+            except Refusal:
+                return  # the service ends
+            except Exception:
+                logger.exception("learning has failed and is off now")
+                self.learning = False
+                self._count("failed")
+
+    def _attempt(self) -> None:
+        """One round, if it is time."""
+        assert self._engine is not None
+        online = self.online
+        online.gather(ended=True)
+        idle = self._engine.idle_seconds >= self.options.idle_seconds
+        if not (self.learning and idle and online.due()):
+            return
+        learnt = online.learn()
+        if learnt is None:
+            return
+        self._count("kept" if learnt.kept else "undone")
+        self._note(learnt)
+        self._save()
+        if learnt.kept:
+            self._engine.between(self.swap).result()
+
+    def _count(self, result: str) -> None:
+        assert self._engine is not None
+        self._rounds += 1
+        self._engine.metrics.learnt(result)
+
+    # --- on disk ----------------------------------------------------------------------------------
+
+    def _restore(self) -> None:
+        """Continue from the last save, whose weights the student has. Without one, write version
+        0."""
+        versions, online = self._versions, self.online
+        if versions is None:
+            return
+        versions.recover()
+        saved = versions.load()
+        if saved is None:
+            self._save_version()
+            return
+        self._progress = saved
+        online.restore(self.target, saved.buffers[0])
+        online.resume(saved.online[0], versions.moments(saved.version))
+
+    def _note(self, learnt: Round) -> None:
+        """Record a round, and write its version."""
+        progress = self._progress
+        served = self.online.collector.requests
+        progress.rounds.append(asdict(learnt) | {"served": served})
+        del progress.rounds[:-KEPT_ROUNDS]
+        if learnt.kept:
+            self._save_version()
+
+    def _save_version(self) -> None:
+        if self._versions is None:
+            return
+        progress, online = self._progress, self.online
+        provenance: dict[str, Any] = {
+            "start": str(Path(self.name).expanduser().resolve()),
+            "settings": self.options.config.model_dump(mode="json"),
+            "version": online.version,
+            "round": progress.rounds[-1] if progress.rounds else None,
+        }
+        self._versions.save_version(online.version, online.student, online.moments(), provenance)
+
+    def _save(self) -> None:
+        """Bring the directory up to date."""
+        if self._versions is None:
+            return
+        progress, online = self._progress, self.online
+        progress.buffers = [online.commit()]
+        progress.version, progress.served = online.version, online.collector.requests
+        progress.online = [online.state()]
+        self._versions.save_progress(progress)

@@ -1,0 +1,140 @@
+"""What is answered or continued: messages, prompts, items; and stop strings.
+
+These validators raise ApiError with the place of the first fault in the request.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema
+
+from draftsmith.serve.contract import Contract, Part, missing, validated
+from draftsmith.serve.errors import ApiError, unfit
+from draftsmith.serve.fields import MESSAGE_IGNORED, MESSAGE_REFUSED, PART_IGNORED, unsupported
+
+LONGEST_STOP = 256  # characters
+MOST_STOPS = 32
+
+
+class Message(Part):
+    role: Literal["system", "developer", "user", "assistant"] = Field(
+        description="developer is the newer name of system"
+    )
+    content: Annotated[str | None, WithJsonSchema({"title": "text or a list of parts of text"})] = (
+        Field(None, description="the text; null is empty in a message of the assistant")
+    )
+    reasoning_content: str | None = Field(
+        None, description="earlier reasoning, for templates that show it"
+    )
+    reasoning: str | None = Field(None, description="another name of `reasoning_content`")
+
+
+class TextPart(Part):
+    type: Literal["text", "input_text", "output_text"] = "text"
+    text: str
+
+
+MESSAGE = Contract(Message, MESSAGE_IGNORED, MESSAGE_REFUSED)
+PART = Contract(TextPart, PART_IGNORED)
+
+
+def read_messages(value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise unfit("messages", value, "a list of messages")
+    return [_message(one, f"messages.{at}") for at, one in enumerate(value)]
+
+
+def _message(value: Any, path: str) -> dict[str, str]:
+    """A message for a chat template."""
+    if isinstance(value, dict) and value.get("role") in ("tool", "function"):
+        raise unsupported(value["role"], f"{path}.role")
+    values = MESSAGE.kept(value, path)
+    empty = values.get("role") == "assistant" and value.get("content") is None
+    if "content" not in values and not empty:
+        raise missing(f"{path}.content")
+    content = _text(values.get("content", ""), f"{path}.content")
+    said = validated(MESSAGE, values | {"content": content}, path)
+    # Chat templates know no developer.
+    role = "system" if said.role == "developer" else said.role
+    reasoning = said.reasoning_content or said.reasoning
+    thought = {} if reasoning is None else {"reasoning_content": reasoning}
+    return {"role": role, "content": content, **thought}
+
+
+def _text(content: Any, path: str) -> str:
+    """The text of a message, given as text or in parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise unfit(path, content, "text or a list of parts of text")
+    return "\n".join(_part(part, f"{path}.{at}") for at, part in enumerate(content))
+
+
+def _part(value: Any, path: str) -> str:
+    if isinstance(value, dict) and isinstance(value.get("type"), str):
+        kinds = ("text", "input_text", "output_text")
+        if value["type"] not in kinds:
+            raise unsupported(value["type"], f"{path}.type")
+    text: str = validated(PART, value, path).text
+    return text
+
+
+def read_prompts(value: Any) -> list[str | list[int]]:
+    """One or several prompts, as text or token ids. The first element says which."""
+    match value:
+        case str():
+            return [value]
+        case [int(), *_]:
+            return [_each(value, int, "prompt", "a token id")]
+        case [str(), *_]:
+            return _each(value, str, "prompt", "text")
+        case [list(), *_]:
+            rows = _each(value, list, "prompt", "a list of token ids")
+            return [_each(x, int, f"prompt.{at}", "a token id") for at, x in enumerate(rows)]
+    raise unfit("prompt", value, "text or token ids, one prompt or several")
+
+
+def _each(values: list[Any], kind: type, path: str, expected: str) -> list[Any]:
+    """A list whose elements all have a type. Raises ApiError for the first other one."""
+    for at, one in enumerate(values):
+        if type(one) is not kind:
+            raise unfit(f"{path}.{at}", one, expected)
+    return values
+
+
+def read_stops(value: Any) -> tuple[str, ...]:
+    """Stop strings. An empty one asks for nothing."""
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise unfit("stop", value, "text or a list of texts")
+    if len(stops) > MOST_STOPS:
+        raise unfit("stop", value, f"at most {MOST_STOPS} texts")
+    long = next((at for at, x in enumerate(_each(stops, str, "stop", "text")) if _is_long(x)), None)
+    if long is not None:
+        message = f"stop.{long} has {len(stops[long])} characters; expected at most {LONGEST_STOP}"
+        raise ApiError(400, message, param="stop", code="invalid_value")
+    return tuple(filter(None, stops))
+
+
+def _is_long(stop: str) -> bool:
+    return len(stop) > LONGEST_STOP
+
+
+def read_items(value: Any) -> list[dict[str, str]]:
+    """The messages of /v1/responses, given as text or as items."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not value:
+        raise unfit("input", value, "text or a list of messages")
+    return [
+        _message(item, f"input.{at}")
+        for at, item in enumerate(value)
+        if _is_message(item, f"input.{at}")
+    ]
+
+
+def _is_message(item: Any, path: str) -> bool:
+    """Whether an item is a message; False: reasoning, which comes back from earlier answers."""
+    kind = item.get("type") if isinstance(item, dict) else None
+    if kind not in (None, "message", "reasoning"):
+        raise unsupported(kind, f"{path}.type")
+    return kind != "reasoning"

@@ -1,0 +1,37 @@
+"""The page at `/`, and the live figures that it plots."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from draftsmith.serve.answers import event
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.static_files import FILES, file_routes
+
+_STATIC = Path(__file__).parent / "static"
+# No secrets are in these files, and without them nobody could enter a key.
+OPEN_PATHS = frozenset({"/health", *FILES})
+_LIVE_SECONDS = 0.5
+
+
+def page_routes(engine: Engine) -> list[Route]:
+    """The files of the page, and `/live`: the figures of the engine twice a second, as server-sent
+    events."""
+
+    async def live(request: Request) -> Response:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
+        return StreamingResponse(_figures(engine), media_type="text/event-stream", headers=headers)
+
+    routes = file_routes(_STATIC)
+    return [*routes, Route("/live", live, methods=["GET"])]
+
+
+async def _figures(engine: Engine) -> AsyncIterator[bytes]:
+    while engine.alive:
+        yield event({"seconds": round(time.monotonic(), 3), **engine.live()})
+        await asyncio.sleep(_LIVE_SECONDS)

@@ -1,0 +1,149 @@
+"""Bodies of requests to token ids. Long ones are read beside the event loop."""
+
+import asyncio
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tokenizers.models import BPE
+from transformers import PreTrainedTokenizerBase
+
+from decode.base.device import compute_apart
+from decode.base.errors import UserError
+from decode.text import Prompt, prompt_ids
+from draftsmith.serve.contract import Contract, parse
+from draftsmith.serve.errors import ApiError, refused, shown
+from draftsmith.serve.schema import Asked
+
+SHORT = 16 << 10  # bytes; such a body is read at once
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a request may ask for. names: of the model. context: tokens of a prompt and its text.
+    max_tokens: of one text; None: what the context holds. texts: of one request. learns: the
+    service learns from requests with `store`."""
+
+    names: Sequence[str]
+    context: int
+    max_tokens: int | None
+    texts: int
+    learns: bool
+
+    def require_model(self, name: str) -> None:
+        if name not in self.names:
+            message = f"the model {shown(name)} does not exist; this service has {self.names[0]!r}"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def require(self, asked: Asked, prompts: int) -> None:
+        """Raise ApiError for what needs no tokens to be refused."""
+        self.require_model(asked.model)
+        if asked.store and asked.keeps_store and not self.learns:
+            message = "store is true, but this service does not learn (--learn); leave it out"
+            raise ApiError(400, message, param="store", code="unsupported_parameter")
+        texts = prompts * asked.texts
+        if not 1 <= texts <= self.texts:
+            message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
+            raise ApiError(400, message, param=asked.asks if asked.texts == 1 else "n")
+
+    def new_tokens(self, asked: Asked, longest: int) -> int:
+        """How many tokens a text may have. longest: tokens of a prompt."""
+        room = self.context - longest
+        if room < 1:
+            raise self.too_long(asked.asks, f"it has {longest} tokens")
+        name, limit = asked.limit
+        if limit is None:
+            return room if self.max_tokens is None else min(room, self.max_tokens)
+        limit = limit if self.max_tokens is None else min(limit, self.max_tokens)
+        if limit > room:
+            raise ApiError(
+                400,
+                f"{self.maximum} However, you requested {longest + limit} tokens ({longest} in "
+                f"{asked.asks}, {limit} for the answer). Shorten {asked.asks}, or set {name} to at "
+                f"most {room}.",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return limit
+
+    @property
+    def maximum(self) -> str:
+        """Clients know these words."""
+        return f"This model's maximum context length is {self.context} tokens."
+
+    def too_long(self, param: str, why: str) -> ApiError:
+        message = f"{self.maximum} However, your prompt is too long: {why}. Shorten {param}."
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+@dataclass(frozen=True)
+class Read:
+    """A request that can be answered: its prompts as token ids, and how many tokens a text may
+    have."""
+
+    asked: Asked
+    prompts: list[list[int]]
+    new_tokens: int
+
+
+class Reader:
+    """Reads bodies, in the event loop if they are short, and else one at a time in a thread.
+    tokenizer: not used by other threads. waiting: how many long bodies are being read."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
+        self.limits, self.waiting = limits, 0
+        self._tokenizer = tokenizer
+        self._of_thread = copy.deepcopy(tokenizer)
+        self._longest = longest_token(tokenizer)
+        self._one = asyncio.Semaphore(1)
+
+    async def read(self, contract: Contract, body: bytes) -> Read:
+        """Raises ApiError for a request that cannot be answered."""
+        if len(body) <= SHORT:
+            return self._read(contract, body, self._tokenizer)
+        self.waiting += 1
+        try:
+            async with self._one:
+                work = compute_apart(lambda: self._read(contract, body, self._of_thread), "read")
+                return await asyncio.wrap_future(work)
+        finally:
+            self.waiting -= 1
+
+    def _read(self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase) -> Read:
+        asked: Asked = parse(contract, body)
+        prompts = asked.prompts()
+        self.limits.require(asked, len(prompts))
+        for prompt in prompts:
+            self._require_short(prompt, asked)
+        try:
+            ids = [prompt_ids(prompt, tokenizer, **asked.template) for prompt in prompts]
+        except UserError as error:
+            raise refused(error, asked.asks) from None
+        return Read(asked, ids, self.limits.new_tokens(asked, max(map(len, ids))))
+
+    def _require_short(self, prompt: Prompt, asked: Asked) -> None:
+        """Refuse a prompt that has too many tokens for certain, before it is turned into tokens."""
+        least = 0
+        if prompt and isinstance(prompt[0], int):
+            least = len(prompt)
+        elif self._longest is not None:
+            least = -(-_characters(prompt) // self._longest)
+        if least >= self.limits.context:
+            raise self.limits.too_long(asked.asks, f"it has {least} tokens or more")
+
+
+def _characters(prompt: Prompt) -> int:
+    """The characters of a prompt that are no white space: a tokenizer may drop that."""
+    texts = [prompt] if isinstance(prompt, str) else [str(x["content"]) for x in prompt]  # type: ignore[index]
+    return sum(map(len, (part for text in texts for part in text.split())))
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """No token stands for more characters of a text than this. None: it is not known, because a
+    token for unknown text, or a normalizer, may stand for any number."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    model = getattr(backend, "model", None)
+    if not isinstance(model, BPE) or not (model.byte_fallback or model.unk_token is None):
+        return None
+    # Composed forms (NFC) make one character of at most four.
+    return 4 * max(map(len, tokenizer.get_vocab()))

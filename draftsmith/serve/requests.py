@@ -1,0 +1,164 @@
+"""What is asked of the engine, and what it answers."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from decode.base.errors import UserError
+from decode.draw.logprobs import TokenLogprob
+from decode.draw.sampling import Sampling
+from decode.loop.rows import RowSettings
+from decode.text_stream import StopStrings
+
+Reason = Literal["full", "draining", "memory", "waited", "overran", "failed", "unread"]
+
+
+class Refusal(Exception):
+    """A request gets no answer, or no complete one. retry_after: seconds, if it is worth a retry.
+
+    full: too many texts, or tokens of prompts, wait. draining: the service ends. memory: there is
+    no memory for the text now. waited: no row was free in time. overran: it took too long. failed:
+    the decode could not go on. unread: the client does not read its answer.
+    """
+
+    def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.retry_after = reason, retry_after
+
+
+@dataclass(eq=False)
+class Choice:
+    """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
+    both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
+    accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
+    first and its last pass. lossy: the last lossy rule that judged its drafts. cached: tokens of
+    its prompt that were in the prefix cache; None: there is none, or another text read it. suspect:
+    it ran in a pass that failed, and in none since."""
+
+    index: int
+    prompt: Sequence[int]
+    seed: int
+    sample: int = 0
+    tokens: list[int] = field(default_factory=list)
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reason: Literal["stop", "length"] | None = None
+    row: int | None = None
+    versions: tuple[int, int] = (0, 0)
+    lossy: str | None = None
+    cached: int | None = None
+    suspect: bool = False
+    _last: float = 0.0  # when it got its last tokens
+    # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
+    _traced: tuple[int, Sequence[int]] = (0, ())
+
+    @property
+    def text(self) -> Sequence[int]:
+        """The prompt with the tokens so far."""
+        return [*self.prompt, *self.tokens] if self.tokens else self.prompt
+
+
+@dataclass(frozen=True)
+class NewTokens:
+    """What a pass gave one text. reason: why the text has ended, if it has. logprobs: one entry per
+    token, if the request asks for them. accepted: how many of the tokens are draft tokens, the
+    first ones. rejected: the draft tokens below them, which were not kept. Only a request with
+    `trace` has the last two."""
+
+    choice: Choice
+    tokens: list[int]
+    reason: str | None
+    logprobs: Sequence[TokenLogprob] = ()
+    accepted: int = 0
+    rejected: Sequence[int] = ()
+
+
+# New tokens, or why the request ends.
+Event = NewTokens | Refusal
+
+
+@dataclass(eq=False)
+class Request:
+    """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
+    logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
+    decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
+    store: its sender allows that the service learns from it. begun: when the last of its texts got
+    a row; None: they all wait."""
+
+    choices: list[Choice]
+    max_new_tokens: int
+    sampling: Sampling
+    deliver: Callable[[Event], None]
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    trace: bool = False
+    store: bool = False
+    label: str | None = None
+    arrived: float = field(default_factory=time.monotonic)
+    cancelled: bool = False
+    begun: float | None = None
+
+    def settings(
+        self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
+    ) -> RowSettings:
+        """Of the rows of one prompt. draft_temperature: None: as the text's."""
+        drafts = None
+        if draft_temperature is not None:
+            drafts = replace(self.sampling, temperature=draft_temperature)
+        return RowSettings(
+            self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts, self.label
+        )
+
+
+class RowWatch:
+    """Is told of the rows of requests, in the decoding thread. This one does nothing."""
+
+    def join(self, row: int, request: Request) -> None:
+        """A row of this request begins to decode. Its prompt has been read."""
+
+    def leave(self, row: int) -> None:
+        """Its text has ended, or is given up. It gets no more passes."""
+
+    def live(self) -> dict[str, int]:
+        """Figures of this moment for `/live`."""
+        return {}
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """max_rows: texts that decode together. max_waiting: texts that may wait besides. max_wait:
+    seconds until the first text of a request has a row. max_seconds: from the row of its last text
+    to its end.
+
+    prefill_tokens: of new prompts that are read between two passes. row_tokens: of a prompt and its
+    answer, for which each row has memory from the start, if half of the free memory is enough; a
+    longer text makes all rows longer, which copies them. held_tokens: of prompts that wait for a
+    row. A longer prompt may wait if it is the only one.
+
+    Raises UserError for a number that is out of range."""
+
+    max_rows: int = 16
+    max_waiting: int = 64
+    max_wait: float = 60.0
+    max_seconds: float = 600.0
+    prefill_tokens: int = 512
+    row_tokens: int = 2048
+    held_tokens: int = 1 << 18
+
+    def __post_init__(self) -> None:
+        least_of = {"max_waiting": 0, "row_tokens": 0}
+        for name in ("max_rows", "max_waiting", "prefill_tokens", "row_tokens", "held_tokens"):
+            least = least_of.get(name, 1)
+            if getattr(self, name) < least:
+                raise UserError(f"{name} is {getattr(self, name)}; expected at least {least}")
+        for name in ("max_wait", "max_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"{name} is {getattr(self, name)}; expected seconds above 0")
+
+    @property
+    def capacity(self) -> int:
+        """How many texts the service holds."""
+        return self.max_rows + self.max_waiting

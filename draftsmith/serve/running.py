@@ -1,0 +1,266 @@
+"""A request while it is answered, seen from the event loop."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Message, Receive, Scope, Send
+from transformers import PreTrainedTokenizerBase
+
+from decode.base.device import compute_apart
+from draftsmith.serve import requests as engine_requests
+from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
+from draftsmith.serve.answers import Answer, AnswerText, Piece
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.errors import ApiError
+from draftsmith.serve.requests import Choice, Event, NewTokens, Refusal
+from draftsmith.serve.schema import Asked
+
+STATUS = {
+    "full": 503,
+    "draining": 503,
+    "memory": 503,
+    "waited": 429,
+    "overran": 504,
+    "failed": 500,
+    "unread": 408,
+}
+UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
+SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
+SEND_SECONDS = 60.0  # in which a client takes what is sent at once
+
+T = TypeVar("T")
+
+
+class Running:
+    """A request that the engine answers, seen from the event loop. Raises Refusal and UserError as
+    `Engine.submit`. limit: tokens of each text. random_bits: makes seeds."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: PreTrainedTokenizerBase,
+        asked: Asked,
+        prompts: list[list[int]],
+        limit: int,
+        random_bits: Callable[[int], int],
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._engine = engine
+        self.choices: list[Choice] = []
+        for prompt in prompts:
+            # Equal prompts of one request get different texts, unless it names a seed.
+            seed = random_bits(62) if asked.seed is None else asked.seed
+            self.choices += [
+                Choice(len(self.choices) + sample, prompt, seed, sample)
+                for sample in range(asked.texts)
+            ]
+
+        def deliver(new: Event) -> None:
+            # The loop is closed if the service was ended by force.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._take, new)
+
+        self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
+        self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        self._tokens: list[AnswerTokens] = []
+        if asked.likeliest is not None or asked.draftsmith.trace:
+            token_bytes = TokenBytes(tokenizer)
+            self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
+        self._request = engine_requests.Request(
+            self.choices,
+            limit,
+            asked.sampling(engine.decoder.sampling),
+            deliver,
+            asked.stops,
+            asked.ignore_eos,
+            asked.likeliest,
+            asked.draftsmith.trace,
+            asked.store,
+            asked.draftsmith.label,
+        )
+        self._engine.submit(self._request)
+
+    def _take(self, new: Event) -> None:
+        if self._events.qsize() < UNREAD_EVENTS * len(self.choices):
+            self._events.put_nowait(new)
+        elif not self._request.cancelled:
+            self.cancel()
+            self._events = asyncio.Queue()
+            message = f"the client has left {UNREAD_EVENTS} parts of each text unread"
+            self._events.put_nowait(Refusal("unread", message))
+
+    def cancel(self) -> None:
+        """The answer is sent, or is given up. Its places are free."""
+        self._engine.cancel(self._request)
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """The parts of the texts as they become final. Raises ApiError if the engine refuses the
+        request."""
+        left = len(self.choices)
+        while left:
+            new = await self._events.get()
+            if isinstance(new, Refusal):
+                raise as_api_error(new)
+            piece = self._piece(new)
+            left -= piece.reason is not None
+            if piece.text or piece.reason is not None:
+                yield piece
+
+    def _piece(self, new: NewTokens) -> Piece:
+        """What new tokens add to a text."""
+        index, reason = new.choice.index, new.reason
+        text, ended = self._texts[index], reason is not None
+        piece = Piece(index, text.add(new.tokens, ended=ended), reason)
+        self._generated[index] += len(new.tokens)
+        piece.generated = self._generated[index]
+        self._lengths[index] += len(piece.text)
+        if self._tokens:
+            self._tokens[index].add(new)
+            piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
+        if ended and text.stopped:
+            piece.reason = "stop"
+        return piece
+
+    async def _collected(self, answer: Answer) -> list[Piece]:
+        """All texts. An error after a text is complete ends the others with what they have. Raises
+        ApiError if no text is complete."""
+        texts = [Piece(choice.index, "", None) for choice in self.choices]
+        try:
+            async for piece in self.pieces():
+                texts[piece.index] = texts[piece.index].joined(piece)
+        except ApiError as error:
+            if not any(text.reason for text in texts):
+                raise
+            answer.error = error.body["error"]
+            for text, choice in zip(texts, self.choices, strict=True):
+                if text.reason is None:
+                    end = self._piece(NewTokens(choice, [], "length"))
+                    texts[text.index] = text.joined(end)
+        return texts
+
+    async def whole(self, request: Request, answer: Answer) -> Response:
+        """The complete answer. A long one is written in a thread."""
+
+        async def written() -> Response:
+            texts = await self._collected(answer)
+
+            def write() -> Response:
+                return _Whole(self, to_json(answer.whole(texts)), lossy_header(answer.lossy))
+
+            if answer.generated_tokens <= SHORT_ANSWER:
+                return write()
+            return await asyncio.wrap_future(compute_apart(write, "write"))
+
+        try:
+            return await unless_hung_up(request, written())
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def stream(self, request: Request, answer: Answer) -> Response:
+        """The answer as events. It begins with the first piece, so that a request which gets none
+        has the status of its error."""
+        pieces = self.pieces()
+        try:
+            first = await unless_hung_up(request, anext(pieces))
+        except BaseException:
+            self.cancel()
+            raise
+        return _Stream(self, _events_of(answer, first, pieces), lossy_header(answer.lossy))
+
+
+async def _events_of(
+    answer: Answer, first: Piece, pieces: AsyncIterator[Piece]
+) -> AsyncIterator[bytes]:
+    for event in answer.opening():
+        yield event
+    try:
+        async for piece in _after(first, pieces):
+            for event in answer.part(piece):
+                yield event
+    except ApiError as error:
+        for event in answer.failure(error):
+            yield event
+        return
+    for event in answer.closing():
+        yield event
+
+
+class _Sent(Response):
+    """An answer of a running request, which ends when it is sent, or when the client hangs up or
+    does not take it in time."""
+
+    running: Running
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(SEND_SECONDS):
+                await send(message)
+
+        try:
+            # The server closes the connection of an answer without an end.
+            with contextlib.suppress(TimeoutError):
+                await super().__call__(scope, receive, send_in_time)
+        finally:
+            self.running.cancel()
+
+
+class _Whole(_Sent):
+    def __init__(self, running: Running, content: bytes, headers: dict[str, str]) -> None:
+        super().__init__(content, headers=headers, media_type="application/json")
+        self.running = running
+
+
+class _Stream(_Sent, StreamingResponse):
+    def __init__(
+        self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]
+    ) -> None:
+        headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.running = running
+
+
+def lossy_header(rule: str | None) -> dict[str, str]:
+    """The header of an answer whose texts a lossy rule may have changed."""
+    return {} if rule is None else {"x-draftsmith-lossy": rule}
+
+
+async def unless_hung_up(request: Request, work: Awaitable[T]) -> T:
+    """The result of `work`. Raises ClientDisconnect as soon as the client hangs up, and cancels
+    the work. For requests whose body has been read."""
+
+    async def hang_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
+    try:
+        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not result.done():
+            raise ClientDisconnect
+        return result.result()
+    finally:
+        for task in (result, gone):
+            task.cancel()
+
+
+async def _after(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    yield first
+    async for item in rest:
+        yield item
+
+
+def as_api_error(refusal: Refusal) -> ApiError:
+    return ApiError(
+        STATUS[refusal.reason],
+        str(refusal),
+        kind="server_error",
+        code=refusal.reason,
+        retry_after=refusal.retry_after,
+    )

@@ -1,0 +1,378 @@
+"""Requests in the shape of OpenAI's API: the fields that are served."""
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from transformers import PreTrainedTokenizerBase
+
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.lengths import POLICIES
+from decode.rules import RULES
+from decode.text import Prompt
+from draftsmith.serve.contract import Contract, Part, validated
+from draftsmith.serve.errors import ApiError
+from draftsmith.serve.fields import IGNORED, REFUSED
+from draftsmith.serve.messages import (
+    LONGEST_STOP,
+    MOST_STOPS,
+    read_items,
+    read_messages,
+    read_prompts,
+    read_stops,
+)
+
+LONGEST_LABEL = 64  # characters
+MOST_ENTRIES = 64  # of a mapping or list of options
+COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
+
+
+class StreamOptions(Part):
+    include_usage: bool = Field(False, description="an extra last chunk has the usage")
+    continuous_usage_stats: bool = Field(False, description="each chunk has the usage so far")
+
+
+class OurOptions(Part):
+    """What this service alone can do."""
+
+    trace: bool = Field(False, description="say which tokens of a text are draft tokens")
+    label: str | None = Field(
+        None,
+        max_length=LONGEST_LABEL,
+        description="the kind of the text, for drafters that are chosen by it",
+    )
+
+
+class Reasoning(Part):
+    effort: str | None = Field(None, description="a variable of the chat template")
+
+
+STREAM_OPTIONS = Contract(
+    StreamOptions, {"include_obfuscation": "the sizes of chunks are not hidden"}
+)
+OUR_OPTIONS = Contract(OurOptions)
+REASONING = Contract(
+    Reasoning, dict.fromkeys(("summary", "generate_summary"), "reasoning is not summarised")
+)
+
+
+def _object(contract: Contract, path: str) -> Any:
+    """A validator of a field that is an object with a contract of its own."""
+    return PlainValidator(lambda value: validated(contract, value, path))
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict | list) and len(value) > MOST_ENTRIES:
+        raise ValueError(f"there are {len(value)} entries; expected at most {MOST_ENTRIES}")
+    return value
+
+
+FEW = BeforeValidator(_few)
+_TEXT_OR_IDS = WithJsonSchema({"title": "text or token ids, one prompt or several"})
+_TEXTS = WithJsonSchema({"title": f"up to {MOST_STOPS} texts of at most {LONGEST_STOP} characters"})
+_OBJECT = WithJsonSchema({"title": "an object"})
+
+
+class Asked(Part):
+    """What all kinds of requests have. None: as the service is set."""
+
+    # The field with what is answered, and the names of those that limit the length of a text, the
+    # first one that is given.
+    asks: ClassVar[str]
+    limits: ClassVar[tuple[str, ...]] = ("max_tokens",)
+    default_limit: ClassVar[int | None] = None
+    # `store` asks for something that only a service that learns does.
+    keeps_store: ClassVar[bool] = True
+
+    model: str = Field(description="the name of the model, see /v1/models")
+    temperature: float | None = Field(None, description="0: greedy")
+    top_p: float | None = Field(None, description="the likeliest tokens with this probability")
+    top_k: int | None = Field(None, description="so many likeliest tokens; 0 and -1: all")
+    min_p: float | None = Field(
+        None, description="tokens at least so likely, relative to the likeliest"
+    )
+    repetition_penalty: float | None = Field(None, description="1: none")
+    seed: int | None = Field(
+        None,
+        description="with one `system_fingerprint` and in float32, the text is the same",
+    )
+    ignore_eos: bool = Field(False, description="the text goes on to its limit")
+    store: bool = Field(False, description="the service may learn from this request")
+    stream: bool = Field(False, description="answer in server-sent events")
+    stream_options: Annotated[
+        StreamOptions | None, _object(STREAM_OPTIONS, "stream_options"), _OBJECT
+    ] = Field(None, description="only with `stream`")
+    draftsmith: Annotated[OurOptions, _object(OUR_OPTIONS, "draftsmith"), _OBJECT] = Field(
+        OurOptions(), description="what this service alone can do"
+    )
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _all_tokens(cls, value: Any) -> Any:
+        return 0 if value == -1 else value
+
+    @field_validator("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    @classmethod
+    def _can_be_drawn(cls, value: float, info: ValidationInfo) -> float:
+        try:
+            Sampling(**{str(info.field_name): value})  # type: ignore[arg-type]
+        except UserError as error:
+            raise ValueError(str(error)) from None
+        return value
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> "Asked":
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options is given without stream: true; leave it out"
+            raise ApiError(400, message, param="stream_options", code="invalid_value")
+        return self
+
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt]:
+        """What is to be answered or continued, at least one."""
+
+    @property
+    @abstractmethod
+    def likeliest(self) -> int | None:
+        """How many of the likeliest tokens to give with each token's log-probability. None: give no
+        log-probabilities."""
+
+    @property
+    def texts(self) -> int:
+        """How many texts each prompt gets."""
+        return 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return ()
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Options of the chat template."""
+        return {}
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The name of the field that limits the length of a text, and its value."""
+        said = ((name, getattr(self, name)) for name in self.limits)
+        given = ((name, limit) for name, limit in said if limit is not None)
+        return next(given, (self.limits[0], self.default_limit))
+
+    def sampling(self, default: Sampling) -> Sampling:
+        """How text is drawn. default: for what the request does not say."""
+        said = {name: getattr(self, name) for name in vars(default)}
+        return replace(default, **{name: x for name, x in said.items() if x is not None})
+
+
+class _Several(Asked):
+    """Requests that may ask for several texts of one prompt."""
+
+    max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
+    n: int = Field(1, ge=1, description="so many texts for each prompt")
+    stop: Annotated[tuple[str, ...], PlainValidator(read_stops), _TEXTS] = Field(
+        (), description="the text ends before the first of them"
+    )
+
+    @property
+    def texts(self) -> int:
+        return self.n
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.stop
+
+
+class ChatRequest(_Several):
+    """The body of /v1/chat/completions."""
+
+    asks = "messages"
+    limits = ("max_completion_tokens", "max_tokens")
+
+    messages: Annotated[
+        list[dict[str, str]],
+        PlainValidator(read_messages),
+        WithJsonSchema({"title": "a list of messages"}),
+    ] = Field(description="what is answered")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="has precedence over `max_tokens`"
+    )
+    logprobs: bool = Field(False, description="give the log-probability of each token")
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens beside each; needs `logprobs`"
+    )
+    continue_final_message: bool = Field(
+        False, description="the last message is the beginning of the answer"
+    )
+    add_generation_prompt: bool | None = Field(
+        None, description="false: no beginning of an answer follows the last message"
+    )
+    reasoning_effort: str | None = Field(None, description="a variable of the chat template")
+    chat_template_kwargs: Annotated[dict[str, str | bool | int | float], FEW] = Field(
+        {}, description="variables of the chat template"
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ChatRequest":
+        if self.top_logprobs and not self.logprobs:
+            message = "top_logprobs needs logprobs: true beside it"
+            raise ApiError(400, message, param="top_logprobs", code="invalid_value")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "continue_final_message and add_generation_prompt are both true; choose one"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        if self.continue_final_message and self.messages[-1]["role"] != "assistant":
+            message = "continue_final_message is true, but the last message is not the assistant's"
+            raise ApiError(400, message, param="continue_final_message", code="invalid_value")
+        if taken := OPTIONS_OF_TEMPLATES.intersection(self.chat_template_kwargs):
+            message = f"chat_template_kwargs has {min(taken)}, which is no variable; leave it out"
+            raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+        return self
+
+    def prompts(self) -> Sequence[Prompt]:
+        return [self.messages]
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        effort = self.reasoning_effort
+        options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+        options |= self.chat_template_kwargs
+        if self.continue_final_message or self.add_generation_prompt is False:
+            options["add_generation_prompt"] = False
+        if self.continue_final_message:
+            options["continue_final_message"] = True
+        return options
+
+
+# What `apply_chat_template` takes besides variables.
+OPTIONS_OF_TEMPLATES = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    "conversations",
+    "messages",
+}
+
+
+class CompletionRequest(_Several):
+    """The body of /v1/completions."""
+
+    asks = "prompt"
+    default_limit = COMPLETION_TOKENS
+
+    prompt: Annotated[list[str | list[int]], PlainValidator(read_prompts), _TEXT_OR_IDS] = Field(
+        description="what is continued"
+    )
+    logprobs: int | None = Field(
+        None, ge=0, le=5, description="so many likeliest tokens beside each, with log-probabilities"
+    )
+    add_special_tokens: bool = Field(
+        True, description="as the tokenizer does, for example a token for the beginning"
+    )
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    def prompts(self) -> Sequence[Prompt]:
+        return self.prompt
+
+    @property
+    def template(self) -> dict[str, Any]:
+        return {} if self.add_special_tokens else {"add_special_tokens": False}
+
+    @property
+    def likeliest(self) -> int | None:
+        return self.logprobs
+
+
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+class ResponsesRequest(Asked):
+    """The body of /v1/responses."""
+
+    asks = "input"
+    limits = ("max_output_tokens",)
+    keeps_store = False  # OpenAI's default is true
+
+    input: Annotated[
+        list[dict[str, str]],
+        PlainValidator(read_items),
+        WithJsonSchema({"title": "text or a list of messages"}),
+    ] = Field(description="what is answered")
+    instructions: str | None = Field(None, description="a system message before the others")
+    max_output_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
+    include: Annotated[list[Included], FEW] = Field(
+        [], description="log-probabilities; there is no reasoning to encrypt"
+    )
+    top_logprobs: int | None = Field(
+        None, ge=0, le=20, description="so many likeliest tokens beside each"
+    )
+    metadata: Annotated[dict[str, str], FEW] = Field({}, description="repeated in the answer")
+    reasoning: Annotated[Reasoning, _object(REASONING, "reasoning"), _OBJECT] = Field(
+        Reasoning(), description="the effort is a variable of the chat template"
+    )
+
+    def prompts(self) -> Sequence[Prompt]:
+        said = [] if self.instructions is None else [self.instructions]
+        return [[*({"role": "system", "content": x} for x in said), *self.input]]
+
+    @property
+    def likeliest(self) -> int | None:
+        asks = self.top_logprobs or "message.output_text.logprobs" in self.include
+        return self.top_logprobs or 0 if asks else None
+
+    @property
+    def template(self) -> dict[str, Any]:
+        effort = self.reasoning.effort
+        return {} if effort is None else {"reasoning_effort": effort}
+
+
+class SettingsChange(Part):
+    """The body of POST /admin/settings. None: it stays."""
+
+    gamma: int | None = Field(None, ge=1)
+    policy: str | None = Field(None, examples=sorted(POLICIES))
+    rule: str | None = Field(None, examples=sorted(RULES))
+    lenience: float | None = Field(None, gt=0, le=1)
+    dynamic_lenience: float | None = Field(None, gt=0, le=1)
+    drafter: str | None = Field(None, min_length=1)
+    learning: bool | None = None
+
+    @classmethod
+    def fields(cls) -> dict[str, dict[str, Any]]:
+        """The JSON schema of each field, without null."""
+        fields = {}
+        for name, schema in cls.model_json_schema()["properties"].items():
+            kind = next(x for x in schema.get("anyOf", [schema]) if x.get("type") != "null")
+            known = {key: schema[key] for key in ("examples",) if key in schema}
+            fields[name] = {**kind, **known}
+        return fields
+
+
+CHAT = Contract(ChatRequest, IGNORED, REFUSED)
+COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
+RESPONSES = Contract(
+    ResponsesRequest,
+    {name: why for name, why in IGNORED.items() if name != "metadata"},
+    REFUSED
+    | {
+        "one text is given, to its end": {"n": (1,), "stop": ([], "")},
+        "templates of prompts are not kept": {"prompt": ()},
+    },
+)
+SETTINGS = Contract(SettingsChange)

@@ -1,0 +1,142 @@
+"""A service from its parts, and the HTTP server around it."""
+
+import copy
+import random
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.model.cache.prefix_cache import prefix_cache
+from decode.model.loading import Target
+from decode.settings import DecodeSettings
+from decode.text import prompt_ids
+from distill.replay.online_student import OnlineStudent
+from draftsmith.net.guard import LOCAL, Guard
+from draftsmith.net.listen import bind as bind
+from draftsmith.serve.api import Service
+from draftsmith.serve.engine import Engine
+from draftsmith.serve.metrics import Metrics
+from draftsmith.serve.page import OPEN_PATHS
+from draftsmith.serve.requests import Bounds
+from draftsmith.serve.settings import Settings
+
+if TYPE_CHECKING:
+    from draftsmith.serve.learner import LearnOptions
+
+# To measure costs on, for a policy or a shape that uses them.
+_SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
+_CLOSING_SECONDS = 5  # for connections that are open when all texts have ended
+_CONNECTIONS = 1024  # beside one for each text; more get status 503
+
+
+def make_service(
+    target: Target,
+    drafter: Drafter,
+    settings: DecodeSettings,
+    bounds: Bounds,
+    *,
+    drafter_name: str,
+    model_name: str | None = None,
+    guard: Guard = LOCAL,
+    max_tokens: int | None = None,
+    seed: int | None = None,
+    dynamic_lenience: float = 1.0,
+    drafters: Path | None = None,
+    student: OnlineStudent | None = None,
+    learning: "LearnOptions | None" = None,
+    prefix_cache_bytes: int | None = None,
+) -> Service:
+    """A service whose engine runs. settings: sampling is the default of requests. model_name: what
+    requests call it; default: what is behind the colon of the target's name, or all of it. seed:
+    for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. student:
+    the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
+    `prefix_cache`. Raises UserError as `Decoder`, `Learner` and `Settings` do."""
+    prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
+    decoder, costs = settings.decoder(target, drafter, prompt)
+    decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
+    if prefix_cache_bytes and decoder.prefixes is None:
+        raise UserError(
+            f"a prefix cache of {prefix_cache_bytes} bytes would not be used: {target.name} has an "
+            "encoder or running states; leave --prefix-cache out"
+        )
+    learner = None
+    if student is not None:
+        # Training is not loaded for a service that does not learn.
+        from draftsmith.serve.learner import Learner, LearnOptions
+
+        options = learning or LearnOptions()
+        learner = Learner(decoder.drafter, student, target, drafter_name, options)
+        decoder.observers.append(learner.observe)
+    # Some clients take what is before a colon for a provider, or what is behind it for an adapter.
+    names = [model_name or target.name.rpartition(":")[2] or target.name]
+    if model_name is None:
+        names.append(target.name)
+    engine = Engine(
+        decoder, target.tokenizer, bounds, Metrics(names[0]), settings.draft_temperature, learner
+    )
+    if learner is not None:
+        learner.start(engine)
+    return Service(
+        engine,
+        Settings(
+            engine,
+            target,
+            settings,
+            drafter_name,
+            costs=costs,
+            dynamic_lenience=dynamic_lenience,
+            drafters=drafters,
+            learner=learner,
+        ),
+        # Another thread uses the engine's.
+        copy.deepcopy(target.tokenizer),
+        names,
+        replace(guard, open_paths=OPEN_PATHS),
+        max_tokens,
+        random.Random(seed),
+    )
+
+
+class Server(uvicorn.Server):
+    """Ends after the engine has: the first SIGTERM or Ctrl-C lets running texts end, for at most
+    `drain_seconds`, and new requests get status 503. A second signal ends it at once.
+
+    started_up: called when it listens.
+    """
+
+    def __init__(
+        self, service: Service, drain_seconds: float, started_up: Callable[[], None] = lambda: None
+    ) -> None:
+        config = uvicorn.Config(
+            service.guarded(),
+            lifespan="off",
+            log_level="warning",
+            server_header=False,
+            limit_concurrency=_CONNECTIONS + service.engine.bounds.capacity,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        super().__init__(config)
+        self._engine, self._drain_seconds = service.engine, drain_seconds
+        self._started_up = started_up
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started_up()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._engine.draining:
+            super().handle_exit(sig, frame)
+        else:
+            self._engine.drain(self._drain_seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        if not self._engine.alive:
+            self.should_exit = True
+        return await super().on_tick(counter)

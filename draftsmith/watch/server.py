@@ -1,0 +1,58 @@
+"""The page that follows a run, and the server around it: on this machine only, and read-only."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from draftsmith.net.guard import LOCAL
+from draftsmith.serve.static_files import HEADERS, file_routes
+from draftsmith.watch.run_state import RunState
+
+HOST = "127.0.0.1"
+_STATIC = Path(__file__).parent / "static"
+_SECONDS = 1.0  # between two looks at the files
+_CLOSING_SECONDS = 1
+
+
+class WatchServer(uvicorn.Server):
+    """Sends the page at `/`, and at `/live` the state of a run once a second, as server-sent
+    events. started_up: called when it listens."""
+
+    def __init__(self, state: RunState, started_up: Callable[[], None] = lambda: None) -> None:
+        async def live(request: Request) -> Response:
+            headers = HEADERS | {"cache-control": "no-store", "x-accel-buffering": "no"}
+            return StreamingResponse(
+                self._states(), media_type="text/event-stream", headers=headers
+            )
+
+        app = Starlette(routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])])
+        config = uvicorn.Config(
+            LOCAL.around(app),
+            lifespan="off",
+            log_level="warning",
+            server_header=False,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
+        super().__init__(config)
+        self._state, self._started_up = state, started_up
+        self._reading = asyncio.Lock()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._started_up()
+
+    async def _states(self) -> AsyncIterator[bytes]:
+        while not self.should_exit:
+            # One reader at a time. Files are read in another thread, so the page is not held up.
+            async with self._reading:
+                state = await asyncio.to_thread(self._state.read)
+            yield b"data: " + json.dumps(state, ensure_ascii=False).encode() + b"\n\n"
+            await asyncio.sleep(_SECONDS)

@@ -1,0 +1,1 @@
+"""What all parts of a training use: stages, configs, the launcher, the console, tracking."""

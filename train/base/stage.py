@@ -1,0 +1,193 @@
+"""The base class of stages: a stage's config and inputs, its checks, plan and run.
+
+Each stage is one file in `train/stages` and registers itself in STAGES.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from accelerate import Accelerator
+
+from decode.base.registry import Registry
+from decode.model.hidden_states import layer_list_name
+from decode.model.loading import Target
+from train.base.console import Reporter
+from train.base.schema import StageConfig
+from train.data.corpus import Corpus
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The bytes of a stage's tensors in one process, by what they are.
+
+    target: its weights. weights: those that are trained, and copies of them, in float32. optimizer:
+    gradients, AdamW's moments and the average. activations: what a forward pass of the target
+    needs, and what the training keeps for the backward pass. states: keys and values, hidden states
+    that are kept, and what a stage sorts or records. logits: of the tokens that have them at a
+    time.
+    """
+
+    target: int = 0
+    weights: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    states: int = 0
+    logits: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(asdict(self).values())
+
+    def __add__(self, other: "Memory") -> "Memory":
+        theirs = asdict(other)
+        return Memory(**{part: size + theirs[part] for part, size in asdict(self).items()})
+
+
+@dataclass
+class StagePlan:
+    """What a stage will do; sizes are estimates.
+
+    tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
+    included. max_seconds: the limit of its time, if it has one. memory: of one of the processes,
+    which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of its
+    directory. drafters: that it leaves for the evaluation, the one before its training included.
+    """
+
+    what: str
+    trained_parameters: int = 0
+    tokens: int = 0
+    memory: Memory = Memory()
+    disk_bytes: int = 0
+    text_tokens: int = 0
+    max_seconds: float = math.inf
+    drafters: int = 0
+
+
+@dataclass
+class StageInputs:
+    """What a run gives to a stage.
+
+    directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
+    the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
+    with other settings or another number of ranks. processes: that a plan is for; None: those that
+    run now. sharded: whether they share the target's layers. profile_steps: the number of steps of
+    each training to profile; None: no profile.
+    """
+
+    target: Target
+    accelerator: Accelerator
+    reporter: Reporter
+    directory: Path
+    earlier: Mapping[str, Path]
+    corpus: Corpus
+    run_name: str
+    allow_changes: bool = False
+    processes: int | None = None
+    sharded: bool = False
+    profile_steps: int | None = None
+
+
+@dataclass
+class Outcome:
+    """The results of a stage. drafter: the directory of the trained drafter; the run evaluates it
+    next. target: the directory of the drafter's new target, if the target was trained too."""
+
+    drafter: Path | None = None
+    summary: dict[str, Any] = field(default_factory=dict)
+    target: Path | None = None
+
+
+@dataclass(frozen=True)
+class StagePlot:
+    """A plot on the report's page. name: unique on that page. svg: "" if there is nothing to
+    plot."""
+
+    name: str
+    caption: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class ReportSection:
+    """A stage's part of the report.
+
+    figures: strings and JSON values by name. The end of the name sets the format of a JSON value:
+    `_share` as a percentage, `seconds` as a time, `_bytes` as a size. plots: from top to bottom.
+    """
+
+    figures: dict[str, Any]
+    plots: list[StagePlot] = field(default_factory=list)
+
+
+C = TypeVar("C", bound=StageConfig)
+
+
+class Stage(ABC, Generic[C]):
+    """One kind of stage with its config and its inputs.
+
+    `run` writes only into `directory`. It writes each item completely or not at all, and continues
+    where a killed run stopped.
+    """
+
+    Config: ClassVar[type[StageConfig]]
+    # Whether the target may have an encoder.
+    with_encoder: ClassVar[bool] = False
+    # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).
+    takes_device_map: ClassVar[bool] = False
+
+    def __init__(self, config: C, inputs: StageInputs) -> None:
+        self.config = config
+        self.target, self.corpus = inputs.target, inputs.corpus
+        self.accelerator, self.reporter = inputs.accelerator, inputs.reporter
+        self.directory, self.earlier = inputs.directory, inputs.earlier
+        self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
+        self.processes = inputs.processes or inputs.accelerator.num_processes
+        self.sharded, self.profile_steps = inputs.sharded, inputs.profile_steps
+
+    @property
+    def target_bytes(self) -> int:
+        """The size of the target's weights in the memory of one process. Of a sharded target: its
+        part of the layers, two gathered layers, and the other weights."""
+        total = self.target.weight_bytes
+        name = layer_list_name(self.target.model) if self.sharded else None
+        if name is None:
+            return total
+        layers = self.target.model.get_submodule(name)
+        size, count = sum(p.nbytes for p in layers.parameters()), len(list(layers.children()))
+        return total - size + size // self.processes + 2 * size // count
+
+    @classmethod
+    def check(cls, config: C, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError for settings that do not fit together. No model is loaded yet."""
+        return None
+
+    @classmethod
+    def needs_complete_target(cls, config: C) -> str | None:
+        """The part of the config that needs the complete target in one process, for messages. None:
+        the stage also works with a target that is sharded (`decode.model.sharded`)."""
+        return f"kind: {config.kind}"
+
+    @abstractmethod
+    def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
+        """What `run` will do. plans: of earlier stages by name. Nothing is written.
+
+        Every stage of a run is planned before the first one begins. Raise UserError here for every
+        problem that would make `run` fail and that can be detected now.
+        """
+
+    @abstractmethod
+    def run(self) -> Outcome:
+        """Do the stage's work."""
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
+        """The report's part for a stage of this kind. summary: returned by `run`. number: the
+        stage's number in its run, for the names of plots."""
+        return ReportSection(summary)
+
+
+STAGES: Registry[type[Stage[Any]]] = Registry("stage kind")

@@ -1,0 +1,1 @@
+"""Inference engines beside a run: they are launched, asked, guarded and read."""

@@ -1,0 +1,109 @@
+"""Does a server run the target? Its greedy text shows it, token ids alone do not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.model.loading import Target
+from train.engines.answers.answer_top_k import unpacked
+from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
+from train.engines.ask_servers import ask_servers
+from train.engines.server_config import ServerConfig
+
+PROBE_TOKENS = 32
+# A greedy token counts as another model's if the target's likeliest token is so much likelier.
+# Rounding to 16 bits moves logits by less; rounding to 8 or 4 bits rarely moves them so far.
+NATS = 0.5
+# Models of one family, such as 0.6B and 8B parameters, differ in about a fifth of the tokens.
+MOST_STRANGE = 0.1
+# Mean difference of log-probabilities in nats: more than rounding, less than a temperature.
+MOST_OFF = 0.1
+
+
+def check_model(
+    urls: Sequence[str],
+    prompts: Sequence[list[int]],
+    target: Target,
+    config: ServerConfig,
+    settings: AskSettings,
+) -> None:
+    """Let each server answer a few prompts greedily, and compare the tokens with the target's
+    logits. Raises UserError if a server runs another model, or does not answer."""
+    rows = [Row(-1 - number, prompt) for number, prompt in enumerate(prompts)]
+    greedy = replace(
+        settings,
+        sampling=Sampling(),
+        max_new_tokens=min(PROBE_TOKENS, settings.max_new_tokens),
+        logprobs=0,
+    )
+    for url in urls:
+        probes = _ask(url, rows, target, config, greedy)
+        logits = [_logits(target, prompt, answer.tokens) for prompt, answer in probes]
+        strange = sum(
+            int((row.amax(-1) - _at(row, answer.tokens) > NATS).sum())
+            for row, (_, answer) in zip(logits, probes, strict=True)
+        )
+        total = sum(len(answer.tokens) for _, answer in probes)
+        if strange > MOST_STRANGE * total:
+            raise UserError(
+                f"{url} does not run the target {target.name}: of {total} tokens that it chose "
+                f"greedily, {strange} are much less likely for the target than another token. "
+                "Start the server with this model. If it runs a strongly quantised copy of it, and "
+                "you want that copy's text, set server.probe_prompts: 0"
+            )
+        if settings.logprobs:
+            _check_logprobs(url, rows, target, config, replace(greedy, sampling=settings.sampling))
+
+
+def _check_logprobs(
+    url: str,
+    rows: Sequence[Row],
+    target: Target,
+    config: ServerConfig,
+    settings: AskSettings,
+) -> None:
+    """Raise UserError unless a server's log-probabilities of drawn text are those of the target
+    before temperature and filters."""
+    for prompt, answer in _ask(url, rows, target, config, replace(settings, logprobs=1)):
+        best = unpacked(answer.top_k)
+        log_p = _logits(target, prompt, answer.tokens).log_softmax(-1).cpu()
+        off = float((log_p.gather(1, best.ids) - best.log_p).abs().mean())
+        if off > MOST_OFF:
+            raise UserError(
+                f"the log-probabilities of {url} differ from those of {target.name} by {off:.2f} "
+                "nats on average; expected those before temperature and filters (in vLLM "
+                "--logprobs-mode raw_logprobs)"
+            )
+
+
+def _ask(
+    url: str, rows: Sequence[Row], target: Target, config: ServerConfig, settings: AskSettings
+) -> list[tuple[list[int], Answer]]:
+    """The usable answers of one server with their prompts. Raises UserError if there are none."""
+    answers: dict[Row, Answer] = {}
+    reader = AnswerReader.of_target(target, settings)
+    ask_servers([url], rows, config, settings, reader, answers.__setitem__)
+    usable = [(row.prompt, answer) for row, answer in answers.items() if answer.tokens]
+    if not usable:
+        worst = next(iter(answers.values()))
+        raise UserError(
+            f"none of {len(rows)} answers of {url} can be used: {worst.left_out} "
+            f"({worst.finish_reason})"
+        )
+    return usable
+
+
+@torch.inference_mode()
+def _logits(target: Target, prompt: list[int], tokens: list[int]) -> Tensor:
+    """The target's logits for each of `tokens` after the prompt, float32 [n, V]."""
+    ids = torch.tensor([prompt + tokens[:-1]], device=target.device)
+    logits: Tensor = target.model(ids).logits[0, len(prompt) - 1 :].float()
+    return logits
+
+
+def _at(logits: Tensor, tokens: list[int]) -> Tensor:
+    return logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0]

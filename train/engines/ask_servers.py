@@ -1,0 +1,254 @@
+"""Asks servers for answers: many requests at a time, with retries."""
+
+import asyncio
+import math
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from email.utils import parsedate_to_datetime
+from typing import Any, ClassVar, Self
+
+import httpx2
+
+from decode.base.errors import UserError
+from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Row
+from train.engines.server_config import EngineServer, ServerConfig
+
+CONNECT_SECONDS = 10.0
+RETRIED = (408, 409, 429)
+# Of one row, such as a prompt that is too long for the engine.
+REFUSED_ROW = (400, 413, 422)
+REFUSED = "refused by the server"
+FIRST_WAIT = 0.5
+LONGEST_WAIT = 30.0
+
+
+class ServerLost(UserError):
+    """A server does not answer any more. Others can take its rows."""
+
+
+class ServerClient:
+    """One server. Enter it before the first request; it closes its connections at the end.
+
+    kept: what is not lost with the server, and what to do then, for messages.
+    """
+
+    kept: ClassVar[str]
+
+    def __init__(self, url: str, config: EngineServer) -> None:
+        self.url, self._config = url, config
+        key = config.key()
+        self._client = httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            # The time of a complete answer is limited where it is sent for: httpx limits the time
+            # between two bytes.
+            timeout=httpx2.Timeout(None, connect=CONNECT_SECONDS),
+            limits=httpx2.Limits(max_connections=None),
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.aclose()
+
+    async def model(self) -> str:
+        """The name that the server has for the model. Raises UserError as `send`, and for a server
+        that lists none."""
+        if self._config.model is not None:
+            return self._config.model
+        response = self.accepted(await self.send("GET", "/v1/models"))
+        try:
+            return str(response.json()["data"][0]["id"])
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise UserError(
+                f"{self.url}/v1/models lists no model: {excerpt(response)}. Set server.model"
+            ) from error
+
+    def accepted(self, response: httpx2.Response) -> httpx2.Response:
+        """The response. Raises UserError if its status is not 200."""
+        if response.status_code != 200:
+            raise UserError(
+                f"{response.request.url} refuses with status {response.status_code}: "
+                f"{excerpt(response)}. Check server.url, server.model and server.key_env"
+            )
+        return response
+
+    async def headers(self) -> dict[str, str]:
+        """Called before each attempt: its headers."""
+        return {}
+
+    def gave_up(self, headers: Mapping[str, str]) -> None:
+        """Called after an attempt without a usable response. headers: of the attempt."""
+
+    async def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
+        """The first response that is no reason to try again. Raises ServerLost after the last
+        attempt, and for a server that wants to be left alone for longer than an answer may take."""
+        limit, tries = self._config.timeout_seconds, 0
+        problem, wait = "", 0.0
+        while tries <= self._config.retries and wait <= limit:
+            await asyncio.sleep(wait)
+            # Rows that fail together do not come back together.
+            wait = min(FIRST_WAIT * 2**tries, LONGEST_WAIT, limit) * random.uniform(0.75, 1.0)
+            tries += 1
+            headers = await self.headers()
+            try:
+                async with asyncio.timeout(limit):
+                    response = await self._client.request(
+                        method, self.url + path, json=body, headers=headers
+                    )
+            except TimeoutError:
+                problem = f"no complete answer in {limit:g} s (server.timeout_seconds)"
+            except httpx2.RequestError as error:
+                problem = f"{type(error).__name__} {error}".strip()
+            else:
+                if response.status_code not in RETRIED and response.status_code < 500:
+                    return response
+                problem = f"status {response.status_code}: {excerpt(response)}"
+                wait = max(wait, _retry_after(response))
+            self.gave_up(headers)
+        if wait > limit:
+            problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
+        raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")
+
+
+class AnswerServer(ServerClient):
+    """A server that answers prompts."""
+
+    kept = (
+        "Finished answers are kept: when the server is up, the same command goes on with the others"
+    )
+
+    def __init__(
+        self, url: str, config: ServerConfig, settings: AskSettings, reader: AnswerReader
+    ) -> None:
+        super().__init__(url, config)
+        self._settings, self._reader = settings, reader
+        self._spoken, self._protocol = config.spoken, PROTOCOLS[config.spoken]
+
+    async def __aenter__(self) -> Self:
+        if self._spoken == "completions":
+            self._settings = replace(self._settings, model=await self.model())
+        return self
+
+    async def answer(self, row: Row) -> Answer:
+        """The answer to a row's prompt. Raises ServerLost if the server does not answer, and
+        UserError if it refuses every request, or replies something else."""
+        body = self._protocol.body(row, self._settings)
+        response = await self.send("POST", self._protocol.path, body)
+        if response.status_code in REFUSED_ROW:
+            return Answer([], excerpt(response), REFUSED)
+        try:
+            reply = self._protocol.read(self.accepted(response).json())
+            return self._reader.answer(reply, row.prompt, self.url)
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            raise UserError(
+                f"{self.url}{self._protocol.path} replied what is no answer "
+                f"({type(error).__name__}: {error}): {excerpt(response)}. "
+                f"Does it speak the protocol {self._spoken!r}?"
+            ) from error
+
+
+def ask_servers(
+    urls: Sequence[str],
+    rows: Iterable[Row],
+    config: ServerConfig,
+    settings: AskSettings,
+    reader: AnswerReader,
+    on_answer: Callable[[Row, Answer], None],
+    concurrency: int | None = None,
+    on_lost: Callable[[str], None] = lambda problem: None,
+) -> None:
+    """Ask for every row, and call `on_answer` with each answer as it comes. rows: taken one by one,
+    as servers become free. concurrency: requests at a time for each server; None: the config's.
+    If one of several servers does not answer any more, the others take its rows, and `on_lost` is
+    called with the problem. Raises UserError as `AnswerServer.answer` does, ServerLost for the last
+    server only, and cancels all other requests."""
+    _run(
+        _ask(
+            [AnswerServer(url, config, settings, reader) for url in urls],
+            iter(rows),
+            concurrency or config.concurrency,
+            on_answer,
+            on_lost,
+        )
+    )
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, in a thread of its own where this one has a loop already, as in a notebook."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(work)
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(asyncio.run, work).result()
+
+
+async def _ask(
+    servers: Sequence[AnswerServer],
+    rows: Iterator[Row],
+    concurrency: int,
+    on_answer: Callable[[Row, Answer], None],
+    on_lost: Callable[[str], None],
+) -> None:
+    up = list(servers)
+    given_back: deque[Row] = deque()
+
+    async def work(server: AnswerServer) -> None:
+        while server in up:
+            # Shared by all: each row has one taker.
+            row = given_back.popleft() if given_back else next(rows, None)
+            if row is None:
+                return
+            try:
+                answer = await server.answer(row)
+            except ServerLost as error:
+                given_back.append(row)
+                if server in up:
+                    if len(up) == 1:
+                        raise
+                    up.remove(server)
+                    on_lost(f"{error}. The other servers take its rows")
+                return
+            on_answer(row, answer)
+
+    async with AsyncExitStack() as stack:
+        for server in servers:
+            await stack.enter_async_context(server)
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            # Again for rows that came back when the others had nothing left to do.
+            while not tasks or given_back:
+                tasks = [
+                    asyncio.create_task(work(server)) for _ in range(concurrency) for server in up
+                ]
+                await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def excerpt(response: httpx2.Response) -> str:
+    """The beginning of a response, for messages."""
+    return response.text[:300]
+
+
+def _retry_after(response: httpx2.Response) -> float:
+    """The seconds to wait that a response asks for, as a number or a date; 0 if it does not."""
+    value = response.headers.get("retry-after", "")
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError):
+            return 0.0
+    return 0.0 if math.isnan(seconds) else max(seconds, 0.0)

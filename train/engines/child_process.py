@@ -1,0 +1,241 @@
+"""The child processes of engines: servers that answer requests, and jobs of Python libraries.
+
+A server (`serving`) listens on the loopback interface inside a `with` block. A job (`run_job`) is
+for an engine that is a Python library in a separate environment. That environment's Python runs a
+script of ours, which shares no code with us. The script reads a job and writes an answer,
+both JSON files. It appends to a third file whenever it makes progress, so we can tell a process
+that hangs from one that is slow. Stopping a process also stops all processes that it started. None
+of them outlives our process, not even if that is killed (`guard.py`).
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from decode.base.errors import UserError
+from decode.model.loading import Target
+
+STOP_SECONDS = 10.0
+READY_SECONDS = 180.0
+ANSWER_SECONDS = 300.0
+# The longest time without progress. Loading a model counts as one step of progress.
+HANG_SECONDS = 600.0
+POLL_SECONDS = 0.1
+GUARD = Path(__file__).with_name("guard.py")
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Answers of status 3xx are errors: urllib would send the key on to the other address."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+# Without the proxy of the environment, which cannot reach a server of this machine.
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
+def start_process(
+    name: str,
+    command: Sequence[str],
+    log: Any,
+    env: Mapping[str, str] | None = None,
+    *,
+    guarded: bool = False,
+) -> "subprocess.Popen[bytes]":
+    """Start `command` in a new process group, with its output in the file `log`. Raises UserError
+    if it cannot be started. guarded: kill the group when this process ends, whatever ends it. The
+    process is then the guard (`guard.py`), which exits with the command's status."""
+    if guarded:
+        command = [sys.executable, "-I", "-S", str(GUARD), *command]
+    try:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if guarded else subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=None if env is None else dict(env),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise UserError(f"{name} cannot be started ({error})") from error
+
+
+def stop_process(process: "subprocess.Popen[bytes]") -> None:
+    """Stop a process started by `start_process`, and all processes that it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_SECONDS)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    if process.stdin is not None:
+        process.stdin.close()
+
+
+def log_ending(log: Any) -> str:
+    """Return the last lines that a process has printed into `log` so far."""
+    log.flush()
+    log.seek(0)
+    text = log.read().decode(errors="replace")
+    lines = [line for line in text.splitlines() if line.strip()][-8:]
+    return "Its log ends:\n" + "\n".join(lines) if lines else "It printed nothing."
+
+
+class Server:
+    """A server that answers JSON with JSON at http://127.0.0.1:PORT."""
+
+    def __init__(self, name: str, port: int, process: "subprocess.Popen[bytes]", log: Any) -> None:
+        self.name, self.port = name, port
+        self._process, self._log = process, log
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST `body`, or GET without one, and return the JSON answer. Raises UserError with the
+        last lines of the log if the server has died or does not answer in time."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
+        )
+        try:
+            with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
+                return json.loads(answer.read())
+        except (OSError, ValueError) as error:
+            reason = error
+            if isinstance(error, urllib.error.HTTPError):
+                reason = ValueError(f"{error}: {error.read()[:500].decode(errors='replace')}")
+            raise UserError(
+                f"{self.name} did not answer ({reason}). {log_ending(self._log)}"
+            ) from error
+
+    def wait(self, health: str, seconds: float | None = None) -> None:
+        """Wait until `health` answers. seconds: READY_SECONDS by default. Raises UserError if the
+        server ends or takes too long."""
+        seconds = READY_SECONDS if seconds is None else seconds
+        begin = time.monotonic()
+        while time.monotonic() - begin < seconds:
+            if self._process.poll() is not None:
+                raise UserError(
+                    f"{self.name} ended before it was ready, with exit status "
+                    f"{self._process.returncode}. {log_ending(self._log)}"
+                )
+            try:
+                url = f"http://127.0.0.1:{self.port}{health}"
+                with OPENER.open(url, timeout=5) as answer:
+                    if answer.status == 200:
+                        return
+            except OSError:
+                pass  # Not listening yet, or still loading (503).
+            time.sleep(0.2)
+        raise UserError(f"{self.name} was not ready after {seconds:.0f} s. {log_ending(self._log)}")
+
+
+@contextmanager
+def serving(
+    name: str,
+    command: Sequence[str],
+    health: str,
+    env: Mapping[str, str] | None = None,
+    *,
+    log_file: Path | None = None,
+    ready_seconds: float | None = None,
+) -> Iterator[Server]:
+    """Start `command` with {port} filled in, wait until it is ready, and always stop it at the end.
+    log_file: keeps what it prints, and errors name it. ready_seconds: as for `Server.wait`. Raises
+    UserError if it cannot be started."""
+    port = free_port()
+    with tempfile.TemporaryFile() if log_file is None else open(log_file, "w+b") as log:
+        command = [part.replace("{port}", str(port)) for part in command]
+        process = start_process(name, command, log, env, guarded=True)
+        try:
+            server = Server(name, port, process, log)
+            server.wait(health, ready_seconds)
+            yield server
+        except UserError as error:
+            if log_file is None:
+                raise
+            raise UserError(f"{error}\nThe log of {name}: {log_file}") from error
+        finally:
+            stop_process(process)
+
+
+def free_port() -> int:
+    """Return a port that nothing listens on, chosen by the system."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def run_job(
+    name: str, script: Path, job: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Run `script` with the Python of engine `name`, with `env` added to our environment, and
+    return its answer. Raises UserError if it fails or hangs. Leaves no process behind."""
+    with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
+        files = [Path(directory) / file for file in ("job.json", "answer.json", "progress")]
+        job_file, answer_file, progress_file = files
+        job_file.write_text(json.dumps(job))
+        progress_file.touch()
+        # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
+        command = [str(python_of(name)), "-I", str(script), *map(str, files)]
+        environment = {**os.environ, **(env or {})}
+        process = start_process(name, command, log, environment, guarded=True)
+        try:
+            last_size, idle_polls = 0, 0
+            while process.poll() is None:
+                time.sleep(POLL_SECONDS)
+                # Count polls instead of clock time, so a pause of this process is no timeout.
+                size = progress_file.stat().st_size
+                idle_polls = 0 if size > last_size else idle_polls + 1
+                last_size = max(size, last_size)
+                if idle_polls * POLL_SECONDS > HANG_SECONDS:
+                    raise UserError(
+                        f"{name} made no progress for {HANG_SECONDS:.0f} s. {log_ending(log)}"
+                    )
+        finally:
+            stop_process(process)
+        if process.returncode:
+            raise UserError(
+                f"{name} ended with exit status {process.returncode}. {log_ending(log)}"
+            )
+        try:
+            answer: dict[str, Any] = json.loads(answer_file.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{name} wrote no valid answer ({error}). {log_ending(log)}") from error
+        return answer
+
+
+def environment_of(name: str) -> Path:
+    """Return the path of an engine's environment, whether or not it exists."""
+    return Path(os.environ.get("DRAFTSMITH_ENGINES", ".engines")).resolve() / name
+
+
+def python_of(name: str) -> Path:
+    return environment_of(name) / "bin" / "python"
+
+
+def package_version(name: str, package: str) -> str | None:
+    """Return the version of a package in engine `name`'s environment; None if not installed."""
+    infos = environment_of(name).glob(f"lib/python*/site-packages/{package}-*.dist-info")
+    return next((info.name.removesuffix(".dist-info").rpartition("-")[2] for info in infos), None)
+
+
+def model_directory(target: Target, spec: str, directory: Path) -> Path:
+    """Return the target as a Hugging Face directory: the one it was loaded from, else `directory`,
+    into which the loaded weights are saved. spec: as `load_target` takes it."""
+    loaded_from = Path(spec).expanduser()
+    if loaded_from.is_dir():
+        return loaded_from.resolve()
+    target.model.save_pretrained(directory)
+    target.tokenizer.save_pretrained(directory)
+    return directory

@@ -1,0 +1,134 @@
+"""Reads an engine's own counters of drafted and accepted tokens, and asks it for a few answers."""
+
+import contextlib
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from http.client import HTTPException, InvalidURL
+from typing import Any
+
+from decode.base.errors import UserError
+from train.engines.child_process import OPENER
+
+ASK_SECONDS = 300.0
+# vLLM, llama-server and draftsmith have the same names, each behind its prefix.
+_SAMPLE = re.compile(
+    r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
+    r"(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+# SGLang counts generated tokens, requests and verifications; a gauge has the nodes of a draft, with
+# the last token of the text among them.
+_SGLANG = re.compile(
+    r"^sglang:(generation_tokens_total|num_requests_total|spec_verify_calls_total"
+    r"|spec_num_draft_tokens)(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+# An engine may add to its counters a moment after its answer.
+_SETTLE_SECONDS = 10.0
+
+
+class NoAnswer(UserError):
+    """A server that cannot be reached, breaks off its answer, or has a fault of its own (status
+    5xx). It may answer later; any other UserError stays."""
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Drafted and accepted tokens, since an engine's start or between two readings."""
+
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def __sub__(self, earlier: "DraftCounts") -> "DraftCounts":
+        """What was counted since an earlier reading; all of it if the engine began again."""
+        if self.drafted < earlier.drafted:
+            return self
+        return DraftCounts(self.drafted - earlier.drafted, self.accepted - earlier.accepted)
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted ÷ drafted; None: nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+def parse_counters(text: str) -> DraftCounts | None:
+    """The sums over all labels in a page for Prometheus; None: it has no such counters.
+
+    SGLang has no counters of drafted and accepted tokens. Each verification drafts as many tokens
+    as its server was started with, and emits one token more than it accepts. The first token of a
+    request comes from its prompt's pass.
+    """
+    sums: dict[str, float] = {}
+    for name, value in _SAMPLE.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    if len(sums) == 2:
+        return DraftCounts(sums["draft"], sums["accepted"])
+    series: dict[str, list[float]] = {}
+    for name, value in _SGLANG.findall(text):
+        series.setdefault(name, []).append(float(value))
+    if len(series) < 4:
+        return None
+    verified = sum(series["spec_verify_calls_total"])
+    emitted = sum(series["generation_tokens_total"]) - sum(series["num_requests_total"])
+    drafted = verified * (max(series["spec_num_draft_tokens"]) - 1)
+    return DraftCounts(drafted, min(max(emitted - verified, 0.0), drafted))
+
+
+def read_counters(url: str, key: str = "") -> DraftCounts:
+    """The counters of the engine at `url`. key: that the engine asks for. Raises NoAnswer, and
+    UserError if the engine refuses the key or has no such counters."""
+    counts = parse_counters(ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace"))
+    if counts is None:
+        raise UserError(
+            f"{url}/metrics has no spec_decode counters; expected those of vLLM, llama-server "
+            "(--metrics), SGLang (--enable-metrics) or draftsmith serve, started with a drafter"
+        )
+    return counts
+
+
+def ask(
+    url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ASK_SECONDS
+) -> bytes:
+    """POST `body` as JSON, or GET without one; the body of the answer. Raises NoAnswer, and
+    UserError for a status 4xx or an address that is none."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
+        with OPENER.open(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        detail = b""
+        with contextlib.suppress(OSError, HTTPException):
+            detail = error.read()[:300]
+        reason = f"{url} does not answer: {error}: {detail.decode(errors='replace')}"
+        if error.code >= 500:
+            raise NoAnswer(reason) from error
+        if error.code in (401, 403):
+            reason += ". Check the key: engine.key_env and recorder.key_env name its variable"
+        raise UserError(reason) from error
+    except (ValueError, InvalidURL) as error:
+        raise UserError(f"{url!r} is no address: {error}; expected http://HOST:PORT") from error
+    except (OSError, HTTPException) as error:
+        raise NoAnswer(f"{url} does not answer: {str(error) or type(error).__name__}") from error
+
+
+def smoke_counts(
+    url: str, conversations: Sequence[Sequence[Mapping[str, str]]], tokens: int, key: str = ""
+) -> DraftCounts:
+    """Ask the engine for a few answers, and return what it drafted and accepted meanwhile."""
+    before = read_counters(url, key)
+    model = json.loads(ask(f"{url}/v1/models", key=key))["data"][0]["id"]
+    for messages in conversations:
+        body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0}
+        ask(f"{url}/v1/chat/completions", body, key)
+    end = time.monotonic() + _SETTLE_SECONDS
+    while (counts := read_counters(url, key) - before).accepted == 0 and time.monotonic() < end:
+        time.sleep(0.5)
+    return counts

@@ -1,0 +1,192 @@
+"""Starts an inference engine that answers prompts for one stage, and stops it at the end.
+
+Of several processes the first one starts it, and all of them ask it.
+"""
+
+import importlib.util
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from decode.base.artifact import temporary
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.measure.ranks import ALONE, Ranks
+from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
+from draftsmith.export.engines.llama_server import program
+from draftsmith.export.engines.vllm import VLLM
+from train.base.exit_status import ExitStatus
+from train.base.launcher import cores, environment_of_one, on_several_machines
+from train.engines.child_process import (
+    model_directory,
+    package_version,
+    python_of,
+    serving,
+)
+from train.engines.server_config import EngineServer
+
+
+def require_server(config: EngineServer, target: Target) -> None:
+    """Raise UserError for everything that is known to be missing before a server is asked. Servers
+    that are up are not asked yet: they may start while earlier stages run."""
+    config.key()
+    if importlib.util.find_spec("httpx2") is None:
+        raise UserError("a server needs httpx2; run pip install 'draftsmith[serve]'")
+    if config.launch and on_several_machines():
+        raise UserError(
+            "server.launch starts one engine on this machine, but the run's processes are on "
+            "several; start the engine yourself and set server.url"
+        )
+    # A plan without weights may be made on another machine than the run's.
+    if config.launch == "vllm" and target.has_weights and not python_of("vllm").exists():
+        raise UserError(
+            f"server.launch: vllm needs {python_of('vllm')}; make it with make engine-vllm, or "
+            "start a server yourself and set server.url"
+        )
+    if config.launch == "llama-server":
+        if target.has_weights and program() is None:
+            raise UserError(
+                "llama-server is not installed; install it with make engine-llama, or start a "
+                "server yourself and set server.url"
+            )
+        if not target.name.startswith(EMBEDDED_PREFIX) and not target.name.endswith(".gguf"):
+            raise UserError(
+                f"llama-server needs a GGUF file, but the target is {target.name}; set "
+                "server.launch: vllm, or name a .gguf file as the target"
+            )
+
+
+@contextmanager
+def launched(
+    config: EngineServer,
+    target: Target,
+    longest: int,
+    directory: Path,
+    ranks: Ranks = ALONE,
+    *,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    modules: Path | None = None,
+) -> Iterator[list[str]]:
+    """The address of a started engine in a list; of servers that are up, their addresses.
+
+    longest: prompt and answer in tokens. directory: for the engine's log, and for the target as a
+    model directory if it has none. ranks: the processes that ask. The first one starts the engine
+    and stops it when all have left this context. options: of the engine, before those of the
+    config. modules: a directory that vLLM can import from. Raises UserError with the end of the log
+    and its path if the engine does not start. It is stopped at the end, also after errors and
+    SIGTERM, and it does not outlive the process that started it.
+    """
+    name = config.launch
+    if name is None:
+        yield config.urls
+        return
+    with ExitStack() as stack:
+
+        def start() -> str:
+            if not ranks.is_main:
+                return ""
+            arguments = _as_arguments({**options, **config.options})
+            return stack.enter_context(
+                _engine(config, name, target, longest, directory, arguments, modules)
+            )
+
+        url = ranks.together(start)
+        yield [ranks.gather(url)[0]]
+        ranks.gather(None)
+
+
+@contextmanager
+def _engine(
+    config: EngineServer,
+    name: str,
+    target: Target,
+    longest: int,
+    directory: Path,
+    arguments: Sequence[str],
+    modules: Path | None,
+) -> Iterator[str]:
+    """The address of a started engine."""
+    env = environment_of_one(cores())
+    with temporary(directory / "served-target") as copy:
+        if name == "vllm":
+            # Nothing that is not its own is imported, but for `modules`.
+            flags = ["-I"]
+            if modules is not None:
+                flags, env["PYTHONPATH"] = ["-s", "-P"], str(modules)
+            command = [str(python_of("vllm")), *flags, *_vllm_arguments(target, longest, copy)]
+            if package_version("vllm", VLLM.package):
+                env = dict(VLLM.env) | env  # vLLM's build for CPUs
+                env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        else:
+            command = _llama_command(target, longest, config.concurrency)
+        command += arguments
+        with (
+            _sigterm_raises(),
+            serving(
+                name,
+                command,
+                "/health",
+                env,
+                log_file=directory / f"{name}.log",
+                ready_seconds=config.timeout_seconds,
+            ) as server,
+        ):
+            yield f"http://127.0.0.1:{server.port}"
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what was started is stopped. Only the main thread
+    can handle signals; in another one nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(ExitStatus.STOPPED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
+    """directory: for the target, if it is neither a model directory nor a hub id."""
+    name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
+    if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
+        name, revision = str(model_directory(target, name, directory)), []
+    return [
+        # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
+        "-m", "vllm.entrypoints.openai.api_server",
+        "--model", name, *revision,
+        "--host", "127.0.0.1", "--port", "{port}",
+        "--dtype", dtype_name(target.dtype),
+        "--max-model-len", str(min(longest, target.max_positions)),
+        "--generation-config", "vllm",
+    ]  # fmt: skip
+
+
+def _llama_command(target: Target, longest: int, slots: int) -> list[str]:
+    file = target_gguf(target.name)
+    return [
+        str(program()), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}",
+        "-np", str(slots), "-c", str(slots * min(longest + 1, target.max_positions)),
+    ]  # fmt: skip
+
+
+def _as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """{gpu_memory_utilization: 0.6} → --gpu-memory-utilization 0.6. true: the name alone. false:
+    --no-NAME. Mappings and lists: JSON."""
+    arguments = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            arguments.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            text = json.dumps(value) if isinstance(value, dict | list) else str(value)
+            arguments += [f"--{flag}", text]
+    return arguments

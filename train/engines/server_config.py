@@ -1,0 +1,92 @@
+"""The settings of a server that runs the target, and of one that answers prompts in place of the
+decode loop."""
+
+import os
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from decode.base.errors import UserError
+from train.base.schema import Strict
+
+
+class EngineServer(Strict):
+    """A server that runs the target: one that is up (`url`), or one for this stage (`launch`)."""
+
+    url: str | list[str] | None = None
+    """The address of the server, `http://HOST:PORT`, without `/v1`. Several servers share the
+    work."""
+    launch: Literal["vllm", "llama-server"] | None = None
+    """Start this engine for the stage and stop it at the end. It comes from the environment that
+    `make engine-vllm` or `make engine-llama` makes."""
+    options: dict[str, Any] = {}
+    """Options of the engine that is started, such as `{gpu_memory_utilization: 0.6}`."""
+    model: str | None = None
+    """The name that the server has for the model. None: the first that it lists."""
+    key_env: str | None = None
+    """The environment variable with the server's API key. None: no key is sent."""
+    concurrency: int = Field(64, ge=1)
+    """The number of requests that one server has at a time."""
+    retries: int = Field(8, ge=0)
+    """The number of further attempts after a broken connection or a status 408, 409, 429 or 5xx."""
+    timeout_seconds: float = Field(600.0, gt=0)
+    """The longest wait for one answer, and for a started engine until it is ready."""
+
+    @model_validator(mode="after")
+    def _has_server(self) -> "EngineServer":
+        if (self.url is None) == (self.launch is None):
+            raise ValueError("a server has either url or launch; give one of them")
+        if self.options and self.launch is None:
+            raise ValueError("options are for an engine that is started; they need launch")
+        for url in self.urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+                raise ValueError(f"server.url is {url!r}; expected http://HOST:PORT")
+            if parts.path.rstrip("/").endswith("/v1"):
+                raise ValueError(f"server.url is {url!r}; leave /v1 out")
+        return self
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses of servers that are up."""
+        urls = [self.url] if isinstance(self.url, str) else self.url or []
+        return [url.rstrip("/") for url in urls]
+
+    def key(self) -> str | None:
+        """The API key. Raises UserError if its variable is not set."""
+        key = None if self.key_env is None else os.environ.get(self.key_env)
+        if self.key_env is not None and not key:
+            raise UserError(
+                f"server.key_env names {self.key_env}, which is not set or empty; expected the "
+                "name of a variable with the server's API key"
+            )
+        return key
+
+
+class ServerConfig(EngineServer):
+    """A server that answers prompts."""
+
+    protocol: Literal["completions", "llama-server"] = "completions"
+    """`completions`: `/v1/completions` of vLLM, SGLang and others. `llama-server`: its own
+    `/completion`."""
+    probe_prompts: int = Field(4, ge=0)
+    """The number of prompts that are first answered greedily, to see that the server runs the
+    target. 0: not checked."""
+    logprobs: int | None = Field(None, ge=1)
+    """Keep this many of the likeliest tokens' log-probabilities at each token of an answer, for a
+    `teacher_cache` stage with `source: answers`. None: not asked for. vLLM gives at most 20, unless
+    it was started with `--max-logprobs`."""
+    max_unusable: float = Field(0.1, ge=0, le=1)
+    """The share of a part's answers that may be left out as unusable before the stage stops."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> "ServerConfig":
+        if self.logprobs and (self.spoken != "completions" or not self.probe_prompts):
+            raise ValueError("logprobs need the protocol completions, and probe_prompts above 0")
+        return self
+
+    @property
+    def spoken(self) -> str:
+        """The protocol, also of an engine that is started."""
+        return "llama-server" if self.launch == "llama-server" else self.protocol

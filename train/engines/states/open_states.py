@@ -1,0 +1,176 @@
+"""Opens the hidden states of servers for a training, on all ranks together."""
+
+import hashlib
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from decode.base.artifact import require_space, temporary
+from decode.base.errors import UserError
+from decode.measure.ranks import Ranks
+from decode.model.loading import Target
+from distill.teacher.feature_sources import LiveFeatures
+from train.data.batches import collate, inputs
+from train.data.chat import Sample
+from train.data.read import spread
+from train.data.stored_samples import StoredSamples
+from train.engines.launch import launched
+from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
+from train.engines.states.served_states import ServedStates, engine_ids, require_room
+from train.engines.states.states_config import StatesServer
+
+# ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.
+MOST_OFF = 0.1
+
+
+@contextmanager
+def served_states(
+    config: StatesServer,
+    target: Target,
+    samples: StoredSamples,
+    layers: Sequence[int],
+    accelerator: Accelerator,
+    directory: Path,
+    timed: Callable[[], AbstractContextManager[None]],
+    say: Callable[[str], None],
+) -> Iterator[ServedStates]:
+    """States of `samples` at captured layers, asked for by every rank for its own samples.
+
+    directory: of the stage. All ranks enter and leave together. Raises UserError if a sample is too
+    long for the target or for `max_gib`, if the disk is full, if a server does not start or answer,
+    and if it runs another model.
+    """
+    ranks = Ranks.of(accelerator)
+    ids = engine_ids(target, layers)
+    size = target.model.config.get_text_config().hidden_size
+    reader = StatesReader(len(ids), size, target.dtype, ids)
+    longest = int(samples.lengths.max())
+    share = config.max_bytes // ranks.world
+    _require_fits(reader, longest, config, target, ranks)
+    with ExitStack() as stack:
+        files = ranks.gather(ranks.together(lambda: _files(config, directory, ranks, stack)))[0]
+        assert files is not None, "the first rank has the directory"
+        total = sum(reader.size(length) for length in samples.lengths.tolist())
+        what = "hidden states on their way (features.server.max_gib)"
+        ranks.together(lambda: require_space(files, min(total, config.max_bytes), what))
+        modules = Path(__file__).parent
+        urls = stack.enter_context(
+            launched(
+                config,
+                target,
+                longest + 1,
+                directory,
+                ranks,
+                options=_vllm_options(ids, files),
+                modules=modules,
+            )
+        )
+        # The same at the next start, which deletes what a kill leaves.
+        place = f"{socket.gethostname()} {os.path.abspath(directory)}"
+        digest = hashlib.sha256(place.encode()).hexdigest()[:12]
+        requester = f"draftsmith-{digest}-{ranks.rank}"
+        stack.callback(_clean, files, requester)
+        _clean(files, requester)
+        clients = [
+            StatesClient(url, config, reader, files, f"{requester}-{number}")
+            for number, url in enumerate(urls)
+        ]
+        concurrency = max(1, config.concurrency // ranks.world)
+        servers = StatesServers(clients, reader, concurrency, share)
+        ranks.together(lambda: stack.enter_context(servers))
+        source = ServedStates(servers.ask, target, layers, timed=timed, say=say, lost=servers.lost)
+        if config.probe_samples:
+            chosen = spread(samples, config.probe_samples)
+            ranks.together(lambda: _check(servers, source, chosen, target, layers, ranks))
+        yield source
+
+
+def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
+    return {
+        # Parts of a text that are read from a cache have no states.
+        "enable_prefix_caching": False,
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "draft_model_config": {"hf_config": {"eagle_aux_hidden_state_layer_ids": list(ids)}},
+        },
+        "kv_transfer_config": {
+            "kv_connector": "StatesConnector",
+            "kv_connector_module_path": "vllm_connector",
+            "kv_role": "kv_producer",
+            "kv_connector_extra_config": {"shared_storage_path": str(files)},
+        },
+    }
+
+
+def _require_fits(
+    reader: StatesReader, longest: int, config: StatesServer, target: Target, ranks: Ranks
+) -> None:
+    if longest >= target.max_positions:
+        raise UserError(
+            f"a sample has {longest} tokens, and a server needs room for one more, but the target "
+            f"has {target.max_positions} positions; set max_length to {target.max_positions - 1} "
+            "or less"
+        )
+    require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
+
+
+def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path | None:
+    """The directory of the files. None: the first rank has it."""
+    above = config.files()
+    if config.launch is None:
+        assert above is not None, "the config is checked"
+        if not above.is_dir():
+            raise UserError(
+                f"features.server.directory is {above}, which is no directory here; expected the "
+                "server's shared_storage_path"
+            )
+        return above
+    if not ranks.is_main:
+        return None
+    files = stack.enter_context(temporary((above or directory) / "states")).resolve()
+    files.mkdir(parents=True)
+    return files
+
+
+def _clean(files: Path, requester: str) -> None:
+    for path in files.glob(f"*{requester}-*.safetensors"):
+        delete(path)
+    for path in files.glob(f"*{requester}-*.lock"):
+        path.unlink(missing_ok=True)
+
+
+def _check(
+    servers: StatesServers,
+    source: ServedStates,
+    samples: Sequence[Sample],
+    target: Target,
+    layers: Sequence[int],
+    ranks: Ranks,
+) -> None:
+    """Raise UserError unless each server's states are the target's. The first rank asks."""
+    if not ranks.is_main:
+        return
+    for sample in samples:
+        batch = collate([sample], 0)
+        tensors = inputs(batch, target.device)
+        ours = LiveFeatures(target.model, layers).features(
+            tensors["input_ids"], tensors["attention_mask"], batch["ids"]
+        )
+        for url, states in servers.ask_each(sample):
+            theirs = source.joined([states], target.device)
+            for layer in layers:
+                expected = ours[layer].float()
+                off = (theirs[layer].float() - expected).norm(dim=-1) / expected.norm(dim=-1)
+                if not float(off.median()) <= MOST_OFF:
+                    raise UserError(
+                        f"{url} does not give the hidden states of {target.name}: those of layer "
+                        f"{layer} differ by {float(off.median()):.2f} of their length. Start it "
+                        "with this model, and with eagle_aux_hidden_state_layer_ids "
+                        f"{engine_ids(target, layers)}"
+                    )

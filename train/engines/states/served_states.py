@@ -1,0 +1,134 @@
+"""The target's hidden states from servers, asked for shortly before their use and then dropped.
+
+The states in memory are those of a few batches.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL, layer_list_name
+from decode.model.loading import Target
+from distill.teacher.feature_sources import join_rows
+from distill.teacher.read_ahead import READ_AHEAD
+from train.data.batches import RankText
+from train.data.chat import Sample
+
+HEADER_BYTES = 4096  # of a safetensors file, at most
+ID_BYTES = 8  # of a token id in it
+NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
+
+
+class ServedStates:
+    """A `FeatureSource` of states that servers make.
+
+    ask: begins to ask for a sample's states, [n, L, H] in the target's dtype. layers: the captured
+    ones; L are those of `engine_ids`. timed(): a context around the time that the training waits.
+    say: called with the messages in `lost`, on servers that do not answer any more.
+    """
+
+    def __init__(
+        self,
+        ask: "Callable[[Sample], Future[Tensor]]",
+        target: Target,
+        layers: Sequence[int],
+        *,
+        timed: Callable[[], AbstractContextManager[None]],
+        say: Callable[[str], None],
+        lost: deque[str],
+    ) -> None:
+        self._ask = ask
+        ids = engine_ids(target, layers)
+        # Of each captured layer among those of a file.
+        self._places = {layer: ids.index(engine_id(target, layer)) for layer in layers}
+        self._size: int = target.model.config.get_text_config().hidden_size
+        self._dtype, self._norm = target.dtype, last_norm(target) if FINAL in layers else None
+        self._timed, self._say, self._lost = timed, say, lost
+        self._round = self._number = -1
+        self._asked: dict[int, list[Future[Tensor]]] = {}  # by batch
+
+    def look_ahead(self, text: RankText, number: int) -> None:
+        """Ask for the samples of batch `number` and of the next ones, if they were not asked."""
+        if text.round != self._round:
+            for futures in self._asked.values():
+                for future in futures:
+                    future.cancel()
+            self._asked.clear()
+        for batch in range(number, min(number + 1 + READ_AHEAD, len(text))):
+            if batch not in self._asked:
+                self._asked[batch] = [self._ask(sample) for sample in text.batch(batch)]
+        self._round, self._number = text.round, number
+        while self._lost:
+            self._say(self._lost.popleft())
+
+    def features(
+        self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
+    ) -> Mapping[int, Tensor]:
+        """The states of the batch of the last `look_ahead`. They leave the window. Raises KeyError
+        at a second call for one batch, and UserError as `StatesClient.states`."""
+        device = input_ids.device
+        with self._timed():
+            futures = self._asked.pop(self._number)
+            if not futures:  # a rank without rows still takes part in the step
+                shape = (*input_ids.shape, self._size)
+                empty = torch.zeros(shape, dtype=self._dtype, device=device)
+                return dict.fromkeys(self._places, empty)
+            return self.joined([future.result() for future in futures], device)
+
+    @torch.no_grad()
+    def joined(self, states: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
+        """[B, T, H] by captured layer, from [n, L, H] of each sample. A server gives what the last
+        norm reads, so that is applied here."""
+        rows = [{layer: x[:, place] for layer, place in self._places.items()} for x in states]
+        features = join_rows(rows, device)
+        if self._norm is not None:
+            features[FINAL] = self._norm(features[FINAL])
+        return features
+
+
+def file_bytes(token_bytes: int, tokens: int) -> int:
+    """The size of a server's file. token_bytes: of the states of a token."""
+    return HEADER_BYTES + tokens * (token_bytes + ID_BYTES)
+
+
+def require_room(largest: int, tokens: int, max_bytes: int, processes: int) -> None:
+    """Raise UserError unless each of `processes` may have the largest file in its share of
+    `max_bytes`. tokens: of the sample in that file."""
+    if largest > max_bytes // processes:
+        raise UserError(
+            f"features.server.max_gib gives each of {processes} processes "
+            f"{max_bytes / processes / 2**30:.3g} GiB for files, but the hidden states of a sample "
+            f"of {tokens} tokens take {largest / 2**30:.3g} GiB; raise features.server.max_gib, or "
+            "set a smaller max_length"
+        )
+
+
+def engine_id(target: Target, layer: int) -> int:
+    """vLLM's id of a captured layer. Its id i is what layer i reads, so that of the last norm is
+    the number of layers."""
+    depth: int = target.model.config.get_text_config().num_hidden_layers
+    return depth if layer == FINAL else layer + 1
+
+
+def engine_ids(target: Target, layers: Sequence[int]) -> list[int]:
+    """vLLM's ids of captured layers, in the order in which it writes their states: each once, from
+    the first layer to the last."""
+    return sorted({engine_id(target, layer) for layer in layers})
+
+
+def last_norm(target: Target) -> nn.Module:
+    """The norm after the target's last layer. Raises UserError if that is not clear."""
+    layers = layer_list_name(target.model)
+    parent = target.model.get_submodule((layers or "").rpartition(".")[0]) if layers else None
+    norms = [x for name, x in parent.named_children() if name in NORMS] if parent else []
+    if len(norms) != 1:
+        raise UserError(
+            f"features.server cannot be used with {type(target.model).__name__}: the norm after "
+            "its last layer is not known; use features: live"
+        )
+    return norms[0]

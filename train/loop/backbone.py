@@ -1,0 +1,113 @@
+"""The target under the heads of a `heads` stage: what both kinds share, and the frozen one, which
+gives its hidden states. `train.loop.trained_backbone` trains the target too."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor, nn
+
+from decode.model.loading import Target
+from decode.model.pretrained import is_sharded
+from distill.teacher.feature_sources import CachedFeatures, FeatureSource, LiveFeatures
+from heads.head_training import HeadTraining, JointTraining
+from train.data.batches import Inputs
+from train.engines.states.served_states import ServedStates
+from train.loop.live_window import LiveWindow, look_ahead_of
+from train.loop.training_task import LookAhead
+
+# Of a frozen target's hidden states.
+Source = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
+
+
+class Backbone(ABC):
+    """The target under the heads in their training: its hidden states, and the module to train.
+
+    weights_prefix: the prefix of the heads' weights in that module.
+    """
+
+    weights_prefix: str
+
+    @abstractmethod
+    def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining | JointTraining:
+        """The module to train, on the heads' device. chunk: the number of tokens whose logits are
+        in memory at a time."""
+
+    @abstractmethod
+    def forward(
+        self,
+        module: nn.Module,
+        batch: Inputs,
+        ids: Sequence[str],
+        losses: Mapping[int, float],
+        done: float,
+        *,
+        dev: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the prepared module on a batch of the text, or of the dev slice (dev).
+
+        ids: the ids of the batch's samples. losses: the loss weights by head. done: the share of
+        the training's steps that are done, in [0, 1].
+        """
+
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        """What the trainer calls before each batch (`TrainingTask.look_ahead`)."""
+        return None
+
+    @abstractmethod
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
+        """The target that goes with these weights of the trained module."""
+
+    def heads_weights(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The heads' weights from the weights of the trained module."""
+        prefix = self.weights_prefix
+        return {k.removeprefix(prefix): x for k, x in weights.items() if k.startswith(prefix)}
+
+
+class FrozenBackbone(Backbone):
+    """The run's target, unchanged. features: makes the source of its hidden states at some
+    layers."""
+
+    weights_prefix = "heads."
+
+    def __init__(
+        self,
+        target: Target,
+        features: Callable[[Sequence[int]], Source],
+    ) -> None:
+        self.target, self._make_source = target, features
+        self._dev_source: FeatureSource | None = None
+
+    def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining:
+        self._layers = heads.captured_layers
+        self._source = self._make_source(self._layers)
+        return heads
+
+    @property
+    def look_ahead(self) -> LookAhead | None:
+        return look_ahead_of(self._source)
+
+    def forward(
+        self,
+        module: nn.Module,
+        batch: Inputs,
+        ids: Sequence[str],
+        losses: Mapping[int, float],
+        done: float,
+        *,
+        dev: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        source: FeatureSource = self._source
+        if dev:
+            # A separate source: samples of two splits may have the same id.
+            if self._dev_source is None:
+                model = self.target.model
+                # All ranks must run a sharded target together, so none may skip it.
+                remember = not is_sharded(model)
+                self._dev_source = LiveFeatures(model, self._layers, remember=remember)
+            source = self._dev_source
+        features = source.features(batch["input_ids"], batch["attention_mask"], ids)
+        return module(batch["input_ids"], batch["loss_mask"], features, losses)
+
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
+        return self.target

@@ -1,0 +1,57 @@
+"""What a heads stage may continue to train: an earlier stage's heads, or a drafter directory's."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from decode.base.errors import UserError
+from decode.opening.directory import describe_drafter
+from heads.heads_directory import stored_options
+from heads.heads_module import HEADS, HeadOptions
+from train.base.schema import StageConfig, closest_stage
+
+
+def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None:
+    """Raise UserError unless a heads stage can continue to train `start`.
+
+    config: of the stage, with its name, heads and draft_vocabulary. start: the name of an earlier
+    heads stage, or the directory of a drafter.
+    """
+    if config.draft_vocabulary is not None:
+        raise UserError(
+            f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
+            "keep their draft vocabulary; leave it out"
+        )
+    if Path(start).is_dir() and start not in {stage.name for stage in earlier}:
+        _check_same_heads(config, start, _heads_in(config, Path(start)))
+        return
+    first: Any = closest_stage(start, earlier, "heads")
+    if first.backbone is not None:
+        raise UserError(
+            f"stage {config.name} starts from the heads of {start}, but {start} also trained the "
+            "target, and its heads belong to that new target; name a stage that does not train "
+            "the target, or start a run with the new target"
+        )
+    _check_same_heads(config, start, first.heads)
+
+
+def _heads_in(config: Any, directory: Path) -> HeadOptions:
+    """Return the options of the heads in a drafter directory."""
+    kind = describe_drafter(directory)["kind"]
+    if kind not in HEADS:
+        raise UserError(
+            f"stage {config.name} trains heads, but {directory} is a {kind} drafter; start a "
+            "distill stage from it (drafter: {model: DIRECTORY})"
+        )
+    return stored_options(directory)
+
+
+def _check_same_heads(config: Any, start: str, heads: HeadOptions) -> None:
+    if heads != config.heads:
+        settings = {"type": heads.type} | heads.model_dump(exclude_defaults=True)
+        raise UserError(
+            f"stage {config.name} continues to train the heads of {start}. Their settings are "
+            f"{heads}, but this stage has {config.heads}; set the same type and options, heads: "
+            f"{json.dumps(settings)}"
+        )

@@ -1,0 +1,90 @@
+"""Calibrates the tree that a stage stores with its heads, on the dev split."""
+
+from collections.abc import Callable
+
+from pydantic import Field
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.loop.rows import require_prompts
+from decode.measure.calibrate_tree import (
+    NothingAccepted,
+    TreeCalibration,
+    calibrate_tree,
+)
+from decode.measure.ranks import Ranks
+from decode.model.cache.cached_model import require_trees
+from decode.model.kinds.layer_kinds import require_slots
+from decode.model.loading import Target
+from heads.heads_module import Heads
+from train.base.schema import Strict
+from train.data.corpus import Corpus
+from train.data.read import spread
+
+
+class TreeConfig(Strict):
+    """The tree stored with the drafter, calibrated on the dev split (Medusa 2401.10774, section
+    2.3.3)."""
+
+    nodes: int | None = Field(None, ge=1)
+    """The size of the tree. None: as many nodes as pay off at this machine's measured costs."""
+    width: int = Field(10, ge=1)
+    """The calibration measures the acceptance of each head's `width` likeliest tokens."""
+    prompts: int = Field(32, ge=1)
+    """The number of prompts to measure on, spread evenly over the split."""
+    max_new_tokens: int = Field(48, ge=2)
+    """How many tokens are decoded for each prompt."""
+
+
+def require_tree(settings: TreeConfig, target: Target, corpus: Corpus, *, stage: str) -> None:
+    """Raise UserError before the training if the tree could not be planned after it: no dev split,
+    prompts that do not fit, or a target that cannot verify trees.
+
+    stage: the stage's name, for messages.
+    """
+    if "dev" not in corpus.examples:
+        raise UserError(
+            f"stage {stage} calibrates a tree, but data has no dev split; set data.dev, or leave "
+            "tree out"
+        )
+    prompts = _prompts(settings, corpus)
+    require_prompts(prompts, target.max_positions, target.vocab_size)
+    if target.has_weights:  # the checks run the model
+        require_slots(target.model)
+        require_trees(target.model)
+
+
+def _prompts(settings: TreeConfig, corpus: Corpus) -> list[list[int]]:
+    return corpus.prompts(spread(corpus.asked("dev"), settings.prompts))
+
+
+def calibrated_tree(
+    settings: TreeConfig,
+    target: Target,
+    corpus: Corpus,
+    drafter: Drafter,
+    heads: Heads,
+    say: Callable[[str], None],
+    ranks: Ranks,
+) -> TreeCalibration | None:
+    """The tree for a drafter made of `heads`; None if the first head was never right.
+
+    say: prints a line. ranks: see `calibrate_tree`.
+    """
+    try:
+        tree = calibrate_tree(
+            target,
+            drafter,
+            _prompts(settings, corpus),
+            nodes=settings.nodes,
+            depth=heads.depth,
+            width=min(settings.width, heads.rows),
+            max_new_tokens=settings.max_new_tokens,
+            progress=lambda what: say(f"  tree: measuring {what}"),
+            ranks=ranks,
+        )
+    except NothingAccepted as error:
+        say(f"  {error} The drafter drafts chains")
+        return None
+    say(f"  tree: {tree.verdict}")
+    return tree

@@ -1,0 +1,244 @@
+"""A stage's student and its teacher."""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import model_validator
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from decode.base.errors import UserError
+from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
+from decode.model.identity import Fingerprint, require_same_vocabulary
+from decode.model.loading import Target, load_target
+from decode.model.sharded import shard_layers
+from decode.model.without_weights import load_shapes, load_tokenizer
+from decode.opening.directory import describe_drafter
+from distill.choose_vocabulary import most_frequent
+from distill.shared_vocabulary import SharedVocabulary
+from distill.teacher.feature_sources import LiveFeatures
+from distill.teacher.teacher_signal import (
+    LiveTeacher,
+    StatesTeacher,
+    TeacherSource,
+    split_model,
+)
+from distill.teacher.top_k_cache import CachedTeacher
+from distill.untrained_student import student_from_config, student_from_layers
+from train.base.schema import Strict
+from train.data.batches import collate, inputs
+from train.data.chat import Sample
+from train.data.read import spread
+from train.loop.live_window import LiveWindow
+from train.loop.open_caches import Cache
+from train.loop.trainer import Clock
+
+# Kinds of stages that make small language models, which later stages can continue to train.
+DRAFTER_STAGES = ("distill", "online")
+# Number of samples for measuring the probability mass that a draft vocabulary loses.
+LOST_MASS_SAMPLES = 16
+
+
+class StudentConfig(Strict):
+    """Where the drafter starts: exactly one of these settings."""
+
+    layers: list[int] | None = None
+    """A subset of the target's layers, by number from 0."""
+    model: str | None = None
+    """An existing smaller model: a hub id, directory or GGUF file. Its tokenizer is the target's,
+    unless `vocabulary` says otherwise. Its output layer may be padded to another size."""
+    config: dict[str, Any] | None = None
+    """Changes to the target's config, for a model with random weights."""
+    stage: str | None = None
+    """The stage whose drafter is trained further: an earlier distill or online stage."""
+    vocabulary: Literal["shared"] | None = None
+    """`shared`: the model, or the drafter of the stage, has another tokenizer than the target, and
+    learns to draft the tokens that both have. null: it has the target's tokenizer."""
+
+    @model_validator(mode="after")
+    def _one(self) -> "StudentConfig":
+        given = [name for name, value in self if value is not None and name != "vocabulary"]
+        if len(given) != 1:
+            raise ValueError(
+                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
+                "config, stage"
+            )
+        if self.vocabulary is not None and given[0] not in ("model", "stage"):
+            raise ValueError(
+                f"vocabulary is {self.vocabulary}, but the drafter starts from {given[0]}, which "
+                "has the target's tokenizer; leave vocabulary out"
+            )
+        return self
+
+    def spec(self, earlier: Mapping[str, Path]) -> str:
+        """The name of the existing model or drafter, as `load_target` reads it. earlier: the
+        directories of earlier stages by name."""
+        return self.model or str(earlier[self.stage or ""] / "drafter")
+
+
+def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
+    """The drafter's start, for the provenance in its description. earlier: the directories of
+    earlier stages by name."""
+    if start.stage is not None:
+        return describe_drafter(earlier[start.stage] / "drafter")["provenance"]
+    return start.model_dump(exclude_none=True)
+
+
+def make_student(
+    start: StudentConfig, target: Target, earlier: Mapping[str, Path]
+) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
+    """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one. It
+    has no weights if the target has none (`decode.model.without_weights`).
+
+    earlier: the directories of earlier stages by name. Raises UserError for layers that the target
+    does not have, a model with another vocabulary (unless `vocabulary` is shared) or with too few
+    output rows for it, a model without an encoder if the target has one, and a damaged drafter.
+    """
+    with torch.device("cpu" if target.has_weights else "meta"):
+        if start.layers is not None:
+            return student_from_layers(target.model, start.layers), None
+        if start.config is not None:
+            return student_from_config(target.model, start.config), None
+    spec = start.spec(earlier)
+    if start.stage is not None:
+        describe_drafter(Path(spec))
+    if target.has_weights:
+        loaded = load_target(spec, dtype="float32", device="cpu", encoder=target.has_encoder)
+    else:
+        loaded = load_shapes(spec, dtype="float32", device="cpu")
+    if target.has_encoder and not loaded.has_encoder:
+        raise UserError(
+            f"drafter {spec} has no encoder, but the target has one; start the drafter from a "
+            "model with an encoder, or from layers of the target's decoder"
+        )
+    drafter = loaded.fingerprint
+    if start.vocabulary is None:
+        _require_target_tokens(drafter, target, spec)
+    return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
+
+
+def shared_vocabulary(spec: str, target: Target) -> SharedVocabulary:
+    """What the target shares with a model that has another tokenizer. spec: names the model. Raises
+    UserError as `SharedVocabulary.of`."""
+    tokenizer, identity = load_tokenizer(spec)
+    return SharedVocabulary.of(target, tokenizer, identity.vocab_size, f"drafter {spec}")
+
+
+def _require_target_tokens(drafter: Fingerprint, target: Target, spec: str) -> None:
+    try:
+        require_same_vocabulary(drafter, target.fingerprint, f"drafter {spec}", padding=True)
+    except UserError as error:
+        raise UserError(
+            f"{error} Or set `vocabulary: shared` for this drafter: then it learns to draft the "
+            "tokens that both have"
+        ) from error
+    if drafter.vocab_size < target.token_count:
+        raise UserError(
+            f"drafter {spec} has {drafter.vocab_size} output rows, but its tokenizer knows "
+            f"{target.token_count} tokens, so some tokens have no output row; resize it first "
+            "(transformers: resize_token_embeddings)"
+        )
+
+
+def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
+    """Make all weights trainable, or all except the token embeddings and the output layer."""
+    model.requires_grad_(True)
+    if not embeddings:
+        model.get_input_embeddings().requires_grad_(False)
+        model.get_output_embeddings().requires_grad_(False)
+
+
+def checkpoint_layers(model: PreTrainedModel) -> None:
+    """Recompute the layers' activations in the backward pass instead of keeping them."""
+    # transformers 5.23 uses another name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": False})
+    # The embeddings may be frozen, but a checkpointed layer needs an input with a gradient.
+    model.enable_input_require_grads()
+
+
+def frequent_tokens(
+    target: Target, samples: Sequence[Sample], count: int
+) -> tuple[Tensor, float, float]:
+    """The `count` most frequent tokens of the samples' text, int64 ascending, always including the
+    end-of-text tokens; the share of the text that they cover; and their `lost_mass` on a few
+    samples."""
+    ids, coverage = most_frequent(
+        (sample.tokens for sample in samples),
+        count,
+        target.vocab_size,
+        always=target.eos_token_ids,
+    )
+    return ids, coverage, lost_mass(target, samples, ids)
+
+
+@torch.no_grad()
+def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
+    """The target's mean probability of tokens outside `ids`, over the predicted tokens of a few of
+    the samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this
+    value."""
+    teacher = LiveTeacher(split_model(target.model))
+    kept = ids.to(target.device)
+    lost, count = 0.0, 0
+    for sample in spread(samples, LOST_MASS_SAMPLES):
+        batch = collate([sample], target.tokenizer.pad_token_id or 0)
+        predicted = sum(sample.mask[1:])
+        signal = teacher.signal(**inputs(batch, target.device), ids=batch["ids"])
+        logits = signal(slice(0, predicted)).logits
+        lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
+        count += predicted
+    return lost / count
+
+
+@contextmanager
+def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
+    """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
+    complete model stays in CPU memory inside this context."""
+    if not shard:
+        yield target.model
+        return
+    device = target.device
+    target.model.to("cpu")
+    try:
+        sharded = copy.deepcopy(target.model)
+        shard_layers(sharded.base_model, device.type, "shard_teacher")
+        yield sharded.to(device)
+    finally:
+        target.model.to(device)
+
+
+def teacher_of(
+    target: PreTrainedModel,
+    source: LiveWindow | LiveFeatures | Cache | None,
+    vocabulary: Tensor | None,
+    *,
+    tokens: int,
+    remember: bool,
+    clock: Clock,
+) -> TeacherSource:
+    """The teacher: on the results of `source` if there is one, otherwise the live target. A target
+    with an encoder needs a source.
+
+    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
+    of the output layer. remember: keep the live target's results after their first use. clock:
+    records the teacher's time as `teacher`.
+    """
+    if isinstance(source, CachedTeacher):
+        return source
+    model = split_model(target)
+    if source is not None:
+        return StatesTeacher(
+            model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
+        )
+    return LiveTeacher(
+        model,
+        remember=remember,
+        vocabulary=vocabulary,
+        tokens=tokens,
+        timed=partial(clock, "teacher"),
+    )

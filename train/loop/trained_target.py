@@ -1,0 +1,186 @@
+"""A trainable copy of the run's target, the new target that it becomes, and the new one's drift."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from decode.base.artifact import write_directory
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.model.loading import Target, load_target
+from distill.drift import Drift, measure_drift
+from distill.losses import WeightedLoss
+from distill.teacher.teacher_signal import LiveTeacher, Teacher, split_model
+from distill.trainable_model import LoraConfig, Trainable
+from train.base.schema import StageConfig, Strict, closest_stage
+from train.data.batches import Batches, Inputs, collate, inputs
+from train.data.chat import Sample
+from train.data.corpus import Corpus
+from train.data.read import spread
+from train.loop.trainer import Clock
+
+PREFIX = "backbone."
+
+
+class AdapterConfig(LoraConfig):
+    """LoRA adapters on the target. The defaults are those of Medusa's experiments, which also
+    adapted the output layer."""
+
+    r: int = Field(32, ge=1)
+    """The rank of an adapter."""
+    alpha: float = Field(16.0, gt=0)
+    """The scale of an adapter is alpha / r."""
+    dropout: float = Field(0.05, ge=0, lt=1)
+    """The dropout rate of an adapter's input."""
+
+
+class TrainedTargetConfig(Strict):
+    """The settings of a stage that trains a copy of the target."""
+
+    lora: AdapterConfig | None = AdapterConfig()
+    """Adapters on the target, merged at the end. None: all of its weights are trained."""
+    remember_teacher: bool = False
+    """Keep the original target's hidden states in memory after their first use."""
+    held_out: str = "data"
+    """The text for measuring drift: `data` for the test split's own responses, or a generate stage
+    that answered the dev split."""
+    held_out_samples: int = Field(64, ge=1)
+    """How many samples of `held_out` are used, spread evenly."""
+
+    def require_sound(
+        self, stage: str, earlier: Sequence[StageConfig], loss: WeightedLoss, key: str
+    ) -> None:
+        """Raise UserError for settings that do not fit together. key: where these settings are in
+        the stage, such as `backbone.`."""
+        if self.remember_teacher and not loss.needs_teacher:
+            raise UserError(
+                f"stage {stage}: no loss of the backbone reads the teacher, so "
+                f"{key}remember_teacher would do nothing; leave it out"
+            )
+        if self.held_out == "data":
+            return
+        answers: Any = closest_stage(self.held_out, earlier, "generate")
+        if answers.split == "train":
+            raise UserError(
+                f"stage {stage}: {key}held_out {self.held_out} answered the train split, which "
+                "is not held out; name a generate stage that answers the dev or the test split, or "
+                "leave held_out out"
+            )
+
+    def trained_parameters(self, target: Target) -> int:
+        """The number of the target's weights that are trained, adapter weights included."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(target.model.config)
+            model = Trainable(model, lora=self.lora).model
+        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+class TrainedTarget:
+    """A trainable float32 copy of the run's target. The target itself does not change.
+
+    The module that is trained holds the copy as its attribute `backbone`. Raises UserError if the
+    adapters match no layer or match the output layer, or if no held-out text has response tokens.
+    """
+
+    def __init__(
+        self,
+        config: TrainedTargetConfig,
+        loss: WeightedLoss,
+        target: Target,
+        corpus: Corpus,
+        clock: Clock,
+        *,
+        stage: str,
+        key: str,
+    ) -> None:
+        """stage: the stage's name, and key: where `config` is in it, for messages. Draws from
+        torch's random state."""
+        self.target = target
+        self.held_out = held_out_samples(config, corpus, stage, key)
+        original = target.model
+        model = copy.deepcopy(original).to("cpu", torch.float32).train().requires_grad_(True)
+        self.trainable = Trainable(model, lora=config.lora)
+        if not isinstance(model.get_output_embeddings(), nn.Linear):
+            raise UserError(
+                f"stage {stage}: {key}lora.targets gives the output layer an adapter, but "
+                "losses read that layer directly; leave it out of the targets"
+            )
+        self.teacher = self.dev_teacher = None
+        if loss.needs_teacher:
+            split = split_model(original)
+            self.teacher = LiveTeacher(
+                split, remember=config.remember_teacher, timed=partial(clock, "teacher")
+            )
+            # A separate teacher: samples of two splits may have the same id.
+            self.dev_teacher = LiveTeacher(split, remember=True)
+
+    def signal(self, batch: Inputs, ids: Sequence[str], *, dev: bool = False) -> Teacher | None:
+        """The original target's signal for a batch of the text, or of the dev slice (dev). None if
+        no loss reads it. ids: of the batch's samples."""
+        teacher = self.dev_teacher if dev else self.teacher
+        return None if teacher is None else teacher.signal(**batch, ids=ids)
+
+    def target_with(self, weights: Mapping[str, Tensor]) -> Target:
+        """The target with these weights (named as in the trained module), its adapters merged, in
+        the original's dtype and on its device."""
+        original = self.target
+        trained = {k.removeprefix(PREFIX): x for k, x in weights.items() if k.startswith(PREFIX)}
+        model, _ = self.trainable.plain(trained)
+        model.to(original.device, original.dtype)
+        return replace(original, model=model, revision=None)
+
+    def save(self, weights: Mapping[str, Tensor], path: Path) -> tuple[Target, Drift]:
+        """Write the new target as a model directory, completely or not at all.
+
+        Returns the target as loaded from that directory, and its drift from the original.
+        """
+        original = self.target
+        trained = self.target_with(weights)
+
+        def fill(directory: Path) -> None:
+            trained.model.save_pretrained(directory)
+            original.tokenizer.save_pretrained(directory)
+
+        write_directory(path, fill)
+        new = load_like(original, path)
+        drift = measure_drift(split_model(original.model), split_model(new.model), self._batches())
+        return new, drift
+
+    def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        target = self.target
+        lengths = [len(sample.tokens) for sample in self.held_out]
+        batches = Batches(lengths, tokens_per_batch=2048, seed=0, epoch=0)
+        tensors = []
+        for number in range(len(batches)):
+            rows = [self.held_out[i] for i in batches.batch(number)]
+            batch = inputs(collate(rows, target.tokenizer.pad_token_id or 0), target.device)
+            tensors.append((batch["input_ids"], batch["attention_mask"], batch["loss_mask"]))
+        return tensors
+
+
+def held_out_samples(
+    config: TrainedTargetConfig, corpus: Corpus, stage: str, key: str
+) -> list[Sample]:
+    """The samples of `held_out` that the drift is measured on. Raises UserError if none has
+    response tokens."""
+    samples = [s for s in corpus.samples(config.held_out, "test") if any(s.mask[1:])]
+    if not samples:
+        raise UserError(
+            f"stage {stage}: {key}held_out {config.held_out} has no response tokens to measure the "
+            "drift on; add a generate stage that answers the dev split, and name it there"
+        )
+    return spread(samples, config.held_out_samples)
+
+
+def load_like(original: Target, path: Path) -> Target:
+    """Load the target in a directory, in the dtype and on the device of `original`."""
+    dtype = dtype_name(original.dtype)
+    return load_target(str(path), dtype=dtype, device=str(original.device))

@@ -1,0 +1,1 @@
+"""A run: its config, its stages one after the other, and the evaluations between them."""

@@ -1,0 +1,484 @@
+"""A run: its directory, the work already done in it, and the order of work.
+
+runs/NAME/config.json          the resolved config
+          provenance.json      versions, git commit, machine, command line of every start
+          stages/NN-STAGE/     the stage's results; done.json once it is complete
+          evaluations/ROW/     the figures of one drafter, and the settings that measured it
+          data.json, data_notes.json     the splits' hashes, and what was left out of them
+          logs/                curves.jsonl, and the lines and the progress that the console
+                               shows; tensorboard
+          report.json, report.html
+"""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+from decode.base.artifact import recover, remove_directory, require_space, write_file
+from decode.base.errors import UserError
+from decode.measure.ranks import Ranks
+from decode.model.cache.cached_model import require_decoding, require_trees
+from decode.model.chat_template import set_template_args
+from decode.model.loading import Target, load_target
+from decode.model.pretrained import decoder_start
+from decode.model.without_weights import load_config
+from train.base.console import Reporter
+from train.base.directory_lock import LOCK_FILE, DirectoryLock
+from train.base.provenance import describe_process
+from train.base.run_files import stage_directory
+from train.base.schema import StageConfig
+from train.base.shared_disk import require_shared
+from train.base.stage import Outcome, StageInputs, StagePlan
+from train.base.tracking.trackers import start_trackers
+from train.data.corpus import Corpus
+from train.data.read import Example, data_fingerprint, read_examples, spread
+from train.data.splits import require_same, split_off, without_duplicates, without_refused
+from train.data.usable_rows import UsableRows
+from train.loop.trainer import CHECKPOINTS, peak_memory
+from train.report.report_files import NOTES_FILE, make_report
+from train.run.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.run.run_evaluation import RunEvaluation
+from train.stages import STAGES
+
+Splits = dict[str, Sequence[Example]]
+
+DONE = "done.json"  # of a finished stage
+DIRECTORIES = ("stages", "evaluations", "logs")
+# What a start may leave in the directory if it is killed before it writes config.json.
+KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE, LOCK_FILE}
+OCCUPIED = "wait until it ends, stop it, or give this run another name (name=...)"
+
+
+@dataclass
+class Run:
+    """One run directory, and this process (or rank) working in it."""
+
+    config: RunConfig
+    accelerator: Accelerator
+    reporter: Reporter
+    # Continue a run that began with other settings or another number of ranks. The data must be the
+    # same.
+    allow_changes: bool = False
+    # For a plan: the number of processes. None: those that run now.
+    processes: int | None = None
+    # The target, if the caller has it already.
+    loaded: Target | None = None
+    # The number of steps of each training to profile. None: no profile.
+    profile_steps: int | None = None
+    # What `read_data` changed in the splits, in sentences.
+    data_notes: list[str] = field(default_factory=list)
+    _usable: UsableRows | None = None
+
+    def __post_init__(self) -> None:
+        # `target` may be read after the accelerator has ended.
+        self._rank_device = self.accelerator.device
+
+    @property
+    def directory(self) -> Path:
+        return self.config.run_dir
+
+    def stage_directory(self, name: str) -> Path:
+        """The directory of the stage with this name. It exists once the stage has begun."""
+        index = [stage.name for stage in self.config.stages].index(name)
+        return stage_directory(self.directory, name, index)
+
+    @property
+    def drafters(self) -> dict[str, Path]:
+        """The drafter directories of the stages that are finished and made one, by stage, in the
+        order of the stages."""
+        directories = {stage.name: self.stage_directory(stage.name) for stage in self.config.stages}
+        return {
+            name: directory / "drafter"
+            for name, directory in directories.items()
+            if (directory / DONE).exists() and (directory / "drafter").is_dir()
+        }
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """report.json: the config, provenance, the stages' summaries, and in `rows` the figures of
+        every drafter (`decode.measure.figures`). Raises UserError if the run has none yet."""
+        try:
+            found: dict[str, Any] = json.loads((self.directory / "report.json").read_text("utf-8"))
+        except OSError as error:
+            raise UserError(
+                f"run {self.directory} has no report ({error.strerror}); finish the run first"
+            ) from error
+        return found
+
+    @property
+    def target(self) -> Target:
+        """The target, loaded on first use: a finished run does not need it."""
+        if self.loaded is None:
+            settings = self.config.target
+            self.reporter.say(f"loading target {settings.model}")
+            kinds = {stage.kind for stage in self.config.stages}
+            rank_device, device = self._rank_device, settings.device
+            if settings.device_map is not None and self.accelerator.num_processes > 1:
+                raise UserError(
+                    "target.device_map places the target in one process, but "
+                    f"{self.accelerator.num_processes} were launched; launch one, or leave it out"
+                )
+            if device == "auto" and settings.device_map is None:
+                # Under a launcher each rank has its own device.
+                device = str(rank_device) if rank_device.type == "cuda" else rank_device.type
+            self.loaded = load_target(
+                settings.model,
+                dtype=settings.dtype,
+                device=device,
+                device_map=settings.device_map,
+                max_memory=settings.max_memory,
+                revision=settings.revision,
+                trust_remote_code=settings.trust_remote_code,
+                encoder=all(STAGES[kind].with_encoder for kind in kinds),
+                sharded=settings.sharded,
+                chat_template_args=settings.chat_template_args,
+            )
+        return self.loaded
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        """The target's tokenizer, without its weights if they are not loaded yet: a finished run
+        never needs them."""
+        if self.loaded is not None:
+            return self.loaded.tokenizer
+        settings = self.config.target
+        _, tokenizer = load_config(
+            settings.model,
+            revision=settings.revision,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        set_template_args(tokenizer, settings.chat_template_args)
+        return tokenizer
+
+    def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
+        """Token ids of each example's prompt, written with the target's chat template."""
+        return self.corpus({}).prompts(examples)
+
+    def corpus(self, examples: Splits, earlier: Mapping[str, Path] | None = None) -> Corpus:
+        """These splits, written with the target's tokenizer. earlier: the directories of stages."""
+        target, data = self.target, self.config.data
+        if self._usable is None:
+            self._usable = UsableRows(
+                target.max_positions,
+                target.vocab_size,
+                data.on_bad,
+                data.max_bad_rate,
+                Ranks.of(self.accelerator),
+                self.reporter.say,
+            )
+        return Corpus(
+            examples,
+            target.tokenizer,
+            data.system,
+            earlier or {},
+            decoder_start(target.model) if target.has_encoder else None,
+            target.eos_token_ids,
+            self._usable,
+        )
+
+    def execute(self) -> dict[str, Any]:
+        """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
+        other than the main process. Raises UserError, also if another process works in the run's
+        directory."""
+        with DirectoryLock(self.directory, OCCUPIED) as lock:
+            return self._execute(lock)
+
+    def _execute(self, lock: DirectoryLock) -> dict[str, Any]:
+        set_seed(self.config.seed)
+        ranks = Ranks.of(self.accelerator)
+        # Before anything is written: a run that cannot begin leaves no directory behind.
+        begun = self.directory / "config.json"
+        ranks.main_only(lambda: lock.take() if begun.exists() else None)
+        examples, fingerprints = self._read_same_data()
+        ranks.main_only(lambda: self._require_same_run(fingerprints))
+        self._require_ready(examples)
+        ranks.main_only(lambda: self.prepare(fingerprints, lock))
+        require_shared(self.directory, ranks)
+        start_trackers(
+            self.accelerator,
+            self.config.tracking,
+            self.config.name,
+            self.directory / "logs",
+            dump_config(self.config),
+        )
+        finished: dict[str, Path] = {}
+        evaluation = RunEvaluation(
+            self.config,
+            lambda: self.target,
+            self.prompts,
+            examples,
+            lambda split: self.corpus(examples).asked(split),
+            self.accelerator,
+            self.reporter,
+        )
+        evaluation.baselines()
+        last: tuple[str, Outcome] | None = None
+        for settings in self.config.stages:
+            directory = ranks.main_only(partial(self.stage_directory, settings.name))
+            outcome = self._stage(settings, directory, finished, examples)
+            finished[settings.name] = directory
+            evaluated = self.config.evaluation.stages
+            if outcome.drafter is not None and (evaluated is None or settings.name in evaluated):
+                evaluation.drafter(settings.name, outcome)
+                last = settings.name, outcome
+        if last is not None:
+            evaluation.combined(*last)
+        report: dict[str, Any] = {}
+        if self.accelerator.is_main_process:
+            report = make_report(self.directory)
+        self.accelerator.wait_for_everyone()
+        return report
+
+    def plan(self, examples: Splits | None = None) -> list[tuple[str, str, StagePlan]]:
+        """(stage, kind, plan) for every stage. Writes nothing. examples: what `read_data` returned;
+        None: it is called."""
+        examples = self.read_data() if examples is None else examples
+        require_decoding(self.target.model)
+        plans: dict[str, StagePlan] = {}
+        for settings in self.config.stages:
+            inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)
+            plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
+        return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
+
+    def _require_ready(self, examples: Splits) -> None:
+        """Check everything that could stop a stage or the evaluation of its drafter, before the
+        first stage: a run must not fail after hours for a reason that was known at the start."""
+        records = [self.stage_directory(stage.name) / DONE for stage in self.config.stages]
+        if Ranks.of(self.accelerator).main_only(lambda: all(map(Path.exists, records))):
+            return
+        settings, target = self.config.evaluation, self.target
+        asked = self.corpus(examples).asked(settings.split)
+        self.prompts(spread(asked, settings.prompts))
+        protocol = settings.protocol()
+        if protocol.branches:
+            require_trees(target.model)
+        plans = self.plan(examples)
+        Ranks.of(self.accelerator).main_only(lambda: self._require_space(plans))
+
+    def _require_space(self, plans: Sequence[tuple[str, str, StagePlan]]) -> None:
+        """Raise UserError if the disk lacks space for what the stages have not written yet."""
+        needed = 0
+        for name, _, plan in plans:
+            directory = self.stage_directory(name)
+            if not (directory / DONE).exists():
+                written = sum(f.stat().st_size for f in directory.rglob("*") if f.is_file())
+                needed += max(0, plan.disk_bytes - written)
+        require_space(self.directory, needed, "all stages, with answers at full length,")
+
+    def _require_same_run(self, fingerprints: dict[str, str]) -> None:
+        """If the run directory exists, check that it belongs to this config and data."""
+        stored = self.directory / "config.json"
+        resolved = dump_config(self.config)
+        if stored.exists():
+            changed = differences(_in_todays_format(json.loads(stored.read_text())), resolved)
+            if changed and not self.allow_changes:
+                raise UserError(
+                    f"run {self.directory} was started with other settings:\n  "
+                    + "\n  ".join(changed)
+                    + "\nUse those settings again, give this run another name (name=...), move the "
+                    "old run's directory away, or accept the changes with --allow-changes."
+                )
+            for line in changed:
+                self.reporter.say(f"changed since the run began: {line}")
+            self._require_data_unchanged(fingerprints)
+        elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - KILLED_START:
+            raise UserError(
+                f"{self.directory} exists, but is not a run of draftsmith (it has no config.json); "
+                "give this run another name or output_dir"
+            )
+
+    def prepare(self, fingerprints: dict[str, str], lock: DirectoryLock) -> None:
+        """Create the run directory, or clean up an existing one. fingerprints: of the splits."""
+        for parent in DIRECTORIES:
+            make_directory(self.directory / parent)
+        lock.take()
+        self.reporter.follow(self.directory / "logs")
+        for parent in ("stages", "evaluations"):
+            recover(self.directory / parent, alone=True)
+        stored = self.directory / "data.json"
+        if stored.exists() and json.loads(stored.read_text()) != fingerprints:
+            for stage in self.config.stages:  # no other kind has begun
+                (self.stage_directory(stage.name) / DONE).unlink(missing_ok=True)
+        write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
+        write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
+        resolved = dump_config(self.config)
+        write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
+        provenance = self.directory / "provenance.json"
+        starts = json.loads(provenance.read_text()) if provenance.exists() else []
+        write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
+
+    def read_data(self) -> Splits:
+        """Read all splits, split off those that are missing, and leave duplicates of held-out
+        prompts out of train. Raises UserError for missing, broken or empty data (file:line)."""
+        data = self.config.data
+        examples: Splits = {}
+        for split in SPLITS:
+            source = getattr(data, split)
+            if source is None:
+                continue
+            rows, report = read_examples(
+                source,
+                limit=data.limit if split == "train" else None,
+                on_bad=data.on_bad,
+                max_bad_rate=data.max_bad_rate,
+                reasoning=data.reasoning,
+            )
+            self.reporter.say(f"{split}: {report}")
+            examples[split] = rows
+        self.data_notes = []
+        examples = {split: self._without_refused(split, rows) for split, rows in examples.items()}
+        if new := data.split_off:
+            examples |= split_off(
+                examples["train"], new, count=data.held_out, seed=self.config.seed
+            )
+            sizes = ", ".join(f"{len(examples[split])} rows for {split}" for split in new)
+            self.data_notes.append(
+                f"split off from train by a hash of the first user message (seed "
+                f"{self.config.seed}): {sizes}; {len(examples['train'])} rows are left"
+            )
+        if data.duplicates == "leave_out":
+            held_out = [e for split in ("dev", "test") for e in examples.get(split, ())]
+            examples["train"], lost = without_duplicates(examples["train"], held_out)
+            if lost.exact or lost.near:
+                self.data_notes.append(
+                    f"left out of train, as they repeat prompts of dev or test: {lost.exact} rows, "
+                    f"and {lost.near} that nearly do; {len(examples['train'])} rows are left"
+                )
+        for note in self.data_notes:
+            self.reporter.say(note)
+        return examples
+
+    def _read_same_data(self) -> tuple[Splits, dict[str, str]]:
+        """The splits of `read_data`, and their fingerprints. Raises UserError on every rank if one
+        of them cannot read its files, or reads others than rank 0."""
+        ranks = Ranks.of(self.accelerator)
+
+        def read() -> tuple[Splits, dict[str, str]]:
+            examples = self.read_data()
+            return examples, {split: data_fingerprint(rows) for split, rows in examples.items()}
+
+        examples, fingerprints = ranks.together(read)
+        require_same(ranks.gather(fingerprints))
+        return examples, fingerprints
+
+    def _without_refused(self, split: str, rows: Sequence[Example]) -> Sequence[Example]:
+        """The rows without those whose tool messages the chat template does not write."""
+        most = self.config.data.max_bad_rate
+        kept = without_refused(rows, lambda: self._tokenizer, split, most)
+        if len(kept) < len(rows):
+            self.data_notes.append(
+                f"left out of {split}, as the chat template does not write their tool messages: "
+                f"{len(rows) - len(kept)} rows"
+            )
+        return kept
+
+    def _require_data_unchanged(self, now: dict[str, str]) -> None:
+        stored = json.loads((self.directory / "data.json").read_text())
+        changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
+        begun = [
+            stage.name
+            for stage in self.config.stages
+            if stage.kind != "generate" and self.stage_directory(stage.name).exists()
+        ]
+        if changed and (begun or not self.allow_changes or changed != ["train"]):
+            reason = f"stage {begun[0]} has begun with it" if begun else "figures are of it"
+            way_out = (
+                "or go on with --allow-changes, which keeps the answers to prompts that are the "
+                "same, "
+                if changed == ["train"] and not begun
+                else f"({reason}) "
+            )
+            raise UserError(
+                f"the data of {', '.join(changed)} changed since run {self.directory} began; "
+                f"restore it, {way_out}or start a run with another name"
+            )
+        for split in changed:
+            self.reporter.say(f"changed since the run began: the data of {split}")
+
+    def _inputs(self, directory: Path, earlier: dict[str, Path], examples: Splits) -> StageInputs:
+        earlier = dict(earlier)
+        return StageInputs(
+            self.target,
+            self.accelerator,
+            self.reporter,
+            directory,
+            earlier,
+            self.corpus(examples, earlier),
+            self.config.name,
+            allow_changes=self.allow_changes,
+            processes=self.processes,
+            sharded=self.config.target.sharded,
+            profile_steps=self.profile_steps,
+        )
+
+    def _stage(
+        self,
+        settings: StageConfig,
+        directory: Path,
+        earlier: dict[str, Path],
+        examples: Splits,
+    ) -> Outcome:
+        done = directory / DONE
+
+        def read() -> dict[str, Any] | None:
+            return json.loads(done.read_text()) if done.exists() else None
+
+        if stored := Ranks.of(self.accelerator).main_only(read):
+            self.reporter.say(f"stage {settings.name}: done")
+            drafter = directory / "drafter" if stored["drafter"] else None
+            target = directory / "target" if stored.get("target") else None
+            self._drop_checkpoints(directory)
+            return Outcome(drafter, stored["summary"], target)
+        self.reporter.say(f"stage {settings.name} ({settings.kind})")
+        begin = time.perf_counter()
+        if self.accelerator.is_main_process:
+            make_directory(directory)
+            recover(directory, alone=True)
+        self.accelerator.wait_for_everyone()
+        # Seed again for each stage, not only at the start of the process: an earlier stage that is
+        # already done draws no random numbers.
+        set_seed(self.config.seed)
+        inputs = self._inputs(directory, earlier, examples)
+        outcome = STAGES[settings.kind](settings, inputs).run()
+        outcome.summary["seconds"] = time.perf_counter() - begin
+        outcome.summary["peak_memory_bytes"] = peak_memory()
+        if self.accelerator.is_main_process:
+            record = {
+                "drafter": outcome.drafter is not None,
+                "target": outcome.target is not None,
+                "summary": outcome.summary,
+            }
+            write_file(done, json.dumps(record, indent=2))
+            self._drop_checkpoints(directory)
+        self.accelerator.wait_for_everyone()
+        return outcome
+
+    def _drop_checkpoints(self, stage: Path) -> None:
+        """Delete the checkpoints of a finished stage: nothing reads them again."""
+        if self.accelerator.is_main_process and (stage / CHECKPOINTS).is_dir():
+            remove_directory(stage / CHECKPOINTS)
+
+
+def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:
+    """A stored config in today's format. Settings that did not exist when it was written get their
+    defaults, which match the earlier behaviour. A config that this version cannot read is returned
+    unchanged."""
+    try:
+        return dump_config(validate_config(stored, base_dir=Path()))
+    except UserError:
+        return stored
+
+
+def make_directory(path: Path) -> None:
+    """Create a directory with its parents. Raises UserError with its name if that fails."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot create {path}: {error.strerror}") from error

@@ -1,0 +1,418 @@
+"""Stages that work on a text: some train on it, others cache the target's results for it."""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import Field
+from torch import Tensor
+
+from decode.base.artifact import recover, remove_directory, require_space
+from decode.base.errors import UserError
+from decode.measure.ranks import Ranks
+from distill.losses import WeightedLoss
+from distill.shared_vocabulary import SharedVocabulary
+from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
+from distill.teacher.feature_sources import LiveFeatures
+from train.base.schema import Losses, StageConfig, closest_stage
+from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
+from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
+from train.data.chat import Sample
+from train.data.corpus import stages_of
+from train.data.read import spread
+from train.data.splits import require_same
+from train.data.stored_samples import (
+    StoredSamples,
+    require_kept,
+    sample_part,
+    write_samples,
+)
+from train.loop.live_window import LiveWindow
+from train.loop.optimizer import OptimizerConfig
+from train.loop.student_and_teacher import frequent_tokens, lost_mass
+from train.loop.trainer import Clock, Trainer
+from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.report.format_figures import format_share
+from train.report.plots.line_plots import agreement_plot, loss_plot
+
+TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
+PLANNED = 4096  # examples of the data that a plan tokenises
+LOSS = "Training loss. Bold: running mean over a tenth of the steps."
+DEV = "Agreement with the target on text it wrote for dev prompts."
+
+
+class TextConfig(StageConfig):
+    """The settings of a stage that reads a text."""
+
+    text: str | list[str] = "data"
+    """The name of a generate stage, or several, or `data` for the responses in the training
+    data."""
+    max_length: int = Field(1024, ge=2)
+    """The maximum length of a sample in tokens, prompt included."""
+    on_long: Literal["truncate", "drop"] = "truncate"
+    """Cut longer samples from the right, or drop them."""
+
+    @property
+    def text_stages(self) -> list[str]:
+        """The generate stages whose answers are the text. Empty for the data's own responses."""
+        return stages_of(self.text)
+
+
+class LossConfig(TextConfig):
+    """The settings of a stage that learns from the target's distribution."""
+
+    losses: Losses
+    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
+    `distill.losses`."""
+    teacher_temperature: float = Field(1.0, gt=0)
+    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
+    drafter_temperature: float = Field(1.0, gt=0)
+    """Divides the drafter's logits before a loss compares the distributions."""
+    tokens_per_pass: int | None = Field(None, ge=1)
+    """The live target runs over the samples of the next batches together, in passes of this size on
+    each rank: rows times the longest row's length. The states of at most four passes are in memory,
+    or of one batch, if that is more. None: one pass for each batch of the training."""
+
+    @property
+    def weighted_loss(self) -> WeightedLoss:
+        return WeightedLoss(
+            self.losses,
+            teacher_temperature=self.teacher_temperature,
+            drafter_temperature=self.drafter_temperature,
+        )
+
+    @property
+    def losses_in_words(self) -> str:
+        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
+        parts = []
+        for name, given in self.losses.items():
+            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
+            weight = options.pop("weight", 1)
+            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
+            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
+        return " + ".join(parts)
+
+
+T = TypeVar("T", bound=TextConfig)
+L = TypeVar("L", bound=LossConfig)
+
+# (number of the part, its samples, (id, text_sha256) of each) → the number of scored tokens
+WritePart = Callable[[int, Sequence[Sample], list[tuple[str, str]]], int]
+
+
+class TextStage(Stage[T]):
+    """A stage that reads a text. Its samples are not longer than the target's context."""
+
+    def __init__(self, config: T, inputs: StageInputs) -> None:
+        longest = min(config.max_length, inputs.target.max_positions)
+        if longest < config.max_length:
+            inputs.reporter.say(
+                f"stage {config.name}: max_length is {config.max_length}, but the target has "
+                f"{longest} positions; samples have at most {longest} tokens"
+            )
+        super().__init__(config.model_copy(update={"max_length": longest}), inputs)
+
+    @classmethod
+    def check(cls, config: T, earlier: Sequence[StageConfig]) -> None:
+        """Raise UserError if a stage of the text is not an earlier generate stage, or if it
+        answered test prompts. A stage must not train on test prompts."""
+        for name in config.text_stages:
+            answers: Any = closest_stage(name, earlier, "generate")
+            if answers.split == "test":
+                raise UserError(
+                    f"stage {config.name} would train on the answers of {name} to the test split, "
+                    "but that split is for evaluation; name a stage that answers train or dev "
+                    "prompts"
+                )
+
+    def planned_tokens(self, plans: Mapping[str, StagePlan]) -> int:
+        """The number of response tokens of the text, before it exists. For a stage's answers this
+        is the maximum."""
+        if self.config.text == "data":
+            return self._planned(lambda sample: sum(sample.mask))
+        return sum(plans[name].tokens for name in self.config.text_stages)
+
+    def planned_text_tokens(self, plans: Mapping[str, StagePlan]) -> int:
+        """The number of tokens of the text with its prompts, before it exists."""
+        if self.config.text == "data":
+            return self._planned(lambda s: min(len(s.tokens), self.config.max_length))
+        return sum(plans[name].text_tokens for name in self.config.text_stages)
+
+    def _planned(self, tokens: Callable[[Sample], int]) -> int:
+        """The sum of `tokens` over the samples of the data. Of long data a part is measured, spread
+        evenly."""
+        examples = self.corpus.trained_on("train")
+        few = spread(examples, PLANNED)
+        return round(sum(map(tokens, self.corpus.samples_of(few))) * len(examples) / len(few))
+
+    def fitting_samples(self) -> tuple[StoredSamples, dict[str, int]]:
+        """The samples that can be used, and the counts of `fit`. Also prints the counts.
+
+        They are written in parts, of which each rank makes a share; parts of an earlier start are
+        kept. All ranks call this together. Raises UserError on all of them, for a row that cannot
+        be tokenised, a damaged part, or a text without a sample.
+        """
+        config, accelerator = self.config, self.accelerator
+        ranks = Ranks.of(accelerator)
+        made_by = [self.corpus.sha256(config.text), self.target.fingerprint.tokenizer_sha256]
+        made_by += [str(config.max_length), config.on_long]
+        digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
+        require_same(ranks.gather({f"stage {config.name}": digest}))
+        directory = self.directory / (TEXT + digest[:12])
+        if ranks.is_main:
+            for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
+                remove_directory(other)
+            recover(directory, alone=True)
+        accelerator.wait_for_everyone()
+
+        def write() -> int:
+            shares = self.corpus.shares(config.text)
+            with self.reporter.bar("tokenising", len(shares)) as bar:
+                for number in range(ranks.rank, len(shares), ranks.world):
+                    if not sample_part(directory, number).exists():
+                        settings = config.max_length, config.on_long
+                        write_samples(directory, number, shares[number](), *settings)
+                    bar.update(min(number + ranks.world, len(shares)))
+            return len(shares)
+
+        def read() -> StoredSamples:
+            samples = StoredSamples(directory, parts)
+            require_kept(samples.counts, config.max_length)
+            return samples
+
+        parts = ranks.together(write)
+        samples = ranks.together(read)
+        counts = dict(samples.counts)
+        self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
+        return samples, counts
+
+    def frequent_tokens(
+        self, samples: Sequence[Sample], count: int
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The `count` most frequent tokens of the samples' text, and their coverage for the stage's
+        summary; see `frequent_tokens`. Also prints the coverage."""
+        ids, coverage, lost = frequent_tokens(self.target, samples, count)
+        self.reporter.say(
+            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; on this text "
+            f"the target gives {lost:.2%} of its probability to other tokens"
+        )
+        return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+
+    def shared_coverage(
+        self, shared: SharedVocabulary, samples: Sequence[Sample]
+    ) -> dict[str, float]:
+        """The coverage of the samples' text by the tokens that a student with another tokenizer
+        shares with the target, for the stage's summary. Also prints it. Raises UserError as
+        `SharedVocabulary.coverage`."""
+        coverage = shared.coverage((sample.tokens, sample.mask) for sample in samples)
+        lost = lost_mass(self.target, samples, shared.target_ids)
+        self.reporter.say(
+            f"  shared vocabulary: {len(shared.target_ids)} tokens are {coverage:.2%} of the text; "
+            f"on this text the target gives {lost:.2%} of its probability to other tokens"
+        )
+        return {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+
+
+class CacheStage(TextStage[T]):
+    """A stage that stores the target's results for a text in part-0, part-1, … A kill loses at most
+    one part of each rank."""
+
+    def write_parts(
+        self,
+        samples: Sequence[Sample],
+        part_samples: int,
+        write: WritePart,
+        sizes: np.ndarray,
+    ) -> float | None:
+        """Write every missing part, with all ranks together. Returns the tokens per second that
+        they scored, or None if they scored none.
+
+        sizes: int64 [n], the bytes on disk of each sample. Raises UserError before the first part
+        if the disk lacks space for the missing ones, for a damaged part, and for a disk that fills
+        up on the way. Finished parts are kept.
+        """
+        ranks = Ranks.of(self.accelerator)
+        rank, world = ranks.rank, ranks.world
+        begin, scored = time.perf_counter(), 0
+        firsts = range(0, len(samples), part_samples)
+        parts = [self.directory / f"{PART}{number}" for number in range(len(firsts))]
+        # Each rank hashes a share of the parts of an earlier start.
+        check_parts([part for part in parts[rank::world] if part.exists()])
+        missing = [number for number, part in enumerate(parts) if not part.exists()]
+        needed = sum(int(sizes[firsts[n] : firsts[n] + part_samples].sum()) for n in missing)
+        require_space(self.directory, needed, f"the {len(missing)} missing parts of this cache")
+        # No rank may take a part of another rank for one of an earlier start.
+        self.accelerator.wait_for_everyone()
+        with self.reporter.bar("scoring", len(samples)) as bar:
+            for number, first in enumerate(firsts):
+                if number in missing and number % world == rank:
+                    # Each rank writes complete parts without communication, so no rank waits.
+                    part = samples[first : first + part_samples]
+                    names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
+                    try:
+                        scored += write(number, part, names)
+                    except UserError as error:
+                        raise UserError(
+                            f"stage {self.config.name}: {error} The finished parts are kept; the "
+                            "same command goes on with the missing ones."
+                        ) from error
+                bar.update(min(first + part_samples, len(samples)))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_main_process:
+            # The writer hashed each part when it was whole.
+            note_checked(self.directory, "cache")
+        self.accelerator.wait_for_everyone()
+        scored = sum(ranks.gather(scored))
+        return scored / (time.perf_counter() - begin) if scored else None
+
+    def batches_of(
+        self, part: Sequence[Sample], tokens_per_batch: int
+    ) -> Iterator[tuple[list[int], Batch, Inputs]]:
+        """A part in batches of similar length: the samples' indices in the part, the batch, and its
+        tensors on the target's device."""
+        lengths = [len(sample.tokens) for sample in part]
+        for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
+            batch = collate([part[i] for i in rows], self.target.tokenizer.pad_token_id or 0)
+            yield rows, batch, inputs(batch, self.target.device)
+
+
+def size(count: float) -> str:
+    """A number of bytes in readable units."""
+    return f"{count / 2**20:.1f} MiB" if count < 2**30 else f"{count / 2**30:.1f} GiB"
+
+
+def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:
+    """The first setting of a training that needs the complete target in one process, by its name.
+    used: those of the kind of stage, and whether they are used. None: there is none."""
+    shared = {
+        # Ranks make different numbers of such passes, and shards need the same number.
+        "tokens_per_pass": config.tokens_per_pass is not None,
+        "dev.decode_prompts": config.dev is not None and config.dev.decode_prompts > 0,
+    }
+    return next((name for name, is_used in {**used, **shared}.items() if is_used), None)
+
+
+class TrainingStage(TextStage[L]):
+    """A stage that trains on a text. Its summary has `training`, and `losses` by name."""
+
+    @property
+    def product_bytes(self) -> int:
+        """The bytes of a number in the precision of the matrix products."""
+        return 4 if self.accelerator.mixed_precision == "no" else 2
+
+    def in_windows(self, live: LiveFeatures, loop: LoopConfig) -> LiveFeatures | LiveWindow:
+        """The source of the live target's hidden states, in windows if `tokens_per_pass` is set."""
+        if self.config.tokens_per_pass is None:
+            return live
+        return LiveWindow(
+            live,
+            loop,
+            self.accelerator,
+            tokens_per_pass=self.config.tokens_per_pass,
+            pad_id=self.target.tokenizer.pad_token_id or 0,
+        )
+
+    @classmethod
+    def check(cls, config: L, earlier: Sequence[StageConfig]) -> None:
+        loss = config.weighted_loss  # refuses losses that do not exist
+        if config.teacher_temperature != 1 and not loss.needs_teacher:
+            raise UserError(
+                f"stage {config.name}: no loss reads the teacher, so teacher_temperature would do "
+                "nothing; leave it out"
+            )
+        super().check(config, earlier)
+
+    def cache_directory(self, name: str) -> Path:
+        """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
+        return self.earlier.get(name, Path(name))
+
+    def make_trainer(
+        self, task: TrainingTask, loop: LoopConfig, optimizer: OptimizerConfig, clock: Clock
+    ) -> Trainer:
+        """A trainer that works in this stage's directory, with its processes."""
+        return Trainer(
+            self.accelerator,
+            self.reporter,
+            task,
+            loop,
+            optimizer,
+            self.directory,
+            clock=clock,
+            allow_changes=self.allow_changes,
+            profile_steps=self.profile_steps,
+        )
+
+    def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
+        """The provenance of a drafter that was trained here."""
+        return {
+            "stage": self.config.name,
+            "run": self.run_name,
+            "settings": self.config.model_dump(mode="json"),
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            **({"best": progress.best} if progress.best else {}),
+        }
+
+    def summary(self, trainer: Trainer, counts: dict[str, int], parameters: int) -> dict[str, Any]:
+        """The summary of a finished training. counts: the counts of its samples. parameters: the
+        drafter's number of parameters."""
+        progress = trainer.progress
+        speed = progress.tokens / progress.seconds if progress.seconds else None
+        return {
+            "training": {
+                "steps": progress.step,
+                "tokens": progress.tokens,
+                "training_seconds": progress.seconds,
+                "tokens_per_second": speed,
+                "history": progress.history,
+                "dev": progress.dev,
+                "best": progress.best,
+                "clock": progress.clock,
+            },
+            "samples": counts,
+            "padding_share": trainer.padding_share(),
+            "parameters": parameters,
+            "trained_parameters": trainer.trained_parameters,
+            "losses": self.config.losses,
+        }
+
+    @classmethod
+    def show(cls, summary: dict[str, Any], number: int) -> ReportSection:
+        """The training's figures, then the other figures, and the training's curves."""
+        # Summaries of earlier versions lack some of these keys.
+        others = dict(summary)
+        training = dict(others.pop("training", None) or {})
+        history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
+        clock, best = training.pop("clock", None) or {}, training.pop("best", None)
+        if best:
+            training["best version"] = f"step {best['step']}, {best['figure']} {best['value']:.3f}"
+        losses = loss_plot(f"loss-{number}", history, summary.get("losses") or [])
+        return ReportSection(
+            _in_short(history, dev, clock) | training | others,
+            [
+                StagePlot(f"loss-{number}", LOSS, losses),
+                StagePlot(f"dev-{number}", DEV, agreement_plot(f"dev-{number}", dev)),
+            ],
+        )
+
+
+def _in_short(
+    history: list[dict[str, Any]], dev: list[dict[str, Any]], clock: dict[str, float]
+) -> dict[str, str]:
+    """The first and last loss, the last figures on the dev slice, and the time by activity."""
+    figures = {}
+    losses = [entry["loss"] for entry in history if entry.get("loss") is not None]
+    if losses:
+        figures["loss"] = f"{losses[0]:.3f} → {losses[-1]:.3f}"
+    for name, value in (dev[-1] if dev else {}).items():
+        if name != "step":
+            figures[f"dev {name.replace('_', ' ')}"] = f"{value:.3f}"
+    if clock:
+        total = sum(clock.values())
+        shares = sorted(clock.items(), key=lambda item: -item[1])
+        figures["time in"] = ", ".join(f"{part} {format_share(t / total)}" for part, t in shares)
+    return figures
