@@ -85,7 +85,7 @@ def test_the_features_list_the_rules_as_what_they_are() -> None:
 
 def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> None:
     page = (ROOT / "docs" / "papers.md").read_text()
-    packages = ("decode", "distill", "heads", "train", "tests")
+    packages = ("decode", "distill", "heads", "train", "draftsmith", "tests")
     files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     named = set(re.findall(r"`([\w/]+\.py)`", page))
     assert named
