@@ -37,7 +37,7 @@ from benchmarks.common import (
 )
 from benchmarks.shared.process_memory import peak_resident_memory
 from train.data.batches import Batches, RankText, collate, padding_share
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import SHARE_EXAMPLES
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import split_off, without_duplicates

@@ -56,7 +56,7 @@ from distill.teacher.teacher_signal import LiveTeacher, split_model
 from distill.teacher.top_k_cache import bytes_per_token, top_k
 from train.base.console import Reporter
 from train.data.batches import collate, inputs
-from train.data.chat import to_sample
+from train.data.chat_tokens import to_sample
 from train.data.corpus import read_answers
 from train.data.read import spread
 from train.run.run import Run

@@ -1,7 +1,7 @@
 """Distillation into a student whose tokenizer is not the target's, over the tokens of both.
 
 The student is trained as it is asked when it drafts with `vocabulary=shared` (token-level
-intersection, TLI, 2502.05202; `decode.drafters.tokenizers.shared_vocabulary`). It reads the
+intersection, TLI, 2502.05202; `decode.drafters.tokenizers.shared_tokens`). It reads the
 target's tokens: each as the same token, or as the longest tokens that spell it. Its hidden state
 after a token of the target predicts the target's next token. Both distributions are over the shared
 tokens, renormalised. So no text is split again, and nothing has to be aligned: a token of the

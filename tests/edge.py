@@ -16,7 +16,7 @@ from draftsmith.edge.link import Link
 from draftsmith.edge.server import VerifyServer
 from draftsmith.edge.sessions import Bounds
 from draftsmith.edge.verifier import Verifier
-from draftsmith.net.guard import Guard
+from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from tests.tiny import near_drafter, tiny_target
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
-from decode.drafters.lookup.datastore import Datastore, write_datastore
+from decode.drafters.lookup.documents import Datastore, write_datastore
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.rest import RestDrafter, RestOptions
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel

@@ -17,7 +17,7 @@ from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.trained import VerifyingDrafter
 from decode.draw.sampling import CounterRNG, Sampling, _keys, draw, exponentials
 from decode.model.cache.cached_model import CachedLM

@@ -10,7 +10,7 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.model.identity import fingerprint
 from decode.model.loading import Target
 from tests.lossless import LONGER, Case

@@ -6,7 +6,7 @@ from typing import Any
 from draftsmith.serve.contract import Contract, expected_of
 from draftsmith.serve.fields import IGNORED, REFUSED
 from draftsmith.serve.messages import MESSAGE, PART
-from draftsmith.serve.schema import (
+from draftsmith.serve.openai_requests import (
     CHAT,
     COMPLETION,
     OUR_OPTIONS,

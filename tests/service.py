@@ -17,7 +17,7 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from decode.text import prompt_ids
-from draftsmith.net.guard import Guard
+from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.engine import Engine

@@ -28,7 +28,7 @@ from tests.stages import (
 )
 from tests.test_distill import batch_of
 from tests.tiny import VOCAB, tiny_llama, tiny_target
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import Example
 from train.loop import boosting
 from train.loop.boosting import BoostConfig, Reading, TokenWeights, guesses

@@ -35,7 +35,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples
 
 WORDS = ("the dog", "a fox and the sea", "two", "it sells a shell", "one token", "the drafter")

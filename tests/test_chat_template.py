@@ -12,7 +12,7 @@ from decode.model.loading import load_target
 from decode.text import prompt_ids
 from draftsmith.cli.command import Loading
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_tokenizer
-from train.data.chat import prompt_tokens, to_sample
+from train.data.chat_tokens import prompt_tokens, to_sample
 from train.data.read import Example
 
 # As Qwen3's: an empty thought begins the answer if thinking is switched off.

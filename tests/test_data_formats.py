@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
 from tests.test_data import tokenizer_with
-from train.data.chat import prompt_tokens, to_samples
+from train.data.chat_tokens import prompt_tokens, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import Duplicates, split_off, without_duplicates, without_refused
 from train.data.template import takes_tools

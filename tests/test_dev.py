@@ -22,7 +22,7 @@ from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_
 from tests.tiny import tiny_target
 from tests.training import assert_equal, tiny_trainer
 from train.base.stage import StageInputs
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.data.read import spread
 from train.loop.trainer import Trainer
 

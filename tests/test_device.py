@@ -16,7 +16,7 @@ from decode.drafters.several.measured import MeasuredComposite
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward.lean_forward import LeanForward

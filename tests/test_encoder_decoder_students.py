@@ -41,7 +41,7 @@ from tests.test_encoder_decoder import (
 )
 from tests.tiny import EOS_ID, PAD_ID, tiny_encoder_decoder, tiny_model
 from train.data.batches import collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 TERMS = WeightedLoss({"forward_kl": 0.7, "cross_entropy": 0.3})

@@ -35,7 +35,7 @@ from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal, forked, in_new_process, status_of, two_ranks
 from train.base.stage import StageInputs
 from train.data.batches import collate
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import check_directory, open_features
 

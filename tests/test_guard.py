@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 
-from draftsmith.net.guard import Guard
+from draftsmith.net.access import Guard
 
 HERE = {"Host": "127.0.0.1:8000"}
 OPEN = frozenset({"/health"})

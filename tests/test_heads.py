@@ -48,7 +48,7 @@ from tests.stages import (
 from tests.tiny import EOS_ID, VOCAB, forbid_packing, tiny_target
 from tests.training import assert_equal, assert_near
 from train.base.stage import StageInputs
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.loop.trainer import Trainer
 from train.run.config import validate_config
 

@@ -15,11 +15,11 @@ from decode.drafters.pard import ParallelLMDrafter
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from draftsmith.export import ImportOptions
-from draftsmith.export.checkpoint import Checkpoint
 from draftsmith.export.engines import Counting
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.import_directory import import_drafter
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.verify_export import count_drafts
 from heads.dflash_heads import DFlashDrafter
 from heads.heads_directory import read_heads

@@ -47,7 +47,7 @@ from tests.tiny import VOCAB, save_tiny, tiny_target
 from tests.training import TOLERANCE, assert_equal, assert_near
 from train.base.console import Reporter
 from train.base.stage import StageInputs
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
 from train.loop.trained_backbone import BackboneConfig, TrainedBackbone
 from train.loop.trained_target import AdapterConfig

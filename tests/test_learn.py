@@ -41,7 +41,7 @@ from draftsmith.learn import cycle
 from draftsmith.learn.cycle import Learner, require_ready
 from draftsmith.learn.learn_config import EngineConfig, read_learn_config
 from draftsmith.learn.learn_state import LearnState, Outcome, Window
-from draftsmith.learn.record.answers import Exchange
+from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
 from draftsmith.learn.swap import EngineProcesses, Engines, RecorderSwitch
 from draftsmith.learn.training_run import TrainingRun, split_by_time, usable

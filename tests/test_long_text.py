@@ -21,7 +21,7 @@ from tests.test_data import example, sample_of, write
 from tests.tiny import tiny_target
 from train.base.stage import StageInputs
 from train.data.batches import Batches, RankText, bucket_batches, permutation
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import answers_of, read_answers, write_answers
 from train.data.read import Examples, read_examples
 from train.data.splits import require_same, split_off

@@ -16,7 +16,7 @@ from decode.base.artifact import CorruptArtifact
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
-from decode.drafters.lookup.datastore import (
+from decode.drafters.lookup.documents import (
     SORT_BYTES,
     SUFFIXES,
     TOKENS,
@@ -365,7 +365,7 @@ def test_suffixes_are_sorted_by_their_tokens(dtype: type, monkeypatch: pytest.Mo
     assert [place for part in parts for place in part] == order.tolist()
     assert len(parts) > 3
     # The run begins with one key, which is never parted.
-    monkeypatch.setattr("decode.drafters.lookup.datastore.free_bytes", lambda device: 0)
+    monkeypatch.setattr("decode.drafters.lookup.documents.free_bytes", lambda device: 0)
     with pytest.raises(UserError, match=r"places of the text that begin alike .* repeats"):
         list(sorted_suffixes(tokens, 32, 20))
 
@@ -445,7 +445,7 @@ def test_a_datastore_whose_making_was_killed_is_made_again(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr("decode.drafters.lookup.datastore.sorted_suffixes", killed)
+        patch.setattr("decode.drafters.lookup.documents.sorted_suffixes", killed)
         with pytest.raises(Killed):
             run_stage(context, stage)
     # A part of a datastore is never taken for one, and a complete one stays.
@@ -480,7 +480,7 @@ def test_a_datastore_that_does_not_fit_is_refused(
         make_stage("datastore", "store", max_n=17)
     stored = outcome.summary["tokens"]
     monkeypatch.setattr(
-        "decode.drafters.lookup.datastore.free_bytes", lambda device: SORT_BYTES * stored - 1
+        "decode.drafters.lookup.documents.free_bytes", lambda device: SORT_BYTES * stored - 1
     )
     elsewhere, stage = replace(context, directory=tmp_path), make_stage("datastore", "other")
     for begin in (plan_stage, run_stage):

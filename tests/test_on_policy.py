@@ -30,7 +30,7 @@ from tests.stages import (
 from tests.tiny import padded, tiny_target
 from tests.training import Killed, assert_equal, scramble
 from train.base.stage import StageInputs
-from train.data.chat import Sample, prompt_tokens
+from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.training_text import OnPolicyConfig, OnPolicyText
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -39,7 +39,7 @@ from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import tiny_llama, tiny_target
 from train.online.learning import Online, OnlineConfig
-from train.online.routed import RoutedLearning
+from train.online.routed_learners import RoutedLearning
 
 VOCAB = 12
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]

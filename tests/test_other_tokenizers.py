@@ -14,7 +14,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.tokenizers.token_texts import (
     TokenTexts,
     share_roles,

@@ -24,8 +24,8 @@ from typer.testing import CliRunner  # noqa: E402
 
 from decode.base.errors import UserError  # noqa: E402
 from draftsmith.cli.main import app  # noqa: E402
-from draftsmith.learn.record.answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
 from draftsmith.learn.record.consent import Keys  # noqa: E402
+from draftsmith.learn.record.kept_answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
 from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
 from draftsmith.learn.record.redaction import passes_luhn, redact  # noqa: E402
 from draftsmith.learn.record.upstream import Upstreams  # noqa: E402

@@ -36,7 +36,7 @@ from tests.lossless import LONGER, Case, decode_runs
 from tests.stages import examples, make_stage, run_stage, stage_context
 from tests.test_heads_lossless import drafter as heads_drafter
 from tests.tiny import PAD_ID, tiny_model, tiny_target
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.data.corpus import read_answers
 
 LAYERS: dict[str, Any] = {

@@ -22,7 +22,7 @@ from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
 from tests.test_online import online_of, pair, prompts_of
 from tests.tiny import tiny_target
 from train.online.learning import Online
-from train.online.routed import RoutedLearning
+from train.online.routed_learners import RoutedLearning
 
 LABELS = ["de", None, "code", "fr", "de", "code"]
 

@@ -35,7 +35,7 @@ from tests.training import in_new_process, two_ranks
 from train.base.console import Reporter
 from train.base.directory_lock import DirectoryLock
 from train.base.tracking.curve_file import CURVES_FILE, CurveReader
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import read_answers
 from train.data.training_text import FixedText
 from train.loop.optimizer import OptimizerConfig

@@ -14,7 +14,7 @@ from decode.model.memory import slot_bytes
 from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from train.data import self_prompts
-from train.data.chat import prompt_tokens, user_prefix
+from train.data.chat_tokens import prompt_tokens, user_prefix
 from train.data.corpus import SELF_PROMPTS
 from train.data.read import Example
 from train.data.self_prompts import SelfPrompts, read_prompts, save_prompts, write_prompts

@@ -22,8 +22,8 @@ from decode.drafters.several.routing import ByLabel
 from decode.opening.directory import save_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from draftsmith.net.guard import Guard
-from draftsmith.serve import settings as serve_settings
+from draftsmith.net.access import Guard
+from draftsmith.serve import live_settings
 from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
 from tests.service import LONG, Running, alone, chat, events, serving, until
 from tests.test_serve import (
@@ -85,13 +85,13 @@ def test_drafter_rule_and_policy_change_while_a_text_runs(
 ) -> None:
     save_small(tmp_path / "drafters" / "small")
     opened = []
-    original: Callable[..., Any] = serve_settings.open_drafter
+    original: Callable[..., Any] = live_settings.open_drafter
 
     def open_drafter(*args: Any) -> Any:
         opened.append(threading.current_thread().name)
         return original(*args)
 
-    monkeypatch.setattr(serve_settings, "open_drafter", open_drafter)
+    monkeypatch.setattr(live_settings, "open_drafter", open_drafter)
     changes: list[dict[str, Any]] = [
         {"drafter": "small", "gamma": 2},
         {"rule": "block"},

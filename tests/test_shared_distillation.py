@@ -12,7 +12,7 @@ from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.loop.decoding import Decoder
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.losses import WeightedLoss
@@ -22,7 +22,7 @@ from tests.other_tokenizers import as_target, byte_level, sentencepiece, shuffle
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import padded, tiny_model, tiny_target, tiny_tokenizer
 from train.data.batches import collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 OTHERS: dict[str, Callable[[], Any]] = {"byte level": byte_level, "sentencepiece": sentencepiece}

@@ -34,7 +34,7 @@ from tests.tiny import tiny_model
 from train.base.console import Reporter
 from train.base.exit_status import ExitStatus
 from train.data.batches import Inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText
 from train.loop.checkpoint import Stopped
 from train.loop.optimizer import GroupConfig, OptimizerConfig

@@ -23,7 +23,7 @@ from draftsmith.learn.record.consent import Keys
 from draftsmith.learn.record.proxy import Recorder
 from draftsmith.learn.record.records import Records, Retention
 from draftsmith.learn.record.upstream import Upstreams
-from draftsmith.net.guard import Guard
+from draftsmith.net.access import Guard
 from tests.service import until
 
 ADMIN_KEY = "admin"

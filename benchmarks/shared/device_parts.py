@@ -38,7 +38,7 @@ from heads.heads_directory import make_ready, new_heads
 from heads.heads_module import HEADS, HeadOptions, Heads
 from train.base.console import Reporter
 from train.data.batches import Inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import read_examples
 
 DTYPE = torch.bfloat16

@@ -29,7 +29,7 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
 from train.base.console import Bar, Reporter, quieten
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
-from train.data.chat import Sample, prompt_tokens
+from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
 from train.loop.optimizer import OptimizerConfig

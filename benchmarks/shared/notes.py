@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from decode.model.loading import Target
-from train.data.chat import prompt_tokens
+from train.data.chat_tokens import prompt_tokens
 from train.data.read import Example, read_examples
 
 NotesOption = Annotated[Path, typer.Option(help="prompts that the notes are made of")]

@@ -221,4 +221,4 @@ from decode.drafters.lookup import (  # noqa: E402
     rest,  # noqa: F401
     suffix,  # noqa: F401
 )
-from decode.drafters.tokenizers import shared_vocabulary  # noqa: E402, F401
+from decode.drafters.tokenizers import shared_tokens  # noqa: E402, F401

@@ -22,7 +22,7 @@ from decode.drafters.pard import small_lm_drafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.loop.parts import require_no_encoder
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.identity import describe_target, require_same_target, require_same_vocabulary

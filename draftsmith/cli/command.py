@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from decode.draw.sampling import Sampling
     from decode.model.loading import Target
-    from draftsmith.net.guard import Guard
+    from draftsmith.net.access import Guard
     from train.data.read import Example
 
 Number = TypeVar("Number", int, float)
@@ -226,7 +226,7 @@ class CallerOptions:
     def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
         """The guard of a server that listens on `host`. Raises UserError for what is no name or no
         site."""
-        from draftsmith.net.guard import Guard
+        from draftsmith.net.access import Guard
 
         names, sites = self.allow_host or [], self.allow_origin or []
         for name in names:
@@ -324,7 +324,7 @@ def tokenized_prompts(
     examples: Sequence["Example"], target: "Target", limit: int | None
 ) -> list[list[int]]:
     """Return the token ids of at most `limit` prompts, spread over all examples."""
-    from train.data.chat import prompt_tokens
+    from train.data.chat_tokens import prompt_tokens
     from train.data.read import spread
 
     return [

@@ -154,7 +154,7 @@ def generate(
     from decode.text import TextPieces
     from decode.text_stream import StopStrings, text_of
     from decode.trace import format_trace
-    from train.data.chat import prompt_tokens
+    from train.data.chat_tokens import prompt_tokens
     from train.data.read import Example
 
     quieten()
@@ -270,7 +270,7 @@ def coverage(
     from decode.model.without_weights import load_tokenizer
     from distill.choose_vocabulary import coverage as vocabulary_coverage
     from train.base.console import Reporter
-    from train.data.chat import to_samples
+    from train.data.chat_tokens import to_samples
     from train.data.corpus import read_answers
     from train.data.read import read_examples
 

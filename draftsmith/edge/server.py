@@ -14,7 +14,7 @@ from websockets.http11 import Request, Response
 
 from draftsmith.edge.protocol import FRAME_BYTES
 from draftsmith.edge.verifier import Verifier
-from draftsmith.net.guard import LOCAL, Guard
+from draftsmith.net.access import LOCAL, Guard
 
 # Frames that wait for the verifier. If there are more, the next ones stay in their sockets.
 WAITING_FRAMES = 256

@@ -15,9 +15,9 @@ from decode.model.loading import Target
 from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import EvaluationProtocol
 from draftsmith.export import LAYER_ID_MEANINGS, ImportOptions
-from draftsmith.export.checkpoint import CARD, Checkpoint
 from draftsmith.export.export_directory import DEFAULT_GAMMA, Say, vacant
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, Format, ImportJob
+from draftsmith.export.published import CARD, Checkpoint
 
 # Names that cards give to tokens per step. All count the token that the target adds to a draft.
 CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length", "accept_length")

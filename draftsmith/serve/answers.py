@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import TextStream
 from draftsmith.serve.answer_tokens import AnswerToken
-from draftsmith.serve.errors import ApiError
+from draftsmith.serve.api_errors import ApiError
+from draftsmith.serve.openai_requests import Asked, StreamOptions
 from draftsmith.serve.requests import Choice
-from draftsmith.serve.schema import Asked, StreamOptions
 
 
 class AnswerText:

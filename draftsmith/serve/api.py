@@ -16,19 +16,19 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
-from draftsmith.net.guard import LOCAL, Guard
+from draftsmith.net.access import LOCAL, Guard
 from draftsmith.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from draftsmith.serve.api_errors import ApiError, refused
 from draftsmith.serve.contract import Contract, parse
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.errors import ApiError, refused
+from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.middleware import RequestIds
+from draftsmith.serve.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
 from draftsmith.serve.page import page_routes
 from draftsmith.serve.reading import SHORT, Limits, Reader
 from draftsmith.serve.requests import Refusal
 from draftsmith.serve.responses import ResponsesAnswer
 from draftsmith.serve.running import Running, as_api_error
-from draftsmith.serve.schema import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
-from draftsmith.serve.settings import Settings
 
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
 _ANY = ("GET", "POST", "DELETE")

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
+from draftsmith.serve.api_errors import ApiError, unfit
 from draftsmith.serve.contract import Contract, Part, missing, validated
-from draftsmith.serve.errors import ApiError, unfit
 from draftsmith.serve.fields import MESSAGE_IGNORED, MESSAGE_REFUSED, PART_IGNORED, unsupported
 
 LONGEST_STOP = 256  # characters

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from draftsmith.serve.answers import Answer, Piece, entries, event
-from draftsmith.serve.errors import ApiError
+from draftsmith.serve.api_errors import ApiError
 
 
 class ResponsesAnswer(Answer):

@@ -15,10 +15,10 @@ from decode.base.device import compute_apart
 from draftsmith.serve import requests as engine_requests
 from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.answers import Answer, AnswerText, Piece
+from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.errors import ApiError
+from draftsmith.serve.openai_requests import Asked
 from draftsmith.serve.requests import Choice, Event, NewTokens, Refusal
-from draftsmith.serve.schema import Asked
 
 STATUS = {
     "full": 503,

@@ -18,14 +18,14 @@ from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
-from draftsmith.net.guard import LOCAL, Guard
+from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.listen import bind as bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.engine import Engine
+from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.metrics import Metrics
 from draftsmith.serve.page import OPEN_PATHS
 from draftsmith.serve.requests import Bounds
-from draftsmith.serve.settings import Settings
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import LearnOptions

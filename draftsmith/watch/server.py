@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from draftsmith.net.guard import LOCAL
+from draftsmith.net.access import LOCAL
 from draftsmith.serve.static_files import HEADERS, file_routes
 from draftsmith.watch.run_state import RunState
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from decode.base.errors import UserError
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, take
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.errors import UserError
-from train.data.chat import Sample, prompt_tokens, to_sample, to_samples
+from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
 from train.data.usable_rows import UsableRows

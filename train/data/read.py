@@ -1,7 +1,7 @@
 """Reads prompts, conversations and texts, and counts every row.
 
 A row is one JSON object: a line of a .jsonl file, an object of a .json array, or a row of a data
-set. Its kind follows from its fields, see `train.data.rows`. A .txt file has one text per
+set. Its kind follows from its fields, see `train.data.row_kinds`. A .txt file has one text per
 paragraph.
 
 Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports). Other
@@ -22,7 +22,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from decode.base.errors import UserError
-from train.data.rows import (
+from train.data.row_kinds import (
     EXPECTED,
     KINDS,
     BadRow,

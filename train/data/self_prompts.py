@@ -23,7 +23,7 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import Target
-from train.data.chat import user_prefix
+from train.data.chat_tokens import user_prefix
 from train.data.read import Examples, read_examples
 from train.data.template import has_template
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from decode.base.errors import UserError, nearest
-from train.data.rows import EXPECTED, FIELDS, READ, short
+from train.data.row_kinds import EXPECTED, FIELDS, READ, short
 
 # The builder of `datasets` for each type of file. This module reads the other types itself: in a
 # table of Arrow, all rows of a column have one type, and contents of messages have several.
@@ -50,7 +50,7 @@ def name_and_split(source: str, base_dir: Path = Path()) -> tuple[str, str | Non
 class Source(ABC):
     """A source of rows. name: as the user wrote it, for messages. label: for ids. names_ids: the
     ids that its rows have begin with the label. sparse: it is a table, see
-    `train.data.rows.understand`."""
+    `train.data.row_kinds.understand`."""
 
     sparse = names_ids = False
 

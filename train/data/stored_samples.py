@@ -16,7 +16,7 @@ import numpy as np
 
 from decode.base.artifact import verify_directory, write_directory
 from decode.base.errors import UserError
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 
 PART = "part-"
 FILE = "samples.arrow"  # in a part

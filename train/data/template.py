@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.base.errors import UserError
 from train.data.read import Example
-from train.data.rows import REASONING, Message
+from train.data.row_kinds import REASONING, Message
 
 Messages = Sequence[Message]
 

@@ -22,7 +22,7 @@ from decode.model.loading import Target
 from distill.trainable_model import Trainable
 from train.base.schema import SamplingConfig, Strict
 from train.data.batches import permutation
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import Example
 

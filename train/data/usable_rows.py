@@ -13,7 +13,7 @@ import numpy as np
 from decode.base.errors import UserError
 from decode.loop.rows import prompt_problem
 from decode.measure.ranks import ALONE, Ranks
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import Example, select
 
 

@@ -31,7 +31,7 @@ from distill.teacher.cache_parts import text_sha256
 from distill.teacher.teacher_signal import LiveTeacher, split_model
 from train.base.schema import StageConfig, Strict, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes, take, texts
 from train.loop.student_and_teacher import DRAFTER_STAGES
 from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage

@@ -11,7 +11,7 @@ from torch import Tensor
 from distill.teacher.feature_sources import LiveFeatures, join_rows, split_rows
 from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText, bucket_batches, collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.engines.states.served_states import ServedStates
 from train.loop.open_caches import Cache
 from train.loop.training_task import LookAhead, LoopConfig

@@ -32,7 +32,7 @@ from distill.teacher.top_k_cache import CachedTeacher
 from distill.untrained_student import student_from_config, student_from_layers
 from train.base.schema import Strict
 from train.data.batches import collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import Cache

@@ -22,7 +22,7 @@ from distill.teacher.teacher_signal import LiveTeacher, Teacher, split_model
 from distill.trainable_model import LoraConfig, Trainable
 from train.base.schema import StageConfig, Strict, closest_stage
 from train.data.batches import Batches, Inputs, collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.loop.trainer import Clock

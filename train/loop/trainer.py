@@ -18,7 +18,7 @@ from decode.base.errors import UserError
 from distill.flops import TextFlops
 from train.base.console import Reporter
 from train.data.batches import Batches, RankText, collate, inputs, padding_share
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes
 from train.loop import parallel
 from train.loop.best_version import BestVersion

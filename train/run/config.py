@@ -70,7 +70,7 @@ class TargetConfig(Strict):
 class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or data sets that `datasets`
     loads, written `org/name@split`. Several files are read one after the other. The columns of a
-    row say what it is; see `train.data.rows`."""
+    row say what it is; see `train.data.row_kinds`."""
 
     train: str | list[str]
     """The split that drafters are trained on."""

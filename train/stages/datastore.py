@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from decode.drafters.lookup.datastore import memory_to_sort, require_memory_to_sort
+from decode.drafters.lookup.documents import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.measure.ranks import Ranks
 from decode.opening.directory import describe_drafter, save_drafter

@@ -16,7 +16,7 @@ from decode.drafters.pard import (
     stored_mask_token,
 )
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.tokenizers.shared_vocabulary import SharedVocabularyDrafter
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.measure.ranks import Ranks
 from decode.model.cache.cached_model import require_decoding, require_trees
 from decode.model.hidden_states import FINAL
@@ -44,7 +44,7 @@ from distill.trainable_model import Trainable
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
 from train.loop.boosting import (
     Reading,

@@ -10,7 +10,7 @@ from decode.drafters.draft_vocabulary import ReducedVocabulary, reduce_output
 from decode.drafters.pard import mark_parallel, stored_mask_token, unused_token
 from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.top_k_cache import CachedTeacher
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.loop.open_caches import Cache
 from train.loop.student_and_teacher import make_student
 from train.stages.distill_config import DistillConfig, refuse

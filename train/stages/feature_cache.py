@@ -22,7 +22,7 @@ from distill.teacher.feature_sources import (
 from distill.teacher.teacher_signal import require_linear_logits
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
 from train.stages.text_stages import CacheStage, TextConfig, size
 

@@ -31,7 +31,7 @@ from heads.heads_module import Heads
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText

@@ -22,7 +22,7 @@ from distill.teacher.top_k_cache import (
 )
 from train.base.schema import StageConfig, closest_stage
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.engines.answers.answer_top_k import AnswerTopK
 from train.loop.estimates import forward_bytes
 from train.loop.student_and_teacher import shared_vocabulary

@@ -21,7 +21,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from train.base.schema import Losses, StageConfig, closest_stage
 from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
 from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.corpus import stages_of
 from train.data.read import spread
 from train.data.splits import require_same

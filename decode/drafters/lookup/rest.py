@@ -10,7 +10,7 @@ import numpy as np
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.datastore import SORTED_TOKENS, Datastore, write_datastore
+from decode.drafters.lookup.documents import SORTED_TOKENS, Datastore, write_datastore
 from decode.drafters.lookup.lookup_tree import (
     LookupTree,
     as_draft,

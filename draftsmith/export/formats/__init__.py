@@ -15,7 +15,7 @@ from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import public_name, target_hub_id
 from heads.heads_directory import stored_options, write_heads
 from heads.heads_module import HEADS, Heads

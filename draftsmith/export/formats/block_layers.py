@@ -19,7 +19,6 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import (
     TensorSpec,
     is_count,
@@ -60,6 +59,7 @@ from draftsmith.export.formats.published_layer import (
     token_ids,
     vocabulary_maps,
 )
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
     heads_drafter,
     is_reduced,

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint
 from draftsmith.export.file_schema import TensorSpec
 from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
+from draftsmith.export.published import Checkpoint
 from heads.eagle_heads import Eagle1Drafter, Eagle1Options
 from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions

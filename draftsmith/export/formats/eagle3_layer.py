@@ -18,7 +18,6 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint
 from draftsmith.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
 from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
@@ -36,6 +35,7 @@ from draftsmith.export.formats.published_layer import (
     token_ids,
     vocabulary_maps,
 )
+from draftsmith.export.published import Checkpoint
 from heads.eagle_heads import Eagle3Drafter, Eagle3Options
 from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter

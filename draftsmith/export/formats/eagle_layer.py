@@ -15,7 +15,6 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import tensor_problems
 from draftsmith.export.formats import EXPORT_FILE, ImportJob, Restored
 from draftsmith.export.formats.layer_format import (
@@ -35,6 +34,7 @@ from draftsmith.export.formats.published_layer import (
     published_window,
     sound_settings,
 )
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
     heads_drafter,
     rebuild_heads,

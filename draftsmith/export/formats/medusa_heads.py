@@ -23,7 +23,6 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
-from draftsmith.export.checkpoint import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import (
     DTYPE_NAMES,
     TensorSpec,
@@ -42,6 +41,7 @@ from draftsmith.export.formats import (
     Restored,
     vllm_serving,
 )
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
     copy_to_cpu,
     heads_drafter,

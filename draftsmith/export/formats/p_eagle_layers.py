@@ -15,7 +15,6 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters.pard import free_token
 from decode.model.loading import Target
-from draftsmith.export.checkpoint import Checkpoint
 from draftsmith.export.file_schema import TensorSpec, is_count
 from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
 from draftsmith.export.formats.eagle3_layer import (
@@ -36,6 +35,7 @@ from draftsmith.export.formats.eagle3_layer import (
 )
 from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
+from draftsmith.export.published import Checkpoint
 from heads.heads_module import HeadOptions
 from heads.p_eagle_heads import PEagleDrafter, PEagleOptions
 

@@ -7,7 +7,6 @@ its rows only, and the maps `d2t` and `t2d` are those of format eagle3.
 
 from typing import Any
 
-from draftsmith.export.checkpoint import Checkpoint
 from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
 from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
 from draftsmith.export.formats.block_layers import DFlashLayers, DSparkLayers, are_layers, is_id
@@ -20,6 +19,7 @@ from draftsmith.export.formats.eagle3_layer import (
     speculators_config,
 )
 from draftsmith.export.formats.layer_format import SLIDING
+from draftsmith.export.published import Checkpoint
 
 # Settings that the library speculators writes in another way.
 OTHER_NAMES = ("dflash_config", "mask_token_id", "target_layer_ids")

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from decode.base.errors import UserError
-from draftsmith.learn.record.answers import NotRecorded
+from draftsmith.learn.record.kept_answers import NotRecorded
 from draftsmith.learn.record.records import TENANT
-from draftsmith.net.guard import bearer_key
+from draftsmith.net.access import bearer_key
 
 DEFAULT_TENANT = "default"
 Consent = Literal["asked", "all"]

@@ -23,11 +23,11 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from decode.base.errors import UserError
-from draftsmith.learn.record.answers import NotRecorded, exchanges
 from draftsmith.learn.record.consent import Keys
+from draftsmith.learn.record.kept_answers import NotRecorded, exchanges
 from draftsmith.learn.record.records import Records, Retention, make_record, tenants
 from draftsmith.learn.record.upstream import Upstream, Upstreams
-from draftsmith.net.guard import LOCAL, Guard, error_response, media_type
+from draftsmith.net.access import LOCAL, Guard, error_response, media_type
 
 CHAT = "/v1/chat/completions"
 ADMIN = "/admin/upstream"

@@ -35,7 +35,7 @@ from typing import Any
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from draftsmith.learn.record.answers import Exchange
+from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.redaction import redact
 
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from decode.base.artifact import free_space
 from decode.base.errors import UserError
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.engines.ask_servers import (
     FIRST_WAIT,
     LONGEST_WAIT,

@@ -16,7 +16,7 @@ from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
 from train.data.batches import collate, inputs
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import launched

@@ -17,7 +17,7 @@ from decode.model.loading import Target
 from distill.teacher.feature_sources import join_rows
 from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText
-from train.data.chat import Sample
+from train.data.chat_tokens import Sample
 
 HEADER_BYTES = 4096  # of a safetensors file, at most
 ID_BYTES = 8  # of a token id in it

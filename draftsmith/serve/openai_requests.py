@@ -22,8 +22,8 @@ from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
+from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.contract import Contract, Part, validated
-from draftsmith.serve.errors import ApiError
 from draftsmith.serve.fields import IGNORED, REFUSED
 from draftsmith.serve.messages import (
     LONGEST_STOP,

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
 from train.data.read import Example
-from train.data.rows import REASONING
+from train.data.row_kinds import REASONING
 from train.data.template import (
     Messages,
     apply,

@@ -27,7 +27,7 @@ from decode.rules.speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.dynamic_lenience import DynamicLenience, require_low
 from draftsmith.serve.engine import Engine
-from draftsmith.serve.schema import SettingsChange
+from draftsmith.serve.openai_requests import SettingsChange
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import Learner
