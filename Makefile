@@ -16,14 +16,16 @@ LOWEST ?= .venv-lowest
 # Before anything is downloaded. Any Python can read this line.
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 
-.PHONY: help install quickstart test test-lowest test-quantised test-engines engine-llama engine-openvino \
-	engine-speculators engine-vllm engine-vllm-suffix test-clients test-peers lint format docs clean
+.PHONY: help install quickstart test test-lowest test-thorough test-quantised test-engines \
+	engine-llama engine-openvino engine-speculators engine-vllm engine-vllm-suffix test-clients \
+	test-peers lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
 	@echo "make test         install, then run the tests"
 	@echo "make test-lowest  the tests on the oldest versions that pyproject.toml allows: 6 GB"
 	@echo "make install      prepare $(VENV) with everything both need"
+	@echo "make test-thorough  longer tests: more kinds and more repetitions than make test has"
 	@echo "make lint         ruff and mypy"
 	@echo "make docs         the documentation's site, in site/"
 	@echo "make engine-llama llama-server in $(ENGINES)/llama: compiles it, 10 min on 2 cores"
@@ -55,8 +57,8 @@ quickstart: install
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-		-m "not engine and not client"
-	@echo "left out: tests in inference engines (make test-engines)"
+		-m "not engine and not client and not thorough"
+	@echo "left out: tests in inference engines (make test-engines), longer tests (make test-thorough)"
 
 # A torch this old comes from PyPI with the libraries of CUDA.
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
@@ -70,7 +72,12 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 
 test-lowest: $(LOWEST)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
-		--dist worksteal -m "not engine and not client"
+		--dist worksteal -m "not engine and not client and not thorough"
+
+# What a cheaper test in `make test` proves, on more kinds or with more power.
+test-thorough: install
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
+		-m "thorough and not engine and not client"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.
 test-quantised: install
