@@ -14,7 +14,7 @@ from decode.model.loading import Target
 from draftsmith.edge.client import EdgeClient
 from draftsmith.edge.link import Link
 from draftsmith.edge.server import VerifyServer
-from draftsmith.edge.sessions import Bounds
+from draftsmith.edge.sessions import SessionBounds
 from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
@@ -56,7 +56,7 @@ def serving(
 ) -> Iterator[Serving]:
     """Raises at its end what the server ended of."""
     with bind("127.0.0.1", port) as bound:
-        verifier = Verifier(served or target(), rule, Bounds(**bounds))
+        verifier = Verifier(served or target(), rule, SessionBounds(**bounds))
         server = VerifyServer(verifier, bound, Guard(key=key))
         done = compute_apart(server.run, "server")
         server.wait()

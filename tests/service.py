@@ -20,8 +20,8 @@ from decode.text import prompt_ids
 from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
-from draftsmith.serve.engine import Engine
-from draftsmith.serve.requests import Bounds, Choice, Request
+from draftsmith.serve.request_batcher import RequestBatcher
+from draftsmith.serve.requests import Choice, Request, RequestBounds
 from draftsmith.serve.server import Server, make_service
 
 MODEL = "tiny-llama"
@@ -30,7 +30,7 @@ LONG = 200  # tokens: a text that is still decoding when a test looks
 
 @dataclass
 class Running:
-    """A service with its server, and the requests that its engine has taken."""
+    """A service with its server, and the requests that its batcher has taken."""
 
     service: Service
     server: Server
@@ -38,8 +38,8 @@ class Running:
     requests: list[Request]
 
     @property
-    def engine(self) -> Engine:
-        return self.service.engine
+    def batcher(self) -> RequestBatcher:
+        return self.service.batcher
 
     def client(self) -> httpx2.Client:
         return httpx2.Client(base_url=self.url, timeout=60)
@@ -57,7 +57,7 @@ class Running:
 
     def until_idle(self) -> None:
         """Wait until no text waits or runs."""
-        until(lambda: self.engine.held == 0)
+        until(lambda: self.batcher.held == 0)
 
     def texts(self) -> list[Choice]:
         return [choice for request in self.requests for choice in request.choices]
@@ -91,19 +91,19 @@ def serving(
         target,
         drafter or NgramDrafter(1, 2),
         settings or DecodeSettings(gamma=3),
-        Bounds(**bounds),
+        RequestBounds(**bounds),
         drafter_name=drafter_name,
         max_tokens=max_tokens,
         **{"guard": Guard(key=api_key, admin_key=api_key), **(options or {})},
     )
     requests: list[Request] = []
-    submit = service.engine.submit
+    submit = service.batcher.submit
 
     def recorded(request: Request) -> None:
         submit(request)
         requests.append(request)
 
-    service.engine.submit = recorded  # type: ignore[method-assign]
+    service.batcher.submit = recorded  # type: ignore[method-assign]
     server = Server(service, drain_seconds)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
@@ -117,7 +117,7 @@ def serving(
         finally:
             thread.join(30)
             bound.close()
-        assert not service.engine.alive
+        assert not service.batcher.alive
         assert not thread.is_alive()
 
 

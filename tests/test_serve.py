@@ -29,8 +29,8 @@ from decode.settings import DecodeSettings  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from draftsmith.serve.answers import AnswerText  # noqa: E402
-from draftsmith.serve.engine import Engine  # noqa: E402
 from draftsmith.serve.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
+from draftsmith.serve.request_batcher import RequestBatcher  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
 
@@ -223,7 +223,7 @@ def test_a_request_is_refused_by_name(
     assert error["message"]
     if param is not None:
         assert error["param"] == param
-    assert service.engine.held == 0
+    assert service.batcher.held == 0
 
 
 def test_malformed_and_oversized_bodies(service: Running) -> None:
@@ -275,13 +275,13 @@ def begin(client: Any, **fields: Any) -> Any:
 
 
 class Held:
-    """Keeps the engine from its next pass until it is released."""
+    """Keeps the batcher from its next pass until it is released."""
 
     def __init__(self, running: Running) -> None:
         self._go, self.waits = threading.Event(), threading.Event()
-        self._engine: Any = running.engine
-        self._before = self._engine._pass
-        self._engine._pass = self._wait
+        self._batcher: Any = running.batcher
+        self._before = self._batcher._pass
+        self._batcher._pass = self._wait
 
     def _wait(self) -> None:
         self.waits.set()
@@ -289,7 +289,7 @@ class Held:
         self._before()
 
     def release(self) -> None:
-        self._engine._pass = self._before
+        self._batcher._pass = self._before
         self._go.set()
 
 
@@ -309,7 +309,7 @@ def test_a_full_service_says_when_to_come_again(endless: Any) -> None:
                 pool.submit(client.post, "/v1/chat/completions", json=chat(QUESTION, max_tokens=8))
                 for _ in range(2)
             )
-            until(lambda: running.engine.held == 2)
+            until(lambda: running.batcher.held == 2)
             full = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=8))
             assert full.status_code == 503
             assert int(full.headers["retry-after"]) >= 1
@@ -347,9 +347,9 @@ def test_texts_without_memory_and_too_long_a_queue_say_when_to_come_again(
             monkeypatch.setattr("decode.model.memory.free_bytes", lambda device: 0)
             # Many texts of one prompt hold its tokens once.
             others = [pool.submit(post, json=chat(QUESTION, max_tokens=300, n=4))]
-            until(lambda: running.engine.held == 5)
+            until(lambda: running.batcher.held == 5)
             others += [pool.submit(post, json=chat(QUESTION, max_tokens=300))]
-            until(lambda: running.engine.held == 6)
+            until(lambda: running.batcher.held == 6)
             full = post(json=chat(QUESTION, max_tokens=9))
             assert full.status_code == 503
             assert f"have {2 * tokens} tokens" in full.json()["error"]["message"]
@@ -367,7 +367,7 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
     limits: Any = {"max_rows": 3, "prefill_tokens": 8}
     with serving(endless, **limits) as running, running.client() as client:
         post = functools.partial(client.post, "/v1/chat/completions")
-        decoding: Any = running.engine._decoding
+        decoding: Any = running.batcher._decoding
         memory = decoding.setup.lm.slots.allocated
         assert memory[0] == 3
         step, steps = decoding.step, []
@@ -382,7 +382,7 @@ def test_running_texts_go_on_while_a_long_prompt_is_read(endless: Any) -> None:
             first = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
             assert held.waits.wait(60)
             second = pool.submit(post, json=chat(long, max_tokens=8, n=2))
-            until(lambda: running.engine.held == 3)
+            until(lambda: running.batcher.held == 3)
             held.release()
             for answer, text, limit in ((first, QUESTION, LONG), (second, long, 8)):
                 expected = words(alone(endless, asked(text), limit))
@@ -430,9 +430,9 @@ def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
         with ThreadPoolExecutor() as pool:
             post = functools.partial(client.post, "/v1/chat/completions")
             running_one = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
-            until(lambda: running.engine.held == 1)
+            until(lambda: running.batcher.held == 1)
             waiting_one = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
-            until(lambda: running.engine.held == 2)
+            until(lambda: running.batcher.held == 2)
             threading.Event().wait(0.7)
             held.release()
             assert running_one.result().status_code == 504
@@ -441,20 +441,20 @@ def test_texts_that_take_too_long_are_refused(endless: Any) -> None:
             assert waiting_one.result().status_code == 429
             assert int(waiting_one.result().headers["retry-after"]) >= 1
         running.until_idle()
-        assert len(running.engine._decoding.rows) == 0
+        assert len(running.batcher._decoding.rows) == 0
 
 
 def test_complete_texts_are_kept_when_another_takes_too_long(endless: Any) -> None:
     with serving(endless, max_rows=1) as running, running.client() as client:
-        engine: Any = running.engine
-        hand_out = engine._hand_out
+        batcher: Any = running.batcher
+        hand_out = batcher._hand_out
 
         def overrun_in_the_second_text() -> None:
             hand_out()
             if running.texts()[1].tokens:
-                engine.bounds = replace(engine.bounds, max_seconds=1e-9)
+                batcher.bounds = replace(batcher.bounds, max_seconds=1e-9)
 
-        engine._hand_out = overrun_in_the_second_text
+        batcher._hand_out = overrun_in_the_second_text
         body = chat(QUESTION, n=2, max_tokens=LONG, logprobs=True)
         answer = client.post("/v1/chat/completions", json=body).json()
         whole, cut = answer["choices"]
@@ -479,10 +479,10 @@ def test_a_client_that_hangs_up_frees_its_row(endless: Any, stream: bool) -> Non
         until(lambda: running.requests[0].cancelled)
         held.release()
         running.until_idle()
-        assert len(running.engine._decoding.rows) == 0
+        assert len(running.batcher._decoding.rows) == 0
         # The pass that was due when the client went away is the last.
         assert all(len(choice.tokens) <= 1 + 4 for choice in running.texts())
-        assert running.engine._decoding.outputs == {}
+        assert running.batcher._decoding.outputs == {}
         answer = client.post("/v1/chat/completions", json=chat(QUESTION, max_tokens=3))
         assert answer.status_code == 200
 
@@ -496,7 +496,7 @@ def test_after_sigterm_running_texts_end_and_others_are_refused(endless: Any) ->
             first = pool.submit(post, json=chat(QUESTION, max_tokens=LONG))
             until(lambda: running.metrics()["draftsmith:num_requests_running"] == 1)
             waits = pool.submit(post, json=chat(QUESTION))
-            until(lambda: running.engine.held == 2)
+            until(lambda: running.batcher.held == 2)
             running.server.handle_exit(signal.SIGTERM, None)
             refused = post(json=chat(QUESTION))
             assert refused.status_code == 503
@@ -505,7 +505,7 @@ def test_after_sigterm_running_texts_end_and_others_are_refused(endless: Any) ->
             held.release()
             assert waits.result().status_code == 503
             assert first.result().json()["choices"] == expected["choices"]
-        until(lambda: not running.engine.alive)
+        until(lambda: not running.batcher.alive)
 
 
 def test_draining_ends_in_time(endless: Any) -> None:
@@ -515,20 +515,20 @@ def test_draining_ends_in_time(endless: Any) -> None:
             answer = pool.submit(
                 client.post, "/v1/chat/completions", json=chat(QUESTION, max_tokens=400)
             )
-            until(lambda: running.engine.held == 1)
+            until(lambda: running.batcher.held == 1)
             running.server.handle_exit(signal.SIGTERM, None)
             threading.Event().wait(0.4)
             held.release()
             assert answer.result().status_code == 503
-        until(lambda: not running.engine.alive)
+        until(lambda: not running.batcher.alive)
 
 
 def test_an_error_in_the_loop_ends_its_texts_only(endless: Any) -> None:
     with serving(endless) as running, running.client() as client:
-        engine: Any = running.engine
+        batcher: Any = running.batcher
         held = Held(running)
         broken = begin(client)
-        step, engine._decoding.step = engine._decoding.step, lambda: 1 / 0
+        step, batcher._decoding.step = batcher._decoding.step, lambda: 1 / 0
         held.release()
         *_, last = events(broken.iter_lines())
         assert "division" in last["error"]["message"]
@@ -561,7 +561,7 @@ def test_a_pass_that_fails_ends_only_the_text_that_fails_alone(
             for text in ("abc", "to be or not to be", "# and so on", "Hello")
         ]
         answers = [pool.submit(post, json=body) for body in bodies]
-        until(lambda: running.engine.held == 4)
+        until(lambda: running.batcher.held == 4)
         held.release()
         statuses = [answer.result().status_code for answer in answers]
         assert statuses == [200, 200, 500, 200]
@@ -586,10 +586,10 @@ def test_accepted_texts_are_delivered_and_rows_are_shared_by_request(endless: An
         with ThreadPoolExecutor() as pool:
             prompts = [f"{number} is a number" for number in range(9)]
             many = pool.submit(post, "many", prompt=prompts, max_tokens=20, temperature=0.0)
-            until(lambda: running.engine.held == 9)
+            until(lambda: running.batcher.held == 9)
             assert held.waits.wait(60)
             one = pool.submit(post, "one", prompt="abc", max_tokens=4)
-            until(lambda: running.engine.held == 10)
+            until(lambda: running.batcher.held == 10)
             running.requests[0].arrived -= 100  # longer ago than any text may wait
             held.release()
             texts = [choice["text"] for choice in many.result()["choices"]]
@@ -605,38 +605,38 @@ def test_a_text_takes_the_memory_that_it_uses(positions: int) -> None:
     wide = tiny_target(max_positions=4096)
     wide.model.config.max_position_embeddings = positions
     with serving(wide, row_tokens=0) as running, running.client() as client:
-        lm = running.engine.decoder.lm
+        lm = running.batcher.decoder.lm
         largest, decodings = list[int](), list[Decoding]()
 
         def look(waiting: int) -> None:
             largest.append(lm.slots.allocated[1])
-            decodings.append(running.engine._decoding)
+            decodings.append(running.batcher._decoding)
 
-        running.engine.before_pass = look
+        running.batcher.before_pass = look
         body = {"model": MODEL, "prompt": "abc", "stop": "e", "n": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
         assert max(largest) < 1000
         body = {"model": MODEL, "prompt": "a" * 700, "max_tokens": 4}
         assert client.post("/v1/completions", json=body).status_code == 200
         assert largest[-1] > 700
-        until(lambda: running.engine._decoding is not decodings[-1])
+        until(lambda: running.batcher._decoding is not decodings[-1])
         assert lm.slots.allocated[1] < 100
 
 
 def test_a_decode_that_dies_is_an_error_of_the_process(
     endless: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def dies(self: Any, error: Exception) -> None:
+    def dies(*arguments: Any) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(Engine, "_begin_anew", dies)
+    monkeypatch.setattr(RequestBatcher, "_begin_anew", dies)
     monkeypatch.setattr(Decoding, "step", lambda self: 1 / 0)
 
     def run() -> None:
         with serving(endless) as running, running.client() as client:
             answer = client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
             assert answer.status_code == 503
-            until(lambda: not running.engine.alive)
+            until(lambda: not running.batcher.alive)
 
     with pytest.raises(UserError, match=r"the decode has failed: CUDA error"):
         run()
@@ -668,24 +668,24 @@ def test_a_prompt_that_breaks_the_decode_leaves_no_row_of_a_client_that_has_gone
     endless: Any,
 ) -> None:
     with serving(endless) as running, running.client() as client:
-        engine: Any = running.engine
+        batcher: Any = running.batcher
         held = Held(running)
         begun = begin(client)
         (gone,) = running.requests
         assert held.waits.wait(60)  # it has been admitted
 
-        read = engine._decoding.read
+        read = batcher._decoding.read
 
         def breaks(*args: Any) -> int:
-            # The client goes away after the engine has looked for such clients.
-            gone.cancelled, engine._decoding.read = True, read
+            # The client goes away after the batcher has looked for such clients.
+            gone.cancelled, batcher._decoding.read = True, read
             raise RuntimeError("no memory")
 
-        engine._decoding.read = breaks
+        batcher._decoding.read = breaks
         with ThreadPoolExecutor() as pool:
             post = functools.partial(client.post, "/v1/chat/completions")
             both = [pool.submit(post, json=chat(QUESTION, max_tokens=4)) for _ in range(2)]
-            until(lambda: engine.held == 3)
+            until(lambda: batcher.held == 3)
             held.release()
             assert sorted(answer.result().status_code for answer in both) == [200, 500]
         begun.close()
@@ -705,8 +705,8 @@ def test_settings_change_between_two_passes_and_no_text_changes(endless: Any) ->
             change = pool.submit(
                 client.post, "/admin/settings", json={"gamma": 9, "policy": "heuristic:first=2"}
             )
-            until(lambda: len(running.engine._changes) == 1)
-            assert running.engine.decoder.policy.max_depth == 3
+            until(lambda: len(running.batcher._changes) == 1)
+            assert running.batcher.decoder.policy.max_depth == 3
             held.release()
             assert change.result().status_code == 200
         text = "".join(
@@ -715,7 +715,7 @@ def test_settings_change_between_two_passes_and_no_text_changes(endless: Any) ->
             for choice in chunk["choices"]
         )
         assert text == expected
-        assert running.engine.decoder.policy.max_depth == 9
+        assert running.batcher.decoder.policy.max_depth == 9
         after = client.get("/admin/settings").json()
         assert (after["gamma"], after["policy"]) == (9, "heuristic:first=2")
         assert before == after | {"gamma": 3, "policy": "fixed"}
@@ -770,10 +770,10 @@ def test_many_clients_join_and_hang_up(sampled: Running) -> None:
     for (text, limit, kind), got in zip(jobs, texts, strict=True):
         if kind < 2:
             assert got == words(alone(target(), asked(text), limit, SAMPLED, seed=limit)), text
-    engine: Any = sampled.engine
-    assert engine._decoding.outputs == {}
-    assert len(engine._decoding.rows) == 0
-    assert engine._decoding.steps == []
+    batcher: Any = sampled.batcher
+    assert batcher._decoding.outputs == {}
+    assert len(batcher._decoding.rows) == 0
+    assert batcher._decoding.steps == []
     until(lambda: threading.active_count() <= threads)
     answers = [choice for request in sampled.requests[known:] for choice in request.choices]
     assert len(answers) == 20

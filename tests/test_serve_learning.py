@@ -122,7 +122,7 @@ def test_nothing_is_learnt_from_requests_that_do_not_say_so(endless: Any, tmp_pa
         assert set_to(client, drafter="ngram", learning=True).status_code == 400
         assert set_to(client, drafter="ngram").json()["drafter"] == "ngram"
         assert set_to(client, drafter=str(path), learning=True).json()["learning"]
-        assert running.engine.decoder.drafter is learner_of(running).drafter
+        assert running.batcher.decoder.drafter is learner_of(running).drafter
         ask(running, prompts(1), store=True)
         assert online.collector.requests == 1
     with learning(endless, path, source="all") as running:
@@ -140,7 +140,7 @@ def test_a_bad_round_is_rolled_back_and_a_broken_one_ends_learning(
     with learning(endless, save_small(tmp_path / "small")) as running:
         online = learner_of(running).online
         loss = online.student.loss
-        before = copy.deepcopy(running.engine.decoder.drafter.lm.model.state_dict())
+        before = copy.deepcopy(running.batcher.decoder.drafter.lm.model.state_dict())
 
         def worse(records: Sequence[Record]) -> Any:
             total, parts = loss(records)
@@ -153,7 +153,7 @@ def test_a_bad_round_is_rolled_back_and_a_broken_one_ends_learning(
                 running.metrics().get('draftsmith:learning_rounds_total{result="undone"}', 0) > 0
             )
         )
-        after = running.engine.decoder.drafter.lm.model.state_dict()
+        after = running.batcher.decoder.drafter.lm.model.state_dict()
         assert all(torch.equal(before[name], after[name]) for name in before)
         assert running.metrics()["draftsmith:drafter_version"] == 0
         online.student.loss = lambda records: 1 / 0

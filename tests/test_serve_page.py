@@ -48,7 +48,7 @@ class Scripted:
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
     with serving(tiny_target(max_positions=512)) as running:
-        running.engine.decoder.processors.append(Scripted(running.service.tokenizer))
+        running.batcher.decoder.processors.append(Scripted(running.service.tokenizer))
         yield running
 
 
@@ -119,7 +119,7 @@ def test_files_and_figures_without_a_browser(service: Running) -> None:
         for name in ("steps", "drafted", "accepted"):
             assert after[name] - before[name] == counts[name], name
         assert after["emitted"] - before["emitted"] == 39  # the prefill gives the first token
-        gamma = service.engine.decoder.policy.max_depth
+        gamma = service.batcher.decoder.policy.max_depth
         assert (after["running"], after["waiting"], after["gamma"]) == (0, 0, gamma)
         changeable = client.get("/admin/settings").json()["changeable"]
         assert changeable["gamma"] == {"type": "integer", "minimum": 1}
@@ -129,7 +129,7 @@ def test_files_and_figures_without_a_browser(service: Running) -> None:
 def test_an_answer_streams_in_with_its_origins_and_stays_text(
     service: Running, browser: Any
 ) -> None:
-    scripted: Any = service.engine.decoder.processors[0]
+    scripted: Any = service.batcher.decoder.processors[0]
     visit = Visit(browser, service.url)
     page = visit.page
     page.wait_for_selector(f"#model:text-is('{MODEL}')")
@@ -177,7 +177,7 @@ def test_controls_change_the_settings_of_the_engine(service: Running, browser: A
     page = visit.page
     page.fill("#setting-gamma", "5")
     page.press("#setting-gamma", "Tab")
-    until(lambda: service.engine.decoder.policy.max_depth == 5)
+    until(lambda: service.batcher.decoder.policy.max_depth == 5)
     page.fill("#setting-policy", "heuristic:first=2")
     page.press("#setting-policy", "Tab")
     until(lambda: service.service.settings.to_dict()["policy"] == "heuristic:first=2")
@@ -185,7 +185,7 @@ def test_controls_change_the_settings_of_the_engine(service: Running, browser: A
     page.press("#setting-policy", "Tab")
     page.wait_for_selector("#problem:has-text('nothing')")
     until(lambda: page.input_value("#setting-policy") == "heuristic:first=2")
-    assert service.engine.decoder.policy.max_depth == 5
+    assert service.batcher.decoder.policy.max_depth == 5
     assert page.input_value("#setting-drafter") == "ngram"
     page.fill("#setting-lenience", "0.5")
     until(lambda: service.service.settings.lenience == 0.5)

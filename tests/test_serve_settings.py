@@ -108,7 +108,7 @@ def test_drafter_rule_and_policy_change_while_a_text_runs(
                 response = begin(client)
                 with ThreadPoolExecutor() as pool:
                     answer = pool.submit(set_to, client, **change)
-                    until(lambda: len(running.engine._changes) == 1)
+                    until(lambda: len(running.batcher._changes) == 1)
                     held.release()
                     now = answer.result().json()
                 assert {key: now[key] for key in change} == change
@@ -198,7 +198,7 @@ def test_a_text_that_was_lossy_in_between_says_so(endless: Any) -> None:
         assert "x-draftsmith-lossy" not in response.headers
         with ThreadPoolExecutor() as pool:
             change = pool.submit(set_to, client, lenience=0.5)
-            until(lambda: len(running.engine._changes) == 1)
+            until(lambda: len(running.batcher._changes) == 1)
             held.release()
             change.result()
         chunks = events(response.iter_lines())[:-1]

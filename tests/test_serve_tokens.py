@@ -98,7 +98,7 @@ def test_chat_gives_the_log_probabilities_of_the_target(client: Any, service: Ru
         assert [x.logprob for x in choice.logprobs.content] == values
         assert all(x.top_logprobs == [] for x in choice.logprobs.content)
     service.until_idle()
-    assert service.engine._decoding.logprobs == {}
+    assert service.batcher._decoding.logprobs == {}
 
 
 @pytest.mark.parametrize("count", [0, 4])
@@ -140,7 +140,7 @@ def test_a_stop_string_cuts_text_and_entries(client: Any, service: Running) -> N
     assert b"".join(raw).decode(errors="replace").startswith(answer.message.content)
     assert not b"".join(raw[:-1]).decode(errors="replace").startswith(answer.message.content)
     service.until_idle()
-    assert service.engine._decoding.logprobs == {}
+    assert service.batcher._decoding.logprobs == {}
 
 
 def test_the_texts_of_tokens_add_up_to_the_answer() -> None:

@@ -17,7 +17,7 @@ from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
 from draftsmith.net.listen import bind
-from draftsmith.serve.requests import Bounds
+from draftsmith.serve.requests import RequestBounds
 from draftsmith.serve.server import Server, make_service
 
 QUESTION = "Why is the sky blue?"
@@ -56,7 +56,7 @@ def main(
         loaded,
         open_drafter(drafter, loaded),
         DecodeSettings(gamma=gamma),
-        Bounds(),
+        RequestBounds(),
         drafter_name=Path(drafter).name,
         model_name=target.rpartition(":")[2],
     )
@@ -69,8 +69,8 @@ def main(
             listening.wait(60)
             take_picture(f"http://127.0.0.1:{bound.getsockname()[1]}", out, question)
         finally:
-            service.engine.drain(0)
-            service.engine.join(30)
+            service.batcher.drain(0)
+            service.batcher.join(30)
             thread.join(30)
 
 

@@ -189,15 +189,21 @@ def serve(
     from decode.settings import DecodeSettings
     from draftsmith.net.listen import address_of, bind
     from draftsmith.serve.dynamic_lenience import require_low
-    from draftsmith.serve.requests import Bounds
+    from draftsmith.serve.requests import RequestBounds
     from draftsmith.serve.server import Server, make_service
 
     quieten()
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
     settings = DecodeSettings(**decoding.settings)
-    bounds = Bounds(
-        max_rows, max_waiting, max_wait, max_seconds, prefill_tokens, row_tokens, max_held_tokens
+    bounds = RequestBounds(
+        max_rows=max_rows,
+        max_waiting=max_waiting,
+        max_wait=max_wait,
+        max_seconds=max_seconds,
+        prefill_tokens=prefill_tokens,
+        row_tokens=row_tokens,
+        held_tokens=max_held_tokens,
     )
     require_low(dynamic_lenience)
     learn = learning.options

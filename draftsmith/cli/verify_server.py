@@ -55,22 +55,22 @@ def verify_server(
     from decode.base.device import compute_apart
     from draftsmith.edge.arrived_drafts import make_verified_rule
     from draftsmith.edge.server import VerifyServer
-    from draftsmith.edge.sessions import Bounds
+    from draftsmith.edge.sessions import SessionBounds
     from draftsmith.edge.verifier import Verifier
     from draftsmith.net.listen import address_of, bind
 
     quieten()
     guard = callers.guard(host, key, None)
     make_verified_rule(rule)
-    bounds = Bounds(
-        max_rows,
-        max_sessions,
-        max_texts,
-        max_gamma,
-        kv_seconds,
-        session_seconds,
-        prefill_tokens,
-        row_tokens,
+    bounds = SessionBounds(
+        max_rows=max_rows,
+        max_sessions=max_sessions,
+        max_texts=max_texts,
+        max_gamma=max_gamma,
+        kv_seconds=kv_seconds,
+        session_seconds=session_seconds,
+        prefill_tokens=prefill_tokens,
+        row_tokens=row_tokens,
     )
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
+from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from draftsmith.edge.protocol import Message, ProtocolError, hash_ids
 
@@ -21,26 +22,21 @@ class Connection(Protocol):
 
 
 @dataclass(frozen=True)
-class Bounds:
+class SessionBounds(BatchBounds):
     """What a server holds at most.
 
     max_rows: texts whose keys and values are kept. max_sessions: sessions. max_texts: texts of a
     session. max_gamma: tokens of a draft. kv_seconds: how long the keys and values of a text
     without drafts are kept. session_seconds: how long a session without a connection is kept.
-    prefill_tokens: of new texts that are read between two passes. row_tokens: of a text, for which
-    each row has memory from the start, if half of the free memory is enough.
 
     Raises UserError for a bound that is not positive.
     """
 
-    max_rows: int = 16
     max_sessions: int = 256
     max_texts: int = 16
     max_gamma: int = 16
     kv_seconds: float = 60.0
     session_seconds: float = 600.0
-    prefill_tokens: int = 512
-    row_tokens: int = 2048
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -60,6 +56,7 @@ class Text:
     the last use. prefill_s: seconds of reading the text for the next verdict.
     """
 
+    session: "Session"
     req: int
     ids: list[int]
     length: int
@@ -78,7 +75,7 @@ class Text:
     prefill_s: float = 0.0
 
     @classmethod
-    def of(cls, message: Message) -> "Text":
+    def of(cls, session: "Session", message: Message) -> "Text":
         """The text of an `open`. Raises ProtocolError for sampling that is out of range."""
         temperature, top_k, top_p, min_p, penalty = message["sampling"]
         try:
@@ -86,6 +83,7 @@ class Text:
         except UserError as error:
             raise ProtocolError("refused", str(error), req=message["req"]) from None
         text = cls(
+            session,
             message["req"],
             [],
             message["length"],
@@ -179,7 +177,7 @@ class Session:
 class Sessions:
     """All sessions, by their secret names and by their connections."""
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: SessionBounds) -> None:
         self._bounds = bounds
         self._by_token: dict[str, Session] = {}
         self._by_connection: dict[Connection, Session] = {}

@@ -20,12 +20,12 @@ from draftsmith.net.access import LOCAL, Guard
 from draftsmith.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from draftsmith.serve.api_errors import ApiError, refused
 from draftsmith.serve.contract import Contract, parse
-from draftsmith.serve.engine import Engine
 from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.middleware import RequestIds
 from draftsmith.serve.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
 from draftsmith.serve.page import page_routes
 from draftsmith.serve.reading import SHORT, Limits, Reader
+from draftsmith.serve.request_batcher import RequestBatcher
 from draftsmith.serve.requests import Refusal
 from draftsmith.serve.responses import ResponsesAnswer
 from draftsmith.serve.running import Running, as_api_error
@@ -42,7 +42,7 @@ class Service:
     answers. max_tokens: of one text; None: what the context holds. guard: who may call. seeds: for
     requests that name none."""
 
-    engine: Engine
+    batcher: RequestBatcher
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
@@ -52,7 +52,7 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        context, capacity = self.engine.decoder.lm.max_positions, self.engine.bounds.capacity
+        context, capacity = self.batcher.decoder.lm.max_positions, self.batcher.bounds.capacity
         learns = self.settings.learner is not None
         limits = Limits(self.names, context, self.max_tokens, capacity, learns)
         self.reader = Reader(self.tokenizer, limits)
@@ -60,15 +60,15 @@ class Service:
     def close(self, seconds: float) -> None:
         """End the decode now, and save what was learnt. It takes about so many seconds at most.
         Raises UserError if the decode had ended by an error."""
-        self.engine.drain(0)
-        self.engine.join(seconds)
+        self.batcher.drain(0)
+        self.batcher.join(seconds)
         if self.settings.learner is not None:
             self.settings.learner.close(seconds)
-        if self.engine.error is not None:
+        if self.batcher.error is not None:
             raise UserError(
-                f"the decode has failed: {self.engine.error}; see the log, and start the service "
+                f"the decode has failed: {self.batcher.error}; see the log, and start the service "
                 "again"
-            ) from self.engine.error
+            ) from self.batcher.error
 
     def app(self) -> Starlette:
         """The ASGI application."""
@@ -85,7 +85,7 @@ class Service:
                 Route("/metrics", self._metrics, methods=get),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
-                *page_routes(self.engine),
+                *page_routes(self.batcher),
             ],
             exception_handlers={
                 ApiError: _error_response,
@@ -122,13 +122,13 @@ class Service:
         return JSONResponse(self._described_model())
 
     async def _health(self, request: Request) -> Response:
-        engine = self.engine
-        state = "ok" if engine.alive and not engine.draining else "draining"
+        batcher = self.batcher
+        state = "ok" if batcher.alive and not batcher.draining else "draining"
         health = {"status": state, "lossy": self.settings.lossy}
         return JSONResponse(health, 200 if state == "ok" else 503)
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(self.engine.metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(self.batcher.metrics.text(), media_type="text/plain; version=0.0.4")
 
     async def _settings(self, request: Request) -> Response:
         return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
@@ -159,11 +159,11 @@ class Service:
         """Read a request and answer it. A full service refuses it before it is read."""
         body = await _body(request)
         try:
-            self.engine.require_room(1 + self.reader.waiting)
+            self.batcher.require_room(1 + self.reader.waiting)
             read = await self.reader.read(contract, body)
             asked = read.asked
             running = Running(
-                self.engine,
+                self.batcher,
                 self.tokenizer,
                 asked,
                 read.prompts,
@@ -180,7 +180,7 @@ class Service:
             asked,
             list(map(len, read.prompts)),
             running.choices,
-            self.settings.lossy_for(asked.sampling(self.engine.decoder.sampling)),
+            self.settings.lossy_for(asked.sampling(self.batcher.decoder.sampling)),
         )
         if asked.stream:
             return await running.stream(request, answer)

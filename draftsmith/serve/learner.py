@@ -25,7 +25,7 @@ from decode.verification import Verification
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
-from draftsmith.serve.engine import Engine
+from draftsmith.serve.request_batcher import RequestBatcher
 from draftsmith.serve.requests import Refusal, Request, RowWatch
 from heads.heads_module import HEADS
 from heads.online_heads import require_learns
@@ -166,18 +166,18 @@ class Learner(RowWatch):
         )
         self._versions = options.versions(target)
         self._progress = StreamProgress(ranks=1)
-        self._engine: Engine | None = None
+        self._batcher: RequestBatcher | None = None
         self._rounds = 0  # since the start of the service
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._restore()
 
-    def start(self, engine: Engine) -> None:
-        """Begin to learn for this engine, which has `observe` among its decoder's observers and
+    def start(self, batcher: RequestBatcher) -> None:
+        """Begin to learn for this batcher, which has `observe` among its decoder's observers and
         this object as its watch."""
-        self._engine = engine
-        engine.drafter_version = self.online.version
-        engine.metrics.drafter_version.set_function(lambda: engine.drafter_version)
+        self._batcher = batcher
+        batcher.drafter_version = self.online.version
+        batcher.metrics.drafter_version.set_function(lambda: batcher.drafter_version)
         self._thread.start()
 
     def close(self, seconds: float) -> None:
@@ -200,7 +200,7 @@ class Learner(RowWatch):
         self.online.collector.leave(row)
 
     def live(self) -> dict[str, int]:
-        version = 0 if self._engine is None else self._engine.drafter_version
+        version = 0 if self._batcher is None else self._batcher.drafter_version
         return {"drafter_version": version, "learning_rounds": self._rounds}
 
     def observe(self, verification: Verification) -> None:
@@ -210,11 +210,11 @@ class Learner(RowWatch):
 
     def swap(self, decoding: Decoding) -> None:
         """Give the drafter its newest version, if it drafts."""
-        assert self._engine is not None
-        self._engine.drafter_version = 0  # another drafter has the weights it was loaded with
+        assert self._batcher is not None
+        self._batcher.drafter_version = 0  # another drafter has the weights it was loaded with
         if decoding.setup.drafter is self.drafter:
             self.online.swap()
-            self._engine.drafter_version = self.online.version
+            self._batcher.drafter_version = self.online.version
 
     # --- the learning thread ----------------------------------------------------------------------
 
@@ -234,10 +234,10 @@ class Learner(RowWatch):
 
     def _attempt(self) -> None:
         """One round, if it is time."""
-        assert self._engine is not None
+        assert self._batcher is not None
         online = self.online
         online.gather(ended=True)
-        idle = self._engine.idle_seconds >= self.options.idle_seconds
+        idle = self._batcher.idle_seconds >= self.options.idle_seconds
         if not (self.learning and idle and online.due()):
             return
         learnt = online.learn()
@@ -247,12 +247,12 @@ class Learner(RowWatch):
         self._note(learnt)
         self._save()
         if learnt.kept:
-            self._engine.between(self.swap).result()
+            self._batcher.between(self.swap).result()
 
     def _count(self, result: str) -> None:
-        assert self._engine is not None
+        assert self._batcher is not None
         self._rounds += 1
-        self._engine.metrics.learnt(result)
+        self._batcher.metrics.learnt(result)
 
     # --- on disk ----------------------------------------------------------------------------------
 

@@ -26,8 +26,8 @@ from decode.rules import RULES, Rule, used_rule
 from decode.rules.speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.dynamic_lenience import DynamicLenience, require_low
-from draftsmith.serve.engine import Engine
 from draftsmith.serve.openai_requests import SettingsChange
+from draftsmith.serve.request_batcher import RequestBatcher
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import Learner
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Settings:
     """The settings in use. `change` runs in a thread of its own, one change at a time.
 
-    drafter: the one that the engine's decoder began with, called `name`. costs: measured with it,
+    drafter: the one that the batcher's decoder began with, called `name`. costs: measured with it,
     for policies. dynamic_lenience: the lower bound of l; 1: off. drafters: the directory with those
     that a change may load, besides the first one. learner: learns new versions of the first one;
     None: nothing is learnt.
@@ -44,7 +44,7 @@ class Settings:
 
     def __init__(
         self,
-        engine: Engine,
+        batcher: RequestBatcher,
         target: Target,
         decode: DecodeSettings,
         name: str,
@@ -54,21 +54,21 @@ class Settings:
         drafters: Path | None = None,
         learner: "Learner | None" = None,
     ) -> None:
-        self.engine, self.target, self.decode, self.name = engine, target, decode, name
+        self.batcher, self.target, self.decode, self.name = batcher, target, decode, name
         self.drafters, self.learner = drafters, learner
         self._first = name
         self.rule = ""  # with its options, set by the first change
         self.dynamic_lenience = 1.0
         self._costs = costs
         self._changing = threading.Lock()
-        engine.metrics.lenience.set_function(lambda: self.lenience)
+        batcher.metrics.lenience.set_function(lambda: self.lenience)
         require_low(dynamic_lenience)
         self.change(SettingsChange(dynamic_lenience=dynamic_lenience)).result()
 
     @property
     def lenience(self) -> float:
         """The l in use. 1 if the rule has none."""
-        rule = self.engine.decoder.parts.rule
+        rule = self.batcher.decoder.parts.rule
         return rule.lenience if isinstance(rule, Lenience) else 1.0
 
     @property
@@ -76,24 +76,24 @@ class Settings:
         """The rule, if it changes the distribution of sampled texts, or also greedy ones."""
         if self.dynamic_lenience < 1:
             return f"{self.rule} with dynamic_lenience={self.dynamic_lenience}"
-        return None if self.engine.decoder.parts.rule.lossless else self.rule
+        return None if self.batcher.decoder.parts.rule.lossless else self.rule
 
     def lossy_for(self, sampling: Sampling) -> str | None:
         """`lossy` for texts that are drawn so. None if the rule is exact for them."""
-        rule = self.engine.decoder.parts.rule
+        rule = self.batcher.decoder.parts.rule
         return self.lossy if used_rule(rule, sampling) is rule else None
 
     def to_dict(self) -> dict[str, Any]:
         """All settings, and facts on the target, as JSON values."""
-        engine, target, decode = self.engine, self.target, self.decode
+        batcher, target, decode = self.batcher, self.target, self.decode
         return {
-            "gamma": engine.decoder.policy.max_depth,
+            "gamma": batcher.decoder.policy.max_depth,
             "policy": str(Choice.of(decode.policy or "fixed")),
             "target": target.name,
             "revision": target.revision,
             "dtype": dtype_name(target.dtype),
             "drafter": self.name,
-            "drafter_version": engine.drafter_version,
+            "drafter_version": batcher.drafter_version,
             "rule": self.rule,
             "lenience": self.lenience,
             "dynamic_lenience": self.dynamic_lenience,
@@ -124,11 +124,11 @@ class Settings:
         return compute_apart(work, "settings")
 
     def _change(self, asked: SettingsChange) -> None:
-        decode, engine = self._asked_decode(asked), self.engine
+        decode, batcher = self._asked_decode(asked), self.batcher
         low = self.dynamic_lenience if asked.dynamic_lenience is None else asked.dynamic_lenience
         name = self.name if asked.drafter is None else asked.drafter
         learning = self._asked_learning(asked, name)
-        drafter, costs = engine.decoder.drafter, self._costs
+        drafter, costs = batcher.decoder.drafter, self._costs
         fresh = name != self.name
         if fresh:
             # Costs of one drafter say nothing about another.
@@ -137,25 +137,25 @@ class Settings:
         rule: Rule = RULES.make(named)
         dynamic = None
         if low < 1:
-            dynamic = DynamicLenience(rule, low, engine.bounds.max_rows)
+            dynamic = DynamicLenience(rule, low, batcher.bounds.max_rows)
             rule = dynamic.rule
         policy = decode.policy_for(drafter, costs)
         parts = Parts.of(drafter, rule, policy, decode.gamma)
         parts.require_sampling([(decode.sampling, decode.draft_sampling)])
-        parts.require_target(engine.decoder.lm, engine.decoder.vocab_size)
+        parts.require_target(batcher.decoder.lm, batcher.decoder.vocab_size)
 
         def apply(decoding: Decoding) -> None:
             if fresh or (decode, low) != (self.decode, self.dynamic_lenience):
                 decoding.set(drafter=drafter if fresh else None, policy=policy, rule=rule)
-                engine.before_pass = dynamic
+                batcher.before_pass = dynamic
             self.decode, self.name, self._costs = decode, name, costs
             self.dynamic_lenience, self.rule = low, str(named)
-            engine.lossy = None if self.lossy is None else self.lossy_for
+            batcher.lossy = None if self.lossy is None else self.lossy_for
             if self.learner is not None:
                 self.learner.learning = learning
                 self.learner.swap(decoding)
 
-        engine.between(apply).result()
+        batcher.between(apply).result()
 
     def _asked_decode(self, asked: SettingsChange) -> DecodeSettings:
         """The names and options of the parts. Raises UserError."""

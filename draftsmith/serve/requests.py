@@ -1,4 +1,4 @@
-"""What is asked of the engine, and what it answers."""
+"""What is asked of the decoding thread, and what it answers."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -8,6 +8,7 @@ from typing import Literal
 from decode.base.errors import UserError
 from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
+from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from decode.text_stream import StopStrings
 
@@ -34,7 +35,8 @@ class Choice:
     accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
     first and its last pass. lossy: the last lossy rule that judged its drafts. cached: tokens of
     its prompt that were in the prefix cache; None: there is none, or another text read it. suspect:
-    it ran in a pass that failed, and in none since."""
+    it ran in a pass that failed, and in none since. request: the one that it is in, which sets
+    this."""
 
     index: int
     prompt: Sequence[int]
@@ -50,6 +52,7 @@ class Choice:
     lossy: str | None = None
     cached: int | None = None
     suspect: bool = False
+    request: "Request" = field(init=False, repr=False)
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())
@@ -101,6 +104,10 @@ class Request:
     cancelled: bool = False
     begun: float | None = None
 
+    def __post_init__(self) -> None:
+        for choice in self.choices:
+            choice.request = self
+
     def settings(
         self, seed: int, stop: StopStrings | None = None, draft_temperature: float | None = None
     ) -> RowSettings:
@@ -128,24 +135,18 @@ class RowWatch:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """max_rows: texts that decode together. max_waiting: texts that may wait besides. max_wait:
-    seconds until the first text of a request has a row. max_seconds: from the row of its last text
-    to its end.
+class RequestBounds(BatchBounds):
+    """What a service holds at most.
 
-    prefill_tokens: of new prompts that are read between two passes. row_tokens: of a prompt and its
-    answer, for which each row has memory from the start, if half of the free memory is enough; a
-    longer text makes all rows longer, which copies them. held_tokens: of prompts that wait for a
-    row. A longer prompt may wait if it is the only one.
+    max_waiting: texts that may wait besides. max_wait: seconds until the first text of a request
+    has a row. max_seconds: from the row of its last text to its end. held_tokens: of prompts that
+    wait for a row. A longer prompt may wait if it is the only one.
 
     Raises UserError for a number that is out of range."""
 
-    max_rows: int = 16
     max_waiting: int = 64
     max_wait: float = 60.0
     max_seconds: float = 600.0
-    prefill_tokens: int = 512
-    row_tokens: int = 2048
     held_tokens: int = 1 << 18
 
     def __post_init__(self) -> None:

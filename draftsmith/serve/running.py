@@ -16,8 +16,8 @@ from draftsmith.serve import requests as engine_requests
 from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.answers import Answer, AnswerText, Piece
 from draftsmith.serve.api_errors import ApiError
-from draftsmith.serve.engine import Engine
 from draftsmith.serve.openai_requests import Asked
+from draftsmith.serve.request_batcher import RequestBatcher
 from draftsmith.serve.requests import Choice, Event, NewTokens, Refusal
 
 STATUS = {
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 class Running:
-    """A request that the engine answers, seen from the event loop. Raises Refusal and UserError as
-    `Engine.submit`. limit: tokens of each text. random_bits: makes seeds."""
+    """A request that the batcher answers, seen from the event loop. Raises Refusal and UserError as
+    `RequestBatcher.submit`. limit: tokens of each text. random_bits: makes seeds."""
 
     def __init__(
         self,
-        engine: Engine,
+        batcher: RequestBatcher,
         tokenizer: PreTrainedTokenizerBase,
         asked: Asked,
         prompts: list[list[int]],
@@ -51,7 +51,7 @@ class Running:
     ) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._engine = engine
+        self._batcher = batcher
         self.choices: list[Choice] = []
         for prompt in prompts:
             # Equal prompts of one request get different texts, unless it names a seed.
@@ -75,7 +75,7 @@ class Running:
         self._request = engine_requests.Request(
             self.choices,
             limit,
-            asked.sampling(engine.decoder.sampling),
+            asked.sampling(batcher.decoder.sampling),
             deliver,
             asked.stops,
             asked.ignore_eos,
@@ -84,7 +84,7 @@ class Running:
             asked.store,
             asked.draftsmith.label,
         )
-        self._engine.submit(self._request)
+        self._batcher.submit(self._request)
 
     def _take(self, new: Event) -> None:
         if self._events.qsize() < UNREAD_EVENTS * len(self.choices):
@@ -97,10 +97,10 @@ class Running:
 
     def cancel(self) -> None:
         """The answer is sent, or is given up. Its places are free."""
-        self._engine.cancel(self._request)
+        self._batcher.cancel(self._request)
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """The parts of the texts as they become final. Raises ApiError if the engine refuses the
+        """The parts of the texts as they become final. Raises ApiError if the batcher refuses the
         request."""
         left = len(self.choices)
         while left:

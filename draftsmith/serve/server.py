@@ -21,11 +21,11 @@ from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.listen import bind as bind
 from draftsmith.serve.api import Service
-from draftsmith.serve.engine import Engine
 from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.metrics import Metrics
 from draftsmith.serve.page import OPEN_PATHS
-from draftsmith.serve.requests import Bounds
+from draftsmith.serve.request_batcher import RequestBatcher
+from draftsmith.serve.requests import RequestBounds
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import LearnOptions
@@ -40,7 +40,7 @@ def make_service(
     target: Target,
     drafter: Drafter,
     settings: DecodeSettings,
-    bounds: Bounds,
+    bounds: RequestBounds,
     *,
     drafter_name: str,
     model_name: str | None = None,
@@ -53,7 +53,7 @@ def make_service(
     learning: "LearnOptions | None" = None,
     prefix_cache_bytes: int | None = None,
 ) -> Service:
-    """A service whose engine runs. settings: sampling is the default of requests. model_name: what
+    """A service whose batcher runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
     for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. student:
     the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
@@ -78,15 +78,15 @@ def make_service(
     names = [model_name or target.name.rpartition(":")[2] or target.name]
     if model_name is None:
         names.append(target.name)
-    engine = Engine(
+    batcher = RequestBatcher(
         decoder, target.tokenizer, bounds, Metrics(names[0]), settings.draft_temperature, learner
     )
     if learner is not None:
-        learner.start(engine)
+        learner.start(batcher)
     return Service(
-        engine,
+        batcher,
         Settings(
-            engine,
+            batcher,
             target,
             settings,
             drafter_name,
@@ -95,7 +95,7 @@ def make_service(
             drafters=drafters,
             learner=learner,
         ),
-        # Another thread uses the engine's.
+        # Another thread uses the batcher's.
         copy.deepcopy(target.tokenizer),
         names,
         replace(guard, open_paths=OPEN_PATHS),
@@ -105,7 +105,7 @@ def make_service(
 
 
 class Server(uvicorn.Server):
-    """Ends after the engine has: the first SIGTERM or Ctrl-C lets running texts end, for at most
+    """Ends after the batcher has: the first SIGTERM or Ctrl-C lets running texts end, for at most
     `drain_seconds`, and new requests get status 503. A second signal ends it at once.
 
     started_up: called when it listens.
@@ -119,11 +119,11 @@ class Server(uvicorn.Server):
             lifespan="off",
             log_level="warning",
             server_header=False,
-            limit_concurrency=_CONNECTIONS + service.engine.bounds.capacity,
+            limit_concurrency=_CONNECTIONS + service.batcher.bounds.capacity,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
         )
         super().__init__(config)
-        self._engine, self._drain_seconds = service.engine, drain_seconds
+        self._batcher, self._drain_seconds = service.batcher, drain_seconds
         self._started_up = started_up
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,12 +131,12 @@ class Server(uvicorn.Server):
         self._started_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._engine.draining:
+        if self._batcher.draining:
             super().handle_exit(sig, frame)
         else:
-            self._engine.drain(self._drain_seconds)
+            self._batcher.drain(self._drain_seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        if not self._engine.alive:
+        if not self._batcher.alive:
             self.should_exit = True
         return await super().on_tick(counter)

@@ -1,21 +1,20 @@
-"""The thread that decodes: texts wait, join the running rows, and leave them.
+"""The batching of a service: the texts of requests wait, get rows, and are answered.
 
-Everything that touches the decode happens in this thread, between two passes. Other threads submit,
-cancel and change settings through a lock.
+Other threads submit, cancel and change settings through a lock.
 """
 
 import logging
 import math
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import MemoryShortage, UserError
 from decode.draw.sampling import Sampling
+from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
@@ -23,7 +22,14 @@ from decode.text_stream import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.serve.metrics import Metrics
-from draftsmith.serve.requests import Bounds, Choice, NewTokens, Refusal, Request, RowWatch
+from draftsmith.serve.requests import (
+    Choice,
+    NewTokens,
+    Refusal,
+    Request,
+    RequestBounds,
+    RowWatch,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -31,73 +37,67 @@ LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 
 
-class Engine:
-    """Decodes the texts of all requests together, in one thread.
+class RequestBatcher(Batcher[Choice]):
+    """Decodes the texts of all requests together.
 
-    decoder: used by this thread alone from now on. tokenizer: of the target, not used by other
+    decoder: used by its thread alone from now on. tokenizer: of the target, not used by other
     threads. draft_temperature: None: as the texts'.
 
     watch: told of the rows, in the decoding thread. drafter_version: of the weights that draft.
     lossy: the rule in use, if it is lossy for such requests; None if it is lossless. before_pass:
     called with the number of texts that wait. These are set in the decoding thread, by `between`.
-    error: what ended the decoding thread; None: it runs, or has ended as it should.
     """
+
+    bounds: RequestBounds
 
     def __init__(
         self,
         decoder: Decoder,
         tokenizer: PreTrainedTokenizerBase,
-        bounds: Bounds,
+        bounds: RequestBounds,
         metrics: Metrics,
         draft_temperature: float | None = None,
         watch: RowWatch | None = None,
     ) -> None:
-        self.decoder, self.bounds, self.metrics = decoder, bounds, metrics
+        super().__init__(decoder, bounds, AHEAD)
+        self.metrics = metrics
         self.drafter_version = 0
         self.lossy: Callable[[Sampling], str | None] | None = None
         self.before_pass: Callable[[int], None] | None = None
         self._watch = watch or RowWatch()
         self._tokenizer = tokenizer
         self._draft_temperature = draft_temperature
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Request, Choice]] = deque()
-        self._running: dict[int, tuple[Request, Choice]] = {}
-        self._held = 0  # texts that wait, are being admitted or run
+        self._waiting: deque[Choice] = deque()
         self._unsent: set[Request] = set()  # requests whose answers are not sent
-        self.error: BaseException | None = None
-        self._changes: deque[tuple[Callable[[Decoding], None], Future[None]]] = deque()
+        self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
-        self._ends_at: float | None = None  # when draining ends
         self._tokens_per_second = self._tokens_per_text = math.nan
-        self._new: list[tuple[int, list[int]]] = []  # what the pass has given so far
-        self._ended: set[int] = set()
-        self._failed: dict[int, UserError] = {}
         self._counted = dict.fromkeys(
             ("generated", "steps", "emitted", "drafted", "reached", "accepted"), 0
         )
         decoder.observers.append(self._trace)
-        self._decoding = self._make_decoding()
-        metrics.running.set_function(lambda: len(self._running))
+        metrics.running.set_function(lambda: len(self._rows))
         metrics.waiting.set_function(lambda: len(self._waiting))
-        self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
-        self._thread.start()
+        self._start("decode")
+        self.done.add_done_callback(_log_failure)
 
     # --- called from other threads ----------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
         """Whether it still decodes. False after draining."""
-        return self._thread.is_alive()
+        return not self.done.done()
 
     @property
-    def draining(self) -> bool:
-        return self._ends_at is not None
+    def error(self) -> BaseException | None:
+        """What ended the thread. None: it runs, or has ended as it should."""
+        return self.done.exception() if self.done.done() else None
 
     @property
     def held(self) -> int:
         """Texts of requests that wait, run or are not sent yet. Each takes a place."""
         with self._changed:
-            requests = self._unsent.union(request for request, _ in self._entries())
+            requests = self._unsent.union(choice.request for choice in self._entries())
         return sum(len(request.choices) for request in requests)
 
     def live(self) -> dict[str, int]:
@@ -105,7 +105,7 @@ class Engine:
         the start. generated: tokens; emitted: those of `steps`, the passes of single texts, whose
         draft tokens are drafted, reached and accepted as in `decode.stats.Counts`."""
         return {
-            "running": len(self._running),
+            "running": len(self._rows),
             "waiting": len(self._waiting),
             "gamma": self.decoder.policy.max_depth,
             **self._counted,
@@ -125,8 +125,7 @@ class Engine:
         tokens = sum(len(prompt) for prompt in _each_once(prompts))
         with self._changed:
             self.require_room(len(prompts), tokens)
-            self._waiting.extend((request, choice) for choice in request.choices)
-            self._held += len(prompts)
+            self._waiting.extend(request.choices)
             self._unsent.add(request)
             self._changed.notify()
 
@@ -144,11 +143,11 @@ class Engine:
             raise self._count(Refusal("full", message, self._retry_after()))
         if not tokens:
             return
-        wait = sum(map(len, _each_once(choice.prompt for _, choice in self._waiting)))
-        if wait and wait + tokens > self.bounds.held_tokens:
+        waiting = sum(map(len, _each_once(choice.prompt for choice in self._waiting)))
+        if waiting and waiting + tokens > self.bounds.held_tokens:
             message = (
-                f"the prompts that wait have {wait} tokens and this request has {tokens}; there is "
-                f"room for {self.bounds.held_tokens}"
+                f"the prompts that wait have {waiting} tokens and this request has {tokens}; there "
+                f"is room for {self.bounds.held_tokens}"
             )
             raise self._count(Refusal("full", message, self._retry_after()))
 
@@ -165,89 +164,62 @@ class Engine:
         arrives once it has returned; what it raises is raised there. Raises Refusal if the service
         is ending."""
         done: Future[None] = Future()
-        with self._changed:
-            self.require_room(0)
-            self._changes.append((act, done))
-            self._changed.notify()
-        return done
 
-    @property
-    def idle_seconds(self) -> float:
-        """How long no text has waited or run."""
-        return 0.0 if self._held else time.monotonic() - self._busy_at
-
-    def drain(self, seconds: float) -> None:
-        """Take no more requests, refuse those that wait, and end when all rows have ended, but
-        after so many seconds at the latest."""
-        with self._changed:
-            if self._ends_at is None:
-                self._ends_at = time.monotonic() + seconds
-            self._changed.notify()
-
-    def join(self, seconds: float) -> None:
-        """Wait for the thread to end, for so many seconds at the most."""
-        self._thread.join(seconds)
-
-    # --- the decoding thread ----------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                self._give_up()
-                self._admit()
-                self._read()
-                if not self._decoding.finished:
-                    self._pass()
-                self._shrink()
-        except BaseException as error:
-            logger.exception("the decoding thread has failed")
-            self.error = error
-        finally:
-            self._finish(Refusal("draining", "the service is ending", 1))
-
-    def _finish(self, refusal: Refusal) -> None:
-        """Refuse all that is left. Nothing is held after this, and nothing is taken."""
-        with self._changed:
-            self._ends_at = self._ends_at or time.monotonic()
-            left = _different(self._entries())
-            self._waiting.clear()
-            self._running.clear()
-            self._held = 0
-            changes = list(self._changes)
-        for _, done in changes:
-            done.set_exception(refusal)
-        for request in left:
-            if not request.cancelled:
-                request.deliver(self._count(refusal))
-
-    def _wait(self) -> bool:
-        """Wait for something to do. False: it is time to end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._held or self._changes or self.draining)
-            changes = [self._changes.popleft() for _ in range(len(self._changes))]
-            ends = self._ends_at is not None and (
-                not self._held or time.monotonic() >= self._ends_at
-            )
-        for act, done in changes:
+        def change() -> None:
             try:
                 act(self._decoding)
                 done.set_result(None)
             except Exception as error:
                 done.set_exception(error)
-        return not ends
+            self._changes.remove(done)
 
-    def _entries(self) -> list[tuple[Request, Choice]]:
+        with self._changed:
+            self.require_room(0)
+            self._changes.append(done)
+            self.post(change)
+        return done
+
+    @property
+    def idle_seconds(self) -> float:
+        """How long no text has waited or run."""
+        return 0.0 if self._busy() else time.monotonic() - self._busy_at
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end, for so many seconds at the most."""
+        wait([self.done], seconds)
+
+    # --- the decoding thread ----------------------------------------------------------------------
+
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._rows)
+
+    def _finish(self) -> None:
+        """Refuse all that is left. Nothing is held after this, and nothing is taken."""
+        refusal = Refusal("draining", "the service is ending", 1)
+        self.drain(0)
+        with self._changed:
+            left = _different(self._entries())
+            self._waiting.clear()
+            self._rows.clear()
+            changes = list(self._changes)
+        for done in changes:
+            done.set_exception(refusal)
+        for request in left:
+            if not request.cancelled:
+                request.deliver(self._count(refusal))
+
+    def _entries(self) -> list[Choice]:
         """All texts that wait or run."""
         with self._changed:
-            return [*self._waiting, *self._running.values()]
+            return [*self._waiting, *self._rows.values()]
 
-    def _give_up(self) -> None:
+    def _expire(self) -> None:
         """Drop what was cancelled, and refuse what is too late."""
         now = time.monotonic()
         for request in _different(self._entries()):
             waits = request.begun is None
             if request.cancelled:
-                self._leave(request)
+                self._give_up(request)
             elif waits and self.draining:
                 self._refuse(request, Refusal("draining", "the service is ending", 1))
             elif waits and now - request.arrived > self.bounds.max_wait:
@@ -263,62 +235,41 @@ class Engine:
         After a pass that failed, its texts begin one by one, until the next pass."""
         while True:
             with self._changed:
-                running = list(self._running.values())
+                running = list(self._rows.values())
                 free = self.bounds.max_rows - len(running)
-                alone = any(choice.suspect for _, choice in running)
-                rows = Counter(request for request, _ in running)
-                waiting = [entry for entry in self._waiting if not (alone and entry[1].suspect)]
+                alone = any(choice.suspect for choice in running)
+                rows = Counter(choice.request for choice in running)
+                waiting = [choice for choice in self._waiting if not (alone and choice.suspect)]
             if free < 1 or not waiting:
                 return
-            request, first = min(waiting, key=lambda entry: rows[entry[0]])
-            others = [rows[other] for other, _ in waiting if other is not request]
+            first = min(waiting, key=lambda choice: rows[choice.request])
+            request = first.request
+            others = [rows[choice.request] for choice in waiting if choice.request is not request]
             # As many as until another request has as few rows.
             count = max(min(free, min(others) - rows[request]), 1) if others else free
-            self._begin(request, _alike(request, first, waiting)[:count])
+            self._seat(_alike(first, waiting)[:count])
 
-    def _begin(self, request: Request, texts: list[Choice]) -> None:
-        """Give rows to texts that wait. They have the same prompt."""
-        now = time.monotonic()
-        first = texts[0]
-        try:
-            rows = self._decoding.begin(
-                [first.text] * len(texts),
-                request.max_new_tokens - len(first.tokens),
-                row_ids=[choice.sample for choice in texts],
-                settings=request.settings(
-                    first.seed,
-                    StopStrings(self._tokenizer, request.stop) if request.stop else None,
-                    self._draft_temperature,
-                ),
-            )
-        except Exception as error:  # the other rows are as they were
-            self._refuse(request, self._refusal(error, request))
+    def _seat(self, texts: list[Choice]) -> None:
+        """Give rows to texts of one request that wait. They have the same prompt."""
+        now, first, request = time.monotonic(), texts[0], texts[0].request
+        stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
+        settings = request.settings(first.seed, stop, self._draft_temperature)
+        left = request.max_new_tokens - len(first.tokens)
+        samples = [choice.sample for choice in texts]
+        if not self._begin(texts, first.text, left, samples, settings):
             return
         request.begun = now
         with self._changed:
-            for row, choice in zip(rows, texts, strict=True):
-                choice.row, choice._last = row, request.arrived
-                self._waiting.remove((request, choice))
-                self._running[row] = request, choice
+            for choice in texts:
+                choice._last = request.arrived
+                self._waiting.remove(choice)
                 self.metrics.queue_time.observe(now - request.arrived)
 
-    def _read(self) -> None:
-        """Read on in the prompts of the rows that are not read yet."""
-        for row, tokens in self._decoding.shares(self.bounds.prefill_tokens).items():
-            if row in self._decoding.waiting:  # an error at one row may take others away
-                self._read_on(row, tokens)
-
-    def _read_on(self, row: int, tokens: int) -> None:
-        """Read so many tokens of the prompt of a row. If it is complete, its texts begin."""
-        request, choice = self._running[row]
+    def _read_on(self, choice: Choice, row: int, tokens: int) -> bool:
         before, known = set(self._decoding.waiting), self.decoder.prefixes
         looked_up = (0, 0) if known is None else (known.reused, known.read)
-        try:
-            self._decoding.read(row, tokens)
-        except Exception as error:  # the other rows are as they were
-            self._new, self._ended, self._failed = [], set(), {}
-            self._refuse(request, self._refusal(error, request))
-            return
+        if not super()._read_on(choice, row, tokens):
+            return False
         if known is not None:
             reused, read = known.reused - looked_up[0], known.read - looked_up[1]
             self.metrics.reused_tokens.inc(reused)
@@ -326,57 +277,42 @@ class Engine:
             if not choice.tokens:
                 choice.cached = (choice.cached or 0) + reused
         for joined in sorted(before.difference(self._decoding.waiting)):
-            _, choice = self._running[joined]
-            self._watch.join(joined, request)
-            if not choice.tokens:
-                choice.versions = (self.drafter_version, self.drafter_version)
-                self.metrics.prompt_tokens.inc(len(choice.prompt))
+            other = self._rows[joined]
+            self._watch.join(joined, other.request)
+            if not other.tokens:
+                other.versions = (self.drafter_version, self.drafter_version)
+                self.metrics.prompt_tokens.inc(len(other.prompt))
         self._hand_out()
+        return True
 
     def _pass(self) -> None:
         started = time.monotonic()
         if self.before_pass is not None:
             self.before_pass(len(self._waiting))
-        try:
-            self._decoding.step()
-        except Exception as error:
-            self._begin_anew(error)
+        ran = [self._rows[row] for row in self._decoding.rows.numbers.tolist()]
+        step = self._step(ran)
+        if step is None:
             return
-        for _, choice in self._running.values():
+        for choice in ran:
             choice.suspect = False
-        for step in self._decoding.steps:
-            self._tally(step)
-        self._decoding.steps.clear()
-        tokens = sum(len(new) for _, new in self._new)
+        self._tally(step)
+        tokens = sum(map(len, self._news.tokens.values()))
         self._hand_out()
         speed = tokens / max(time.monotonic() - started, 1e-6)
         self._tokens_per_second = _averaged(self._tokens_per_second, speed)
 
-    def _begin_anew(self, error: Exception) -> None:
-        """After a pass that failed for no known row: begin with no rows, and let the texts wait
-        again, with the tokens that they have. Those that ran are suspects, which begin one by one.
-        If a pass fails with one suspect, or with one text at all, its request is refused."""
-        logger.error("the decode begins anew", exc_info=error)
-        self._new, self._ended, self._failed = [], set(), {}
+    def _lose(self, rows: dict[int, Choice], ran: list[Choice], error: Exception) -> None:
+        """Let the texts wait again, with the tokens that they have. Those that ran are suspects,
+        which begin one by one. If a pass fails with one suspect, or with one text at all, its
+        request is refused."""
+        suspects = [choice for choice in ran if choice.suspect] or ran
+        for row, choice in rows.items():
+            choice.suspect = choice in ran
+            self._watch.leave(row)
         with self._changed:
-            entries = list(self._running.items())
-            self._running.clear()
-            unread = set(self._decoding.waiting)
-            ran = [entry for row, entry in entries if row not in unread]
-            suspects = [entry for entry in ran if entry[1].suspect] or ran
-            for row, (_, choice) in entries:
-                choice.row, choice.suspect = None, row not in unread
-                self._watch.leave(row)
-            self._waiting.extendleft(entry for _, entry in reversed(entries))
-        self._decoding = self._make_decoding()
+            self._waiting.extendleft(reversed(rows.values()))
         if len(suspects) == 1:
-            request = suspects[0][0]
-            self._refuse(request, self._refusal(error, request))
-
-    def _shrink(self) -> None:
-        """Give memory back that longer texts took, when none is left."""
-        if not self._held and self.decoder.lm.slots.allocated != self._allocated:
-            self._decoding = self._make_decoding()
+            self._fail(suspects[0], error)
 
     def _tally(self, step: Verification) -> None:
         judged = Judged.of(step)
@@ -388,28 +324,27 @@ class Engine:
             counted[name] += int(getattr(judged, name).sum())
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
-            request, choice = self._running[row]
+            choice = self._rows[row]
             choice.steps += 1
             choice.versions = (choice.versions[0], self.drafter_version)
             if self.lossy is not None:
-                choice.lossy = self.lossy(request.sampling) or choice.lossy
+                choice.lossy = self.lossy(choice.request.sampling) or choice.lossy
             choice.drafted += drafted[index]
             choice.accepted += accepted[index]
 
     def _trace(self, step: Verification) -> None:
         """Keep what the pass drafted for the texts whose requests are traced."""
         for index, row in enumerate(step.rows.tolist()):
-            request, choice = self._running[row]
-            if request.trace:
+            choice = self._rows[row]
+            if choice.request.trace:
                 choice._traced = (int(step.accepted[index]), rejected_tokens(step, index))
 
     def _hand_out(self) -> None:
         """Deliver the tokens that the rows have got."""
-        now = time.monotonic()
-        new, ended, failed = self._new, self._ended, self._failed
-        self._new, self._ended, self._failed = [], set(), {}
-        for row, tokens in new:
-            request, choice = self._running[row]
+        now, news = time.monotonic(), self._take_news()
+        for row, tokens in news.tokens.items():
+            choice = self._rows[row]
+            request = choice.request
             if choice.tokens:
                 self.metrics.token_time.observe((now - choice._last) / len(tokens))
             else:
@@ -419,71 +354,67 @@ class Engine:
             self.metrics.generation_tokens.inc(len(tokens))
             self._counted["generated"] += len(tokens)
             entries = self._decoding.logprobs.get(row, [])[-len(tokens) :]
-            if row in ended:
-                self._end(request, choice)
+            if row in news.ended:
+                self._end(choice)
             elif entries:
                 self._decoding.logprobs[row].clear()
             if not request.cancelled:
                 traced, choice._traced = choice._traced, (0, ())
                 request.deliver(NewTokens(choice, tokens, choice.reason, entries, *traced))
-        requests = [self._running[row][0] for row in failed]
-        for request, (row, error) in zip(requests, failed.items(), strict=True):
-            self._decoding.errors.pop(row)
-            self._refuse(request, self._refusal(error, request))
+        failed = [(self._rows[row], error) for row, error in news.failed.items()]
+        for choice, error in failed:
+            self._fail(choice, error)
 
-    def _end(self, request: Request, choice: Choice) -> None:
+    def _end(self, choice: Choice) -> None:
         """A text has ended, and its row is free."""
-        assert choice.row is not None
+        request = choice.request
         room = self.decoder.lm.max_positions - len(choice.prompt)
         full = len(choice.tokens) >= min(request.max_new_tokens, room)
         is_eos = not request.ignore_eos and choice.tokens[-1] in self.decoder.eos
-        stopped = is_eos or not full or self._has_stop_string(request, choice)
+        stopped = is_eos or not full or self._has_stop_string(choice)
         choice.reason = "stop" if stopped else "length"
-        self._forget(choice.row)
+        self._leave(choice)
         self._tokens_per_text = _averaged(self._tokens_per_text, len(choice.tokens))
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - request.arrived)
 
-    def _has_stop_string(self, request: Request, choice: Choice) -> bool:
+    def _has_stop_string(self, choice: Choice) -> bool:
         """Whether a stop string ends a text; its last token may also be the last that it may
         have."""
-        if not request.stop:
+        stop = choice.request.stop
+        if not stop:
             return False
-        return StopStrings(self._tokenizer, request.stop).cut(0, choice.tokens) is not None
+        return StopStrings(self._tokenizer, stop).cut(0, choice.tokens) is not None
 
-    def _forget(self, row: int) -> None:
-        with self._changed:
-            del self._running[row]
-            self._held -= 1
+    def _leave(self, choice: Choice) -> None:
+        row = choice.row
+        super()._leave(choice)
+        if row is not None:
             self._busy_at = time.monotonic()
-        self._decoding.outputs.pop(row, None)
-        self._decoding.logprobs.pop(row, None)
-        self._watch.leave(row)
+            self._watch.leave(row)
 
-    def _leave(self, request: Request) -> None:
-        """Free all rows of a request."""
+    def _give_up(self, request: Request) -> None:
+        """Free all rows of a request, and let none of its texts wait."""
         with self._changed:
-            stays = [entry for entry in self._waiting if entry[0] is not request]
-            self._held -= len(self._waiting) - len(stays)
-            self._waiting = deque(stays)
-        for row, (other, _) in list(self._running.items()):
-            if other is request:
-                if row in self._decoding.rows.numbers or row in self._decoding.waiting:
-                    self._decoding.drop(row)
-                self._forget(row)
+            self._waiting = deque(other for other in self._waiting if other.request is not request)
+        for choice in request.choices:
+            self._leave(choice)
 
     def _refuse(self, request: Request, refusal: Refusal) -> None:
         """Free all rows of a request, and say why, unless nobody waits for it any more."""
         cancelled, request.cancelled = request.cancelled, True
-        self._leave(request)
+        self._give_up(request)
         if not cancelled:
             request.deliver(self._count(refusal))
+
+    def _fail(self, choice: Choice, error: Exception) -> None:
+        self._refuse(choice.request, self._refusal(error, choice.request))
 
     def _refusal(self, error: Exception, request: Request) -> Refusal:
         """Why a request gets no more."""
         if isinstance(error, MemoryShortage):
             # It cannot help to wait if no other request holds memory.
-            others = any(other is not request for other, _ in self._running.values())
+            others = any(other.request is not request for other in self._rows.values())
             return Refusal("memory", str(error), self._retry_after() if others else None)
         if isinstance(error, UserError):
             return Refusal("failed", str(error))
@@ -493,23 +424,6 @@ class Engine:
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)
         return refusal
-
-    def _make_decoding(self) -> Decoding:
-        rows, length = self.bounds.max_rows, self.bounds.row_tokens
-        decoding = Decoding(
-            self.decoder,
-            rows=rows,
-            slots=self.decoder.affordable_slots(rows, length),
-            ahead=AHEAD,
-            on_tokens=lambda row, tokens: self._new.append((row, tokens)),
-            on_end=lambda row, _: self._ended.add(row),
-            on_error=self._failed_row,
-        )
-        self._allocated = self.decoder.lm.slots.allocated
-        return decoding
-
-    def _failed_row(self, row: int, error: UserError) -> None:
-        self._failed[row] = error
 
     def _retry_after(self) -> int:
         """Seconds until the texts that wait are answered, at the speed of the last passes."""
@@ -527,20 +441,24 @@ def _each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
     return list({id(prompt): prompt for prompt in prompts}.values())
 
 
-def _alike(
-    request: Request, first: Choice, waiting: Iterable[tuple[Request, Choice]]
-) -> list[Choice]:
+def _alike(first: Choice, waiting: Iterable[Choice]) -> list[Choice]:
     """The texts of a request that can begin together with its first one: they have the same prompt.
     A text that begins again has its own."""
     if first.tokens or first.suspect:
         return [first]
     return [
         choice
-        for other, choice in waiting
-        if other is request and choice.prompt is first.prompt and not choice.tokens
+        for choice in waiting
+        if choice.request is first.request and choice.prompt is first.prompt and not choice.tokens
     ]
 
 
-def _different(entries: Iterable[tuple[Request, Choice]]) -> list[Request]:
+def _different(entries: Iterable[Choice]) -> list[Request]:
     """Each request once, in their order."""
-    return list(dict.fromkeys(request for request, _ in entries))
+    return list(dict.fromkeys(choice.request for choice in entries))
+
+
+def _log_failure(done: Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        logger.error("the decoding thread has failed", exc_info=error)
