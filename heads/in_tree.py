@@ -158,7 +158,9 @@ class InTreeDrafter(PassDrafter):
 @COMBINATIONS.register("in_tree")
 @dataclass(frozen=True, kw_only=True)
 class InTree(Combination):
-    """See `InTreeDrafter`. drafter: the directory of `pass` heads."""
+    """Look-ahead embeddings are read in the passes that verify (`InTreeDrafter`).
+
+    drafter: the directory of `pass` heads."""
 
     drafter: str
     places: int | None = None

@@ -5,13 +5,15 @@ docs/reference/config.md   every setting of a config
 docs/reference/cli.md      every command and its options
 docs/reference/requests.md  every field of a request to the service
 docs/reference/lossless.md  every pairing of drafter, draft and rule in the joint tests
+docs/reference/methods.md   everything that is chosen by name
+docs/reference/structure.md  every folder and file of the product, and the files of three steps
 """
 
 import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
 
@@ -19,8 +21,10 @@ from typer.models import ArgumentInfo
 
 from draftsmith.cli.main import app
 from tests.markdown import table
+from tests.methods import methods_reference
 from tests.pairings import pairings_reference
 from tests.request_fields import requests_reference
+from tests.structure import structure_reference
 from train.base.config_file import describe
 from train.base.exit_status import ExitStatus
 from train.base.schema import Untitled
@@ -147,21 +151,23 @@ def _parameter(parameter: inspect.Parameter) -> list[str]:
     ]
 
 
-def make_files() -> dict[Path, str]:
-    """The text of every generated file."""
-    schema = make_schema()
-    return {
-        ROOT / "train" / "schema.json": json.dumps(schema, indent=1, ensure_ascii=False) + "\n",
-        ROOT / "docs" / "reference" / "config.md": config_reference(schema),
-        ROOT / "docs" / "reference" / "cli.md": cli_reference(),
-        ROOT / "docs" / "reference" / "requests.md": requests_reference(),
-        ROOT / "docs" / "reference" / "lossless.md": pairings_reference(),
-    }
+# What makes the text of each generated file.
+MAKERS: dict[Path, Callable[[], str]] = {
+    ROOT / "train" / "schema.json": lambda: (
+        json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
+    ),
+    ROOT / "docs" / "reference" / "config.md": lambda: config_reference(make_schema()),
+    ROOT / "docs" / "reference" / "cli.md": cli_reference,
+    ROOT / "docs" / "reference" / "requests.md": requests_reference,
+    ROOT / "docs" / "reference" / "lossless.md": pairings_reference,
+    ROOT / "docs" / "reference" / "methods.md": methods_reference,
+    ROOT / "docs" / "reference" / "structure.md": structure_reference,
+}
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python -m tests.reference --write")
-    for path, text in make_files().items():
+    for path, make in MAKERS.items():
         path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
+        path.write_text(make())

@@ -1,101 +1,41 @@
-"""Figures on the structure of this repository, and the files that three typical steps enter.
+"""The structure of the product: its figures beside their aims, and the files of three steps.
 
-    python -m tests.structure [--json FILE]
+    python -m tests.structure
 
-Everything is about the Python files that git tracks, without those in tests/.
+prints the table. `docs/reference/structure.md` has the map of the folders and the three walks.
 """
 
-import argparse
 import ast
-import io
-import json
-import subprocess
 import sys
 import tempfile
-import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path, PurePosixPath
-from statistics import median
 from types import FrameType
 from typing import Any
 
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
+from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, rooms, tracked
+from tests.markdown import table
 from tests.stages import DRAFTER, make_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines
 
-ROOT = Path(__file__).resolve().parent.parent
-SMALL = 60  # lines; a file with fewer is small
-# Tokens of Python that are no code.
-_NO_CODE = (
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-)
+
+def count_lines(files: list[str] | tuple[str, ...]) -> int:
+    """All lines of some files of the repository."""
+    return sum(len((ROOT / file).read_text().splitlines()) for file in files)
 
 
-def source_files() -> list[str]:
-    """The tracked Python files outside tests/, as paths from the root, sorted."""
-    listed = subprocess.run(
-        ["git", "ls-files", "--", "*.py"], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.splitlines()
-    return sorted(
-        file for file in listed if not file.startswith("tests/") and (ROOT / file).exists()
-    )
-
-
-def count_lines(file: str) -> int:
-    """All lines of a file of the repository."""
-    return len((ROOT / file).read_text().splitlines())
-
-
-def code_lines(source: str) -> int:
-    """Lines with code: not those that are blank, or hold only comments or docstrings.
-
-    >>> code_lines('"A module."\\n\\nx = 1  # one\\n# two\\n')
-    1
-    """
-    numbers: set[int] = set()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NO_CODE:
-            numbers.update(range(token.start[0], token.end[0] + 1))
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            first = node.body[0] if node.body else None
-            if isinstance(first, ast.Expr) and _is_text(first.value):
-                numbers.difference_update(range(first.lineno, (first.end_lineno or 0) + 1))
-    lines = source.splitlines()
-    return sum(bool(lines[number - 1].strip()) for number in numbers)
-
-
-def _is_text(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and isinstance(node.value, str)
-
-
-def counts() -> dict[str, Any]:
-    """Figures on the files: how many there are, how long they are, where they are, and which base
-    names (without .py) occur more than once."""
-    files = source_files()
-    lengths = [count_lines(file) for file in files]
-    folders = Counter(str(PurePosixPath(file).parent) for file in files)
-    names = Counter(PurePosixPath(file).stem for file in files)
-    del names["__init__"]
-    return {
-        "files": len(files),
-        "median_lines": median(lengths),
-        f"files_under_{SMALL}_lines": sum(length < SMALL for length in lengths),
-        "code_lines": sum(code_lines((ROOT / file).read_text()) for file in files),
-        "files_by_folder": dict(folders.most_common()),
-        "repeated_names": {name: n for name, n in names.most_common() if n > 1},
-    }
+def repeated_names() -> list[str]:
+    """Base names of files that occur more than once in the product, without `__init__` and
+    `__main__`."""
+    names = Counter(PurePosixPath(file).stem for file in tracked(*PACKAGES))
+    return sorted(name for name, n in names.items() if n > 1 and not name.startswith("__"))
 
 
 class _Walk:
@@ -104,7 +44,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.files: list[str] = []
-        self._known = {str(ROOT / file): file for file in source_files()}
+        self._known = {str(ROOT / file): file for file in tracked(*PACKAGES)}
 
     def start(self) -> None:
         sys.setprofile(self._event)
@@ -119,6 +59,7 @@ class _Walk:
             self.files.append(file)
 
 
+@cache
 def walk_of_a_decode_step() -> list[str]:
     """The files of one sampled step of a chain drafted by a small LM: drafting, verification and
     commit. It is the second step of its text, so nothing is prepared in it."""
@@ -156,12 +97,14 @@ class _WatchedSteps(Lines):
             self.walk.stop()
 
 
+@cache
 def walk_of_a_distillation_step() -> list[str]:
     """The files of one step of a `distill` stage with its defaults: batch, signal of the live
     target, loss, backward and optimizer step."""
     return _walk_of_a_training_step("distill", 2, DRAFTER)
 
 
+@cache
 def walk_of_a_heads_step() -> list[str]:
     """The files of one step of a `heads` stage that trains EAGLE-3 on the live target's hidden
     states and its distribution: batch, states, the unrolled steps, loss, backward and optimizer
@@ -181,40 +124,86 @@ def _walk_of_a_training_step(kind: str, layers: int, settings: dict[str, Any]) -
     return reporter.walk.files
 
 
-def _walk_in_lines(title: str, files: list[str]) -> str:
-    total = sum(count_lines(file) for file in files)
-    rows = [f"{number:3}  {file}" for number, file in enumerate(files, 1)]
-    return "\n".join([f"{title}: {len(files)} files of {total} lines", *rows])
+WALKS: dict[str, Callable[[], list[str]]] = {
+    "one sampled step of a chain drafted by a small LM": walk_of_a_decode_step,
+    "one step of a distillation": walk_of_a_distillation_step,
+    "one step of a training of EAGLE-3": walk_of_a_heads_step,
+}
 
 
-def main() -> None:
-    """Prints the figures and the walks."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all of it to this file")
-    options = parser.parse_args()
-    figures = counts()
-    walks = {
-        "decode_step": walk_of_a_decode_step(),
-        "distillation_step": walk_of_a_distillation_step(),
-        "heads_step": walk_of_a_heads_step(),
-    }
-    for name, value in figures.items():
-        words = name.replace("_", " ")
-        if isinstance(value, dict):
-            print(f"{words}: {', '.join(f'{key} {n}' for key, n in value.items())}")
-        else:
-            print(f"{words}: {value}")
-    print()
-    print(_walk_in_lines("one sampled step of a chain drafted by a small LM", walks["decode_step"]))
-    print()
-    print(_walk_in_lines("one step of a distillation", walks["distillation_step"]))
-    print()
-    print(_walk_in_lines("one step of a training of heads", walks["heads_step"]))
-    if options.json is not None:
-        lines = {name: sum(map(count_lines, files)) for name, files in walks.items()}
-        stored = figures | {"walks": walks, "lines_of_walks": lines}
-        options.json.write_text(json.dumps(stored, indent=2) + "\n")
+def purpose(file: str) -> str:
+    """What a file is for: the first sentence of its docstring, or the docstring's first paragraph
+    if that has no end of a sentence."""
+    text = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    sentence, end, _ = paragraph.partition(". ")
+    return (sentence + end).strip()
+
+
+def structure_reference() -> str:
+    """The page: a table of the files of every folder, and the walks."""
+    lines = [
+        "# Where things are",
+        "",
+        "Generated by `python -m tests.reference --write` from the files' docstrings and from a",
+        "trace of three steps. Imports run one way: "
+        + " → ".join(f"`{package}`" for package in reversed(PACKAGES))
+        + ".",
+    ]
+    for title, walk in WALKS.items():
+        files = walk()
+        rows = [[str(number), f"`{file}`", purpose(file)] for number, file in enumerate(files, 1)]
+        hundreds = round(count_lines(files), -2)
+        lines += ["", f"## Walk: {title}", ""]
+        lines += [
+            f"{len(files)} files of about {hundreds:,} lines, in the order of first entry.",
+            "",
+        ]
+        lines += table(["", "file", "purpose"], rows)
+    folders: dict[str, list[str]] = {}
+    for package in PACKAGES:
+        for file in tracked(package):
+            folders.setdefault(str(PurePosixPath(file).parent), []).append(file)
+    for folder, files in folders.items():
+        lines += ["", f"## {folder}", ""]
+        rows = []
+        for file in files:
+            if file.endswith("/__init__.py"):
+                lines += [purpose(file), ""]
+            else:
+                rows.append([f"`{PurePosixPath(file).name}`", purpose(file)])
+        lines += table(["file", "purpose"], rows) if rows else []
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def figures() -> list[list[str]]:
+    """The table's rows: what is counted, its value, and the aim."""
+    product = [
+        [f"lines of {package}/", f"{count_lines(tracked(package)):,}", ""] for package in PACKAGES
+    ]
+    aims = ("≤ 3,000", "≤ 2,000", "≤ 3,500")
+    opened = [
+        [f"lines opened for {title}", f"{count_lines(walk()):,}", aim]
+        for (title, walk), aim in zip(WALKS.items(), aims, strict=True)
+    ]
+    up = {"decode": "≤ 2", "train": "0", "draftsmith": "0", "heads": "0", "distill": "0"}
+    arrows = [
+        [f"arrows up between rooms of {package}/", str(arrows_up(package)), up[package]]
+        for package in PACKAGES
+    ]
+    return [
+        ["lines of the product", f"{count_lines(tracked(*PACKAGES)):,}", "≤ 54,000"],
+        *product,
+        ["lines of tests/", f"{count_lines(tracked('tests')):,}", "≤ 38,000"],
+        *opened,
+        ["rooms of train/", str(len(rooms("train"))), "≤ 10"],
+        *arrows,
+        ["imports from an inner package to an outer one", str(len(outward_imports())), "1"],
+        ["circles between modules", str(len(circles())), "0"],
+        ["base names used twice", str(len(repeated_names())), "≤ 8"],
+    ]
 
 
 if __name__ == "__main__":
-    main()
+    print("\n".join(table(["figure", "now", "aim"], figures())))
+    print(f"\nused twice: {', '.join(repeated_names())}")

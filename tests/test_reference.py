@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
-from tests.reference import ROOT, cli_reference, make_files, make_schema
+from tests.reference import MAKERS, ROOT, cli_reference, make_schema
 
 # What describes a value, and what `train.base.config_file` checks.
 DESCRIBES = {"description", "default", "title", "$defs"}
@@ -27,9 +27,9 @@ def pinned(package: str) -> str:
 @pytest.mark.skipif(
     version("pydantic") != pinned("pydantic"), reason="versions of pydantic word schemas otherwise"
 )
-@pytest.mark.parametrize("path", make_files(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", MAKERS, ids=lambda path: path.name)
 def test_a_generated_file_is_current(path: Path) -> None:
-    assert path.read_text() == make_files()[path], "run `python -m tests.reference --write`"
+    assert path.read_text() == MAKERS[path](), "run `python -m tests.reference --write`"
 
 
 def test_every_drafter_shape_and_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:

@@ -1,37 +1,54 @@
-"""CONTRIBUTING shows how data goes through the files; a trace of the code keeps that true."""
+"""The house stays simple: imports run one way and in no circle, and a step enters few files.
 
-import re
+`docs/reference/structure.md` has the files of each step. `tests/test_reference.py` checks the page.
+"""
 
+from collections.abc import Callable
+from pathlib import PurePosixPath
+
+import pytest
+
+from tests.imports import PACKAGES, circles, outward_imports, tracked
 from tests.structure import (
-    ROOT,
+    repeated_names,
     walk_of_a_decode_step,
     walk_of_a_distillation_step,
     walk_of_a_heads_step,
 )
 
-
-def listed(heading: str) -> list[str]:
-    """The files of the numbered list after the paragraph that begins so."""
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    after = text[text.index(heading) :]
-    first = after.index("\n1. ")
-    body = re.split(r"\n\n", after[first:].lstrip())[0]
-    return re.findall(r"^\d+\. `([^`]+)`", body, re.MULTILINE)
-
-
-def test_the_walk_of_a_speculative_step_is_the_one_in_contributing() -> None:
-    files = walk_of_a_decode_step()
-    assert listed("One speculative step") == files
-    assert len(files) <= 13
+# `accelerate launch -m train` is a command: it starts the command line's own `train`.
+OUTWARD = {("train.__main__", "draftsmith.cli.train")}
+# The circles that are left. A new one is an error.
+CIRCLES = [
+    {
+        "decode.model.cache.cached_model",
+        "decode.model.cache.long_read",
+        "decode.model.trials",
+    },
+    {"decode.model.identity", "decode.model.loading"},
+]
 
 
-def test_the_walk_of_a_distillation_step_is_the_one_in_contributing() -> None:
-    files = walk_of_a_distillation_step()
-    assert listed("One distillation step") == files
-    assert len(files) <= 10
+def test_imports_run_from_the_outer_packages_to_the_inner_ones() -> None:
+    assert outward_imports() <= OUTWARD
 
 
-def test_the_walk_of_a_heads_step_is_the_one_in_contributing() -> None:
-    files = walk_of_a_heads_step()
-    assert listed("One step of a heads training") == files
-    assert len(files) <= 21
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    assert [circle for circle in circles() if not any(circle <= left for left in CIRCLES)] == []
+
+
+def test_no_folder_has_a_name_that_tools_take_for_build_output() -> None:
+    folders = {part for file in tracked(*PACKAGES) for part in PurePosixPath(file).parent.parts}
+    assert not folders & {"target", "parts"}
+
+
+def test_few_files_have_the_name_of_another_one() -> None:
+    assert len(repeated_names()) <= 8
+
+
+@pytest.mark.parametrize(
+    ("walk", "most"),
+    [(walk_of_a_decode_step, 13), (walk_of_a_distillation_step, 10), (walk_of_a_heads_step, 21)],
+)
+def test_a_typical_step_enters_few_files(walk: Callable[[], list[str]], most: int) -> None:
+    assert len(walk()) <= most

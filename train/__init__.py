@@ -1,1 +1,1 @@
-"""Configs, data, stages, runs, reports and the command line."""
+"""Makes drafters: runs and their stages, data, the training loop, engines beside them, reports."""

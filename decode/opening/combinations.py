@@ -44,8 +44,8 @@ COMBINATIONS: Registry[type[Combination]] = Registry("combination of drafters")
 @COMBINATIONS.register("vertical")
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Combination):
-    """See `decode.drafters.several.cascade.VerticalCascade`. An inner drafter with a shape drafts
-    chains in it."""
+    """A language model judges the chains of a cheaper drafter, and the target judges what it leaves
+    (`decode.drafters.several.cascade.VerticalCascade`)."""
 
     model: str
     inner: str = "ngram"
@@ -67,8 +67,8 @@ class Vertical(Combination):
 @COMBINATIONS.register("horizontal")
 @dataclass(frozen=True, kw_only=True)
 class Horizontal(Combination):
-    """See `decode.drafters.several.cascade.HorizontalCascade`. Drafters with a shape draft chains
-    in it."""
+    """One drafter drafts the first tokens of a chain, and a cheaper one the later tokens
+    (`decode.drafters.several.cascade.HorizontalCascade`)."""
 
     first: str
     later: str = "ngram"
@@ -95,8 +95,11 @@ def _of_chains(drafter: Drafter) -> Drafter:
 @COMBINATIONS.register("measured")
 @dataclass(frozen=True, kw_only=True)
 class Measured(Combination):
-    """See `decode.drafters.several.measured.MeasuredComposite`. costs: None: those of each drafter
-    are measured here, once (`decode.measure.time_costs.measure_costs`)."""
+    """Each row takes the drafter that is worth most there, by its acceptance and its cost
+    (`decode.drafters.several.measured.MeasuredComposite`).
+
+    costs: of each drafter. None: they are measured once, when the drafters are opened
+    (`decode.measure.time_costs.measure_costs`)."""
 
     drafters: list[str]
     costs: list[Cost] | None = None
@@ -114,9 +117,11 @@ class Measured(Combination):
 @COMBINATIONS.register("routed")
 @dataclass(frozen=True, kw_only=True)
 class Routed(Combination):
-    """See `RoutedDrafter`. by: what chooses, `text`, `label` or `acceptance`. examples: for
-    `text`: for each drafter, a UTF-8 text file of its domain, for `TokenProfiles`. labels: for
-    `label`: that of each drafter."""
+    """Each row has one of several drafters (`RoutedDrafter`), chosen by its text, by the request's
+    label or by measured acceptance.
+
+    examples: with `text`, a UTF-8 text file of each drafter's domain, for `TokenProfiles`.
+    labels: with `label`, the label of each drafter."""
 
     drafters: list[str]
     by: Literal["text", "label", "acceptance"] = "text"
