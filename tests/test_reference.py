@@ -1,22 +1,13 @@
-"""The generated files are current, and the early check knows all that the schema says."""
+"""The generated files are current."""
 
 import re
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
 from tests.reference import MAKERS, ROOT, cli_reference, make_schema
-
-# What describes a value, and what `train.base.config_file` checks.
-DESCRIBES = {"description", "default", "title", "$defs"}
-CHECKED = {
-    *("$ref", "anyOf", "oneOf", "discriminator", "type", "const", "enum", "pattern"),
-    *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
-    *("items", "minItems", "properties", "additionalProperties", "required"),
-}
 
 
 def pinned(package: str) -> str:
@@ -59,23 +50,6 @@ def test_every_command_that_prints_figures_writes_them_as_json() -> None:
     without = {text.split("\n")[0] for text in sections if "| `--json` |" not in text}
     # Those that write a report have the option for their plan.
     assert without | {"quickstart", "train"} == set(WITHOUT_JSON)
-
-
-def test_every_keyword_of_the_schema_is_checked() -> None:
-    assert keywords(make_schema()) <= CHECKED | DESCRIBES
-
-
-def keywords(part: dict[str, Any]) -> set[str]:
-    found = set(part)
-    for key in ("properties", "$defs"):
-        for inner in part.get(key, {}).values():
-            found |= keywords(inner)
-    for key in ("items", "additionalProperties"):
-        if isinstance(part.get(key), dict):
-            found |= keywords(part[key])
-    for inner in part.get("anyOf", []):
-        found |= keywords(inner)
-    return found
 
 
 def test_every_setting_is_described() -> None:

@@ -5,15 +5,19 @@ Nothing here imports torch, so a mistake is reported within a second, with the l
 """
 
 import json
-import operator
+import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
+from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend
 
 from decode.base.errors import UserError, nearest
 
@@ -37,7 +41,7 @@ class ConfigSource:
 
     def check(self) -> None:
         """Raise UserError with everything in the values that the schema refuses."""
-        problems = list(find_problems(self.values, schema()))
+        problems = find_problems(self.values, schema())
         if problems:
             raise UserError("\n".join(self.explain(*problem) for problem in problems))
 
@@ -219,21 +223,27 @@ def _key_in(parent: Any, word: str, override: str) -> str | int:
 
 # --- the schema -----------------------------------------------------------------------------------
 
-_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "string": (str, "text"),
-    "integer": (int, "a whole number"),
-    "number": ((int, float), "a number"),
-    "boolean": (bool, "true or false"),
-    "array": (list, "a list"),
-    "object": (dict, "a mapping"),
-    "null": (type(None), "null"),
+_TYPES = {
+    "string": "text",
+    "integer": "a whole number",
+    "number": "a number",
+    "boolean": "true or false",
+    "array": "a list",
+    "object": "a mapping",
+    "null": "null",
 }
-_BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "minimum": ("≥", operator.ge),
-    "exclusiveMinimum": (">", operator.gt),
-    "maximum": ("≤", operator.le),
-    "exclusiveMaximum": ("<", operator.lt),
-}
+_BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+
+
+def _is_number(_: Any, value: Any) -> bool:
+    return Draft4Validator.TYPE_CHECKER.is_type(value, "number") and not math.isnan(value)
+
+
+# To draft 4, 1.0 is no whole number.
+_Checker = extend(
+    Draft202012Validator,
+    type_checker=Draft4Validator.TYPE_CHECKER.redefine("number", _is_number),
+)
 
 
 @cache
@@ -266,80 +276,61 @@ def _describe(option: Schema) -> str:
         return f"a mapping with {option['discriminator']['propertyName']}"
     if "type" not in option:
         return "any value"
-    words = _TYPES[option["type"]][1]
-    bounds = [f"{sign} {option[key]:g}" for key, (sign, _) in _BOUNDS.items() if key in option]
+    words = _TYPES[option["type"]]
+    bounds = [f"{sign} {option[key]:g}" for key, sign in _BOUNDS.items() if key in option]
     if "pattern" in option:
         bounds.append(f"that matches {option['pattern']}")
     if "minItems" in option:
         bounds.append(f"of {option['minItems']} or more")
-    if option["type"] == "array" and option.get("items"):
-        bounds.append(f"(each {describe(option['items'])})")
-    return " ".join([words, " and ".join(bounds)]).rstrip()
+    each = f"(each {describe(option['items'])})" if option.get("items") else ""
+    return " ".join(filter(None, [words, " and ".join(bounds), each]))
 
 
-def find_problems(value: Any, part: Schema, keys: Keys = ()) -> Iterator[tuple[Keys, str]]:
-    """Yields (keys, problem) for every part of a value that does not fit the schema."""
+@cache
+def _checker() -> Validator:
+    """Checks a value against the schema of all configs. Its parts may refer to this schema."""
+    return _Checker(schema())
+
+
+def find_problems(value: Any, part: Schema, keys: Keys = ()) -> list[tuple[Keys, str]]:
+    """(keys, problem) for every part of a value that does not fit the schema."""
+    errors = _checker().evolve(schema=part).iter_errors(value)
+    found = (_problems(error, (*keys, *error.path)) for error in errors)
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def _problems(error: ValidationError, keys: Keys) -> Iterator[tuple[Keys, str]]:
+    value: Any = error.instance
+    part = cast(Schema, error.schema)
     options = alternatives(part)
-    fitting = [option for option in options if _has_type(value, option)]
-    if fitting:
-        yield from min((list(_inside(value, option, keys)) for option in fitting), key=len)
+    fitting = [x for x in options if _checker().is_type(value, x.get("type", "object"))]
+    if error.validator == "anyOf" and fitting:
+        yield from min((find_problems(value, option, keys) for option in fitting), key=len)
+    elif error.validator == "oneOf" and fitting:
+        tag, by_tag = part["discriminator"]["propertyName"], part["discriminator"]["mapping"]
+        known = {"properties": {tag: {"enum": list(by_tag)}}, "required": [tag]}
+        chosen = {"$ref": by_tag[value[tag]]} if value.get(tag) in list(by_tag) else known
+        yield from find_problems(value, chosen, keys)
+    elif error.validator == "additionalProperties":
+        for key in value:
+            if key not in part.get("properties", {}):
+                yield (*keys, key), f"is unknown.{_place_of(str(key), part['properties'])}"
+    elif error.validator == "required":
+        for key in part["required"]:
+            if key not in value:
+                yield (*keys, key), f"is missing; expected {describe(part['properties'][key])}."
     else:
         yield keys, f"is {_show(value)}; expected {describe(part)}.{_suggestion(value, options)}"
 
 
-def _inside(value: Any, option: Schema, keys: Keys) -> Iterator[tuple[Keys, str]]:
-    """As `find_problems`, for a value that has the type of the schema."""
-    if "discriminator" in option:
-        tag, by_tag = option["discriminator"]["propertyName"], option["discriminator"]["mapping"]
-        if isinstance(value.get(tag), str) and value[tag] in by_tag:
-            yield from find_problems(value, {"$ref": by_tag[value[tag]]}, keys)
-        else:
-            known = {"properties": {tag: {"enum": list(by_tag)}}, "required": [tag]}
-            yield from _keys_and_values(value, known, keys)
-    elif not _in_bounds(value, option):
-        expected, suggestion = _describe(option), _suggestion(value, [option])
-        yield keys, f"is {_show(value)}; expected {expected}.{suggestion}"
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            yield from find_problems(entry, option.get("items", {}), (*keys, index))
-    elif isinstance(value, dict):
-        yield from _keys_and_values(value, option, keys)
-
-
-def _keys_and_values(value: dict[Any, Any], option: Schema, keys: Keys) -> Iterator[Any]:
-    properties, others = option.get("properties", {}), option.get("additionalProperties", True)
-    for key, entry in value.items():
-        if key in properties or others:
-            other = {} if others is True else others
-            yield from find_problems(entry, properties.get(key, other), (*keys, key))
-            continue
-        inner = [
-            f'"{name}.{key}"'
-            for name, part in properties.items()
-            if any(key in inside.get("properties", {}) for inside in alternatives(part))
-        ]
-        hint = f" Did you mean {' or '.join(inner)}?" if inner else nearest(str(key), properties)
-        yield (*keys, key), f"is unknown.{hint}"
-    for key in option.get("required", ()):
-        if key not in value:
-            yield (*keys, key), f"is missing; expected {describe(properties[key])}."
-
-
-def _has_type(value: Any, option: Schema) -> bool:
-    name = option.get("type", "object" if "discriminator" in option else None)
-    if name is None:
-        return True
-    return isinstance(value, _TYPES[name][0]) and (name == "boolean" or not isinstance(value, bool))
-
-
-def _in_bounds(value: Any, option: Schema) -> bool:
-    if "const" in option or "enum" in option:
-        return value in option.get("enum", [option.get("const")])
-    if isinstance(value, str):
-        return re.search(option.get("pattern", ""), value) is not None
-    if isinstance(value, list):
-        return len(value) >= option.get("minItems", 0)
-    return all(fits(value, option[key]) for key, (_, fits) in _BOUNDS.items() if key in option)
+def _place_of(key: str, properties: Schema) -> str:
+    """' Did you mean …?' with the property that has this key, or with the nearest property."""
+    inner = [
+        f'"{name}.{key}"'
+        for name, part in properties.items()
+        if any(key in inside.get("properties", {}) for inside in alternatives(part))
+    ]
+    return f" Did you mean {' or '.join(inner)}?" if inner else nearest(key, properties)
 
 
 def _names(option: Schema) -> list[str]:
@@ -350,7 +341,7 @@ def _suggestion(value: Any, options: Sequence[Schema]) -> str:
     """' Did you mean …?' with the likely value, or ''."""
     for option in options:
         if option.get("type") == "array" and not isinstance(value, list | dict):
-            if not list(find_problems([value], option)):
+            if not find_problems([value], option):
                 return f" Did you mean [{value}]?"
             return _suggestion(value, alternatives(option.get("items", {})))
         tagged = option.get("discriminator", {"mapping": ()})
