@@ -4,7 +4,8 @@ import gc
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState, GradientState, PartialState
+
+from tests.training import begin_anew
 
 
 def pytest_collection_finish() -> None:
@@ -29,8 +30,19 @@ def seeded() -> None:
 
 
 @pytest.fixture
+def plots() -> None:
+    """For tests that look at the plots of a report."""
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other reports have none: to draw them takes longer than to train a tiny model."""
+    if "plots" not in request.fixturenames:
+        monkeypatch.setattr("train.report.plots.can_plot", lambda: False)
+
+
+@pytest.fixture
 def fresh_accelerate():
     """accelerate keeps its state in the process; the next test begins without."""
     yield
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    begin_anew()

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
+import train.report.plots
 import train.run.run
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -129,6 +130,7 @@ def main() -> None:
         # wait. Without them it takes those of torch, as on GPUs.
         deepspeed.ops.__compatible_ops__ = {"deepspeed_shm_comm": False}
     gc.freeze()  # as tests/conftest.py does
+    train.report.plots.can_plot = lambda: False  # as tests/conftest.py does
 
     def first_life() -> None:
         # The engine must not depend on whether accelerate was told that this is a CPU.

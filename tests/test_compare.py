@@ -65,6 +65,7 @@ def test_runs_that_were_measured_differently_are_not_ranked(tmp_path: Path) -> N
     assert runs.verdict == ""
 
 
+@pytest.mark.usefixtures("plots")
 def test_the_command_and_its_files(tmp_path: Path) -> None:
     paths = write_runs(tmp_path, seed=EVIL)
     page, figures_file = tmp_path / "page.html", tmp_path / "figures.json"

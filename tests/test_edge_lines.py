@@ -206,8 +206,9 @@ def test_a_server_that_comes_back_as_another_one_is_refused(what: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_process_that_is_killed_and_started_again_continues_the_text(tmp_path: Path) -> None:
-    """Twice the start of a process: 15 s."""
+    """As the servers in this process that the line is cut from and that start again."""
     expected = plain_texts(SAMPLED, seed=6)
     port, directory = free_port(), save_tiny(tmp_path / "target")
     program = [sys.executable, "-m", "draftsmith.cli.main"]

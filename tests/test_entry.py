@@ -14,12 +14,13 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState, is_initialized
+from accelerate.state import is_initialized
 
 import draftsmith
 from decode.measure.time_passes import trains_in_bfloat16
 from decode.model.loading import resolve_dtype
 from tests.tiny import save_tiny
+from tests.training import begin_anew
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
 from train.run.config import load_config, validate_config
@@ -37,8 +38,7 @@ STAGE = {
 
 @pytest.fixture
 def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None) -> Path:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    begin_anew()
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "target", "llama")
     rows = [{"prompt": f"the dog {i}", "response": f"it sells shells {i}"} for i in range(30)]

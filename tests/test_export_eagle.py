@@ -19,6 +19,7 @@ from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     FEW,
     KEPT,
+    PROMPTS,
     assert_same_counts,
     edit_json,
     edit_weights,
@@ -64,7 +65,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
     options, kept = KINDS[kind]
     out = exported(tmp_path, target, options, kept, moved=0.05)
-    asked = task(target, out)
+    asked = task(target, out, prompts=PROMPTS[:8])
     before = open_drafter(str(tmp_path / "drafter"), target)
     counted = [
         count_drafts(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))

@@ -12,6 +12,8 @@ import pytest
 import torch
 
 from decode.base.errors import UserError
+from decode.drafters import NoDrafter
+from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import save_drafter
 from draftsmith.export import ExportOptions
@@ -69,9 +71,9 @@ def test_transformers_counts_what_our_loop_counts(
 ) -> None:
     """To the token: same drafts, same verdicts, ends of texts included. With EOS a token that the
     texts are full of stands for it."""
-    ends = (_common_token(target, exported),) if eos else ()
-    which = replace(target, eos_token_ids=ends)
-    found = verify_export("transformers", task(which, exported), min_drafted=100)
+    which = replace(target, eos_token_ids=(_common_token(target),) if eos else ())
+    asked = task(which, exported, prompts=PROMPTS[:20])
+    found = verify_export("transformers", asked, min_drafted=100)
     assert found.failures == []
     assert found.equal == 1
     assert found.run.drafted_tokens == found.our_drafted > 300
@@ -81,19 +83,16 @@ def test_transformers_counts_what_our_loop_counts(
     assert found.to_dict()["our_efficiency"] == found.to_dict()["engine_efficiency"]
 
 
-def _common_token(target: Target, exported: Path) -> int:
-    texts = (
-        ENGINES["transformers"].run(task(replace(target, eos_token_ids=()), exported)).plain_texts
-    )
+def _common_token(target: Target) -> int:
+    texts = Decoder(target.model, NoDrafter()).decode(PROMPTS[:20], 24).outputs
     tokens = torch.tensor([token for text in texts for token in text[6:]])
     return int(tokens.bincount().argmax())
 
 
 def test_ways_of_counting_differ(target: Target, exported: Path) -> None:
-    ends = (_common_token(target, exported),)
-    which = replace(target, eos_token_ids=ends)
+    which = replace(target, eos_token_ids=(_common_token(target),))
     drafter = reload_export(exported, check_export(exported), which)
-    asked = task(which, exported)
+    asked = task(which, exported, prompts=PROMPTS[:20])
 
     def counted(**how: bool) -> tuple[int, int]:
         return count_drafts(asked, drafter, Counting(**how))

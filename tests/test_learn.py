@@ -49,6 +49,7 @@ from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
 from tests.service import MODEL, serving, until
 from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
+from tests.training import Killed
 from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.base.console import Reporter
 from train.engines.child_process import environment_of
@@ -94,10 +95,6 @@ poll_seconds: 0.01
 """
 
 ENGINE_KEY = "engine"
-
-
-class Killed(BaseException):
-    """Stands for a kill: no handler of ours may catch it."""
 
 
 class Kills:
@@ -348,6 +345,7 @@ def test_a_drafter_that_is_not_better_or_not_used_is_left(
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_a_command_that_is_killed_in_a_training_goes_on(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,8 @@ from draftsmith.learn.cycle import Learner
 from draftsmith.learn.learn_config import read_learn_config
 from draftsmith.learn.learn_state import LearnState, Outcome, Swap
 from draftsmith.learn.swap import Engines, RecorderSwitch
+from tests.training import Lines
 from tests.upstream import ADMIN_KEY, FakeEngine, recorded, served
-from train.base.console import Reporter
 from train.engines.counters import NoAnswer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a drafter?"}]}
@@ -71,17 +71,6 @@ class FakeEngines(Engines):
         if stack is not None:
             stack.close()
         return stack is not None
-
-
-class Lines(Reporter):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        super().__init__(silent=True)
-        self.lines: list[str] = []
-
-    def say(self, text: str) -> None:
-        self.lines.append(text)
 
 
 class Swapping:

@@ -862,20 +862,25 @@ class OldQ(SmallLMDrafter):
         return draft
 
 
+ROWS = pytest.mark.parametrize("rows", [100_000, pytest.param(250_000, marks=pytest.mark.thorough)])
+
+
 @pytest.mark.slow
-def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution() -> None:
+@ROWS
+def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(rows: int) -> None:
+    """With more rows than those in which the next test finds a fault."""
     learnt = learning(SmallLMDrafter)
-    found = learnt.run(250_000)
+    found = learnt.run(rows)
     assert found.passes, found
     assert found.df > 100
-    assert learnt.swaps >= 10  # as many different drafters wrote this text
-    assert learnt.passes >= 50
+    assert learnt.swaps >= rows // 25_000  # as many different drafters wrote this text
+    assert learnt.passes >= rows // 5_000
 
 
 @pytest.mark.slow
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
-    fits = [learning(OldQ, seed).run(40_000, seed) for seed in range(5)]
-    assert sum(not found.passes for found in fits) >= 5, fits
+    fits = [learning(OldQ, seed).run(40_000, seed) for seed in range(2)]
+    assert not any(found.passes for found in fits), fits
 
 
 def test_each_routed_drafter_learns_from_its_own_rows() -> None:

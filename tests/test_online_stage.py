@@ -1,5 +1,6 @@
 """The `online` stage: a stream is served and learnt from, and nothing is lost when it is killed."""
 
+import itertools
 import json
 import shutil
 from dataclasses import asdict, replace
@@ -37,7 +38,7 @@ from tests.training import (
     scramble,
     two_ranks,
 )
-from train.base.stage import StageInputs
+from train.base.stage import Outcome, StageInputs
 from train.loop.checkpoint import Stopped
 from train.online import stream_progress
 from train.online.learning import Online
@@ -79,6 +80,13 @@ def context(tmp_path: Path, target: Target) -> StageInputs:
     return with_stream(stage_context(tmp_path, target))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Outcome:
+    """What the stage ends with that nothing interrupts. Its drafter's directory is only read."""
+    context = with_stream(stage_context(tmp_path_factory.mktemp("whole"), target))
+    return run_stage(context, online_stage("whole"))
+
+
 def with_stream(context: StageInputs) -> StageInputs:
     context.corpus.examples["stream"] = examples("stream", REQUESTS)
     return context
@@ -99,8 +107,9 @@ def without_times(summary: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_a_stream_is_served_in_order_and_learnt_from(context, target):
-    outcome = run_stage(context, online_stage("online"))
+@pytest.mark.usefixtures("plots")
+def test_a_stream_is_served_in_order_and_learnt_from(whole, target):
+    outcome = whole
     summary = outcome.summary
     assert summary["requests"] == REQUESTS
     assert [w["first"] for w in summary["windows"]] == [0, 8, 16]
@@ -115,10 +124,11 @@ def test_a_stream_is_served_in_order_and_learnt_from(context, target):
     provenance = describe_drafter(outcome.drafter)["provenance"]
     assert provenance["rounds"] == kept
     assert provenance["version"] == len(kept)
-    stored = sorted(p.name for p in (context.earlier["online"] / "versions").iterdir())
+    versions = outcome.drafter.parent / "versions"
+    stored = sorted(p.name for p in versions.iterdir())
     assert f"version-{len(kept)}" in stored
     assert len(stored) <= 4
-    newest = context.earlier["online"] / "versions" / f"version-{len(kept)}"
+    newest = versions / f"version-{len(kept)}"
     made_by = describe_drafter(newest)["provenance"]
     assert made_by["round"]["version"] == len(kept)
     assert made_by["round"]["requests"]
@@ -147,8 +157,7 @@ def test_a_save_does_not_grow_with_the_stream():
     assert (earlier.served, earlier.totals, earlier.window.seconds) == (2, [2, 4, 6, 2], 0.5)
 
 
-def test_without_learning_the_drafter_stays_as_it_is(context):
-    online = run_stage(context, online_stage("online"))
+def test_without_learning_the_drafter_stays_as_it_is(context, whole):
     frozen = run_stage(context, online_stage("frozen", learning=None))
     assert frozen.summary["rounds"] == []
     start = context.earlier["frozen"] / "versions" / "version-0"
@@ -156,7 +165,7 @@ def test_without_learning_the_drafter_stays_as_it_is(context):
     shutil.copytree(start, context.directory / "copy")
     (context.directory / "copy" / "moments.safetensors").unlink()
     assert_equal(weights, drafter_weights(replace(frozen, drafter=context.directory / "copy")))
-    assert any(not torch.equal(x, weights[n]) for n, x in drafter_weights(online).items())
+    assert any(not torch.equal(x, weights[n]) for n, x in drafter_weights(whole).items())
 
 
 def test_it_goes_on_with_a_distilled_drafter_and_its_vocabulary(context):
@@ -221,9 +230,10 @@ def test_heads_go_on_learning_and_stay_drafter_directories(with_heads, target):
     assert run_stage(context, more).summary["versions_kept"] >= 0
 
 
-@pytest.mark.parametrize("place", ["serve", "learn", "version", "progress"])
-def test_heads_killed_anywhere_end_with_the_same_weights(with_heads, monkeypatch, place):
-    assert_same_after_kills(with_heads, monkeypatch, place, on_heads)
+def test_heads_killed_anywhere_end_with_the_same_weights(with_heads, monkeypatch):
+    """One after the other: each kill is of the second call since the start before it."""
+    whole = run_stage(with_heads, on_heads("whole"))
+    assert_same_after_kills(with_heads, monkeypatch, ["version", "learn"], on_heads, whole)
 
 
 def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
@@ -260,13 +270,12 @@ def test_what_is_not_for_heads_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "place", ["serve", "learn", "swap", "half a swap", "version", "progress", "buffer"]
 )
-def test_killed_anywhere_it_ends_with_the_same_weights(context, monkeypatch, place):
-    assert_same_after_kills(context, monkeypatch, place, online_stage)
+def test_killed_anywhere_it_ends_with_the_same_weights(context, whole, monkeypatch, place):
+    assert_same_after_kills(context, monkeypatch, [place], online_stage, whole)
 
 
-def assert_same_after_kills(context, monkeypatch, place, stage_of):
-    """Each time in the second call of the place, and once more where it then goes on."""
-    whole = run_stage(context, stage_of("whole"))
+def assert_same_after_kills(context, monkeypatch, places, stage_of, whole):
+    """Each time in the second call of a place, and once more where it then goes on."""
     where = {
         "serve": (Serving, "_serve"),
         "learn": (Online, "_learn"),
@@ -276,12 +285,12 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
         "progress": (Versions, "save_progress"),
         "buffer": (Online, "gather"),
     }
-    kind, name = where[place]
-    for after in (False, True):
+    for place, after in itertools.product(places, (False, True)):
+        kind, name = where[place]
         calls = []
         original = getattr(kind, name)
 
-        def dying(self, *args, calls=calls, original=original, after=after, **given):
+        def dying(self, *args, place=place, calls=calls, original=original, after=after, **given):
             calls.append(1)
             if len(calls) == 2 and not after:
                 if place == "half a swap":
@@ -303,8 +312,7 @@ def assert_same_after_kills(context, monkeypatch, place, stage_of):
     assert without_times(killed.summary) == without_times(whole.summary)
 
 
-def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
-    whole = run_stage(context, online_stage("whole"))
+def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
     original = Serving._serve
     calls = []
 
@@ -324,8 +332,6 @@ def test_asked_to_stop_it_saves_and_goes_on(context, monkeypatch):
 
 
 def test_what_is_damaged_is_passed_over(context, monkeypatch):
-    whole = run_stage(context, online_stage("whole"))
-
     def interrupted(number):
         calls = []
         original = Serving._serve
@@ -348,7 +354,6 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
     damaged = run_stage(context, online_stage("damaged"))
     assert "skipping a damaged save" in str(context.reporter)
     assert damaged.summary["requests"] == REQUESTS
-    assert whole.summary["requests"] == REQUESTS
     shutil.rmtree(directory / "drafter")
     for path in (directory / "progress").iterdir():
         (path / "progress.json").write_text("{}")
@@ -359,8 +364,9 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
 )
-def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, monkeypatch, module, what):
-    whole = run_stage(context, online_stage("whole"))
+def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(
+    context, whole, monkeypatch, module, what
+):
     calls = []
     original = module.save_file
 
@@ -434,9 +440,8 @@ def test_bad_settings_are_refused_before_anything_is_loaded(settings, said):
         online_stage("online", **settings)
 
 
-def test_another_number_of_ranks_is_refused(context):
-    run_stage(context, online_stage("online"))
-    for path in (context.directory / "online" / "progress").iterdir():
+def test_another_number_of_ranks_is_refused(context, whole):
+    for path in (whole.drafter.parent / "progress").iterdir():
         state = json.loads((path / "progress.json").read_text())
         assert state["ranks"] == 1
     stage = online_stage("online")
@@ -485,6 +490,7 @@ def write_run(base: Path, name: str) -> Path:
     return config
 
 
+@pytest.mark.usefixtures("plots")
 def test_a_run_serves_its_stream_and_reports_it(tmp_path):
     config = write_run(tmp_path, "one")
     done = command("train", str(config))

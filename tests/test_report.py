@@ -24,6 +24,7 @@ from train.stages import STAGES
 
 PROMPT = "Say <b>hello</b> & goodbye"
 EVIL = "<script>alert('x')</script>"
+drawn = pytest.mark.usefixtures("plots")
 PLOTS = ("speed", "time", "acceptance", "tokens", "positions", "accepted")
 
 
@@ -200,6 +201,7 @@ def test_report_json(tmp_path: Path) -> None:
     assert row_labels(report) == ["ngram γ=8", "one (start)", "one", "two"]
 
 
+@drawn
 def test_the_same_again(tmp_path: Path) -> None:
     run = write_run(tmp_path, ROWS)
     made = []
@@ -209,6 +211,7 @@ def test_the_same_again(tmp_path: Path) -> None:
     assert made[0] == made[1]
 
 
+@drawn
 def test_page(tmp_path: Path) -> None:
     make_report(write_run(tmp_path, ROWS))
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -230,6 +233,7 @@ def test_page(tmp_path: Path) -> None:
         assert heading in text
 
 
+@drawn
 def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
     run = write_run(tmp_path, ROWS)
     history = [
@@ -256,6 +260,7 @@ def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
     assert "tokens_per_step<" not in text
 
 
+@drawn
 def test_a_kind_of_stage_says_what_is_shown_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +298,7 @@ def test_what_the_config_no_longer_has_is_not_reported(tmp_path: Path) -> None:
     assert [row["stage"] for row in report["rows"]] == ["two"]
 
 
+@drawn
 def test_names_are_text(tmp_path: Path) -> None:
     """Neither HTML nor matplotlib's or rich's markup."""
     name = "[red]<i>$x_1^2$</i>"
@@ -572,6 +578,7 @@ def test_how_times_were_taken_is_told(tmp_path: Path) -> None:
     assert "of them timed; intervals" in " ".join(footnotes(plain))
 
 
+@drawn
 def test_without_any_figure(tmp_path: Path) -> None:
     run = write_run(tmp_path, [])
     report = make_report(run)
@@ -599,6 +606,7 @@ def test_report_of_one_evaluation() -> None:
     assert any("tiny in float32" in line for line in footnotes(report))
 
 
+@drawn
 def test_long_drafts_and_many_rows(tmp_path: Path) -> None:
     long = {
         "gamma": 20,

@@ -85,6 +85,7 @@ def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_e
     bind("127.0.0.1", service.port).close()  # the port is free at once
 
 
+@pytest.mark.thorough
 def test_killed_in_the_midst_of_answers_the_service_starts_again_at_its_port(
     command: list[str], texts: Texts
 ) -> None:

@@ -25,8 +25,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from safetensors.torch import load_file
 
+import train.report.plots
 from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
@@ -197,6 +199,12 @@ def left_behind(directory: Path) -> dict[str, Any]:
     return found | {"history": progress["history"]}
 
 
+def begin_anew() -> None:
+    """Take accelerate's state out of this process, as another process would begin."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
 class Killed(BaseException):
     """Stands for a kill: no handler of ours may catch it."""
 
@@ -292,7 +300,8 @@ def _fork_server() -> Any:
 
 
 def _call(code: str, environment: dict[str, str], streams: Sequence[Path]) -> None:
-    gc.freeze()  # as tests/conftest.py does
+    gc.freeze()  # as tests/conftest.py does, and this
+    train.report.plots.can_plot = lambda: False
     os.environ.clear()
     os.environ |= environment
     os.chdir(ROOT)
