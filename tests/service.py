@@ -21,7 +21,7 @@ from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import Choice, Request, RequestBounds
+from draftsmith.serve.requests import AnswerChoice, Request, RequestBounds
 from draftsmith.serve.server import Server, make_service
 
 MODEL = "tiny-llama"
@@ -59,7 +59,7 @@ class Running:
         """Wait until no text waits or runs."""
         until(lambda: self.batcher.held == 0)
 
-    def texts(self) -> list[Choice]:
+    def texts(self) -> list[AnswerChoice]:
         return [choice for request in self.requests for choice in request.choices]
 
 

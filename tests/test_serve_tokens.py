@@ -23,7 +23,7 @@ from decode.trace import drafted_tokens  # noqa: E402
 from decode.verification import Verification  # noqa: E402
 from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
 from draftsmith.serve.answers import written  # noqa: E402
-from draftsmith.serve.requests import Choice, NewTokens  # noqa: E402
+from draftsmith.serve.requests import AnswerChoice, NewTokens  # noqa: E402
 from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
 from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
 
@@ -151,7 +151,7 @@ def test_the_texts_of_tokens_add_up_to_the_answer() -> None:
     text = decode(tokenizer, ids)
     assert text.endswith("x�")
     tokens = AnswerTokens(tokenizer, token_bytes)
-    choice = Choice(0, [1], 0)
+    choice = AnswerChoice(0, [1], 0)
     taken: list[Any] = []
     for begin in range(0, len(ids), 2):
         ended = begin + 2 >= len(ids)

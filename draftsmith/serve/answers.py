@@ -14,7 +14,7 @@ from decode.text_stream import TextStream
 from draftsmith.serve.answer_tokens import AnswerToken
 from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.openai_requests import Asked, StreamOptions
-from draftsmith.serve.requests import Choice
+from draftsmith.serve.requests import AnswerChoice
 
 
 class AnswerText:
@@ -81,7 +81,7 @@ class Answer(ABC):
         fingerprint: str,
         asked: Asked,
         prompts: Sequence[int],
-        choices: Sequence[Choice],
+        choices: Sequence[AnswerChoice],
         rule: str | None = None,
     ) -> None:
         self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule

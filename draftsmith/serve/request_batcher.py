@@ -23,7 +23,7 @@ from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.serve.metrics import Metrics
 from draftsmith.serve.requests import (
-    Choice,
+    AnswerChoice,
     NewTokens,
     Refusal,
     Request,
@@ -37,7 +37,7 @@ LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 
 
-class RequestBatcher(Batcher[Choice]):
+class RequestBatcher(Batcher[AnswerChoice]):
     """Decodes the texts of all requests together.
 
     decoder: used by its thread alone from now on. tokenizer: of the target, not used by other
@@ -67,7 +67,7 @@ class RequestBatcher(Batcher[Choice]):
         self._watch = watch or RowWatch()
         self._tokenizer = tokenizer
         self._draft_temperature = draft_temperature
-        self._waiting: deque[Choice] = deque()
+        self._waiting: deque[AnswerChoice] = deque()
         self._unsent: set[Request] = set()  # requests whose answers are not sent
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
@@ -208,7 +208,7 @@ class RequestBatcher(Batcher[Choice]):
             if not request.cancelled:
                 request.deliver(self._count(refusal))
 
-    def _entries(self) -> list[Choice]:
+    def _entries(self) -> list[AnswerChoice]:
         """All texts that wait or run."""
         with self._changed:
             return [*self._waiting, *self._rows.values()]
@@ -249,7 +249,7 @@ class RequestBatcher(Batcher[Choice]):
             count = max(min(free, min(others) - rows[request]), 1) if others else free
             self._seat(_alike(first, waiting)[:count])
 
-    def _seat(self, texts: list[Choice]) -> None:
+    def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
         now, first, request = time.monotonic(), texts[0], texts[0].request
         stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
@@ -265,7 +265,7 @@ class RequestBatcher(Batcher[Choice]):
                 self._waiting.remove(choice)
                 self.metrics.queue_time.observe(now - request.arrived)
 
-    def _read_on(self, choice: Choice, row: int, tokens: int) -> bool:
+    def _read_on(self, choice: AnswerChoice, row: int, tokens: int) -> bool:
         before, known = set(self._decoding.waiting), self.decoder.prefixes
         looked_up = (0, 0) if known is None else (known.reused, known.read)
         if not super()._read_on(choice, row, tokens):
@@ -301,7 +301,9 @@ class RequestBatcher(Batcher[Choice]):
         speed = tokens / max(time.monotonic() - started, 1e-6)
         self._tokens_per_second = _averaged(self._tokens_per_second, speed)
 
-    def _lose(self, rows: dict[int, Choice], ran: list[Choice], error: Exception) -> None:
+    def _lose(
+        self, rows: dict[int, AnswerChoice], ran: list[AnswerChoice], error: Exception
+    ) -> None:
         """Let the texts wait again, with the tokens that they have. Those that ran are suspects,
         which begin one by one. If a pass fails with one suspect, or with one text at all, its
         request is refused."""
@@ -365,7 +367,7 @@ class RequestBatcher(Batcher[Choice]):
         for choice, error in failed:
             self._fail(choice, error)
 
-    def _end(self, choice: Choice) -> None:
+    def _end(self, choice: AnswerChoice) -> None:
         """A text has ended, and its row is free."""
         request = choice.request
         room = self.decoder.lm.max_positions - len(choice.prompt)
@@ -378,7 +380,7 @@ class RequestBatcher(Batcher[Choice]):
         self.metrics.ended(choice.reason)
         self.metrics.latency.observe(time.monotonic() - request.arrived)
 
-    def _has_stop_string(self, choice: Choice) -> bool:
+    def _has_stop_string(self, choice: AnswerChoice) -> bool:
         """Whether a stop string ends a text; its last token may also be the last that it may
         have."""
         stop = choice.request.stop
@@ -386,7 +388,7 @@ class RequestBatcher(Batcher[Choice]):
             return False
         return StopStrings(self._tokenizer, stop).cut(0, choice.tokens) is not None
 
-    def _leave(self, choice: Choice) -> None:
+    def _leave(self, choice: AnswerChoice) -> None:
         row = choice.row
         super()._leave(choice)
         if row is not None:
@@ -407,7 +409,7 @@ class RequestBatcher(Batcher[Choice]):
         if not cancelled:
             request.deliver(self._count(refusal))
 
-    def _fail(self, choice: Choice, error: Exception) -> None:
+    def _fail(self, choice: AnswerChoice, error: Exception) -> None:
         self._refuse(choice.request, self._refusal(error, choice.request))
 
     def _refusal(self, error: Exception, request: Request) -> Refusal:
@@ -441,7 +443,7 @@ def _each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
     return list({id(prompt): prompt for prompt in prompts}.values())
 
 
-def _alike(first: Choice, waiting: Iterable[Choice]) -> list[Choice]:
+def _alike(first: AnswerChoice, waiting: Iterable[AnswerChoice]) -> list[AnswerChoice]:
     """The texts of a request that can begin together with its first one: they have the same prompt.
     A text that begins again has its own."""
     if first.tokens or first.suspect:
@@ -453,7 +455,7 @@ def _alike(first: Choice, waiting: Iterable[Choice]) -> list[Choice]:
     ]
 
 
-def _different(entries: Iterable[Choice]) -> list[Request]:
+def _different(entries: Iterable[AnswerChoice]) -> list[Request]:
     """Each request once, in their order."""
     return list(dict.fromkeys(choice.request for choice in entries))
 

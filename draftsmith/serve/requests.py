@@ -29,7 +29,7 @@ class Refusal(Exception):
 
 
 @dataclass(eq=False)
-class Choice:
+class AnswerChoice:
     """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
     both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
     accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
@@ -70,7 +70,7 @@ class NewTokens:
     first ones. rejected: the draft tokens below them, which were not kept. Only a request with
     `trace` has the last two."""
 
-    choice: Choice
+    choice: AnswerChoice
     tokens: list[int]
     reason: str | None
     logprobs: Sequence[TokenLogprob] = ()
@@ -90,7 +90,7 @@ class Request:
     store: its sender allows that the service learns from it. begun: when the last of its texts got
     a row; None: they all wait."""
 
-    choices: list[Choice]
+    choices: list[AnswerChoice]
     max_new_tokens: int
     sampling: Sampling
     deliver: Callable[[Event], None]

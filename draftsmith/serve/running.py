@@ -18,7 +18,7 @@ from draftsmith.serve.answers import Answer, AnswerText, Piece
 from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.openai_requests import Asked
 from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import Choice, Event, NewTokens, Refusal
+from draftsmith.serve.requests import AnswerChoice, Event, NewTokens, Refusal
 
 STATUS = {
     "full": 503,
@@ -52,12 +52,12 @@ class Running:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._batcher = batcher
-        self.choices: list[Choice] = []
+        self.choices: list[AnswerChoice] = []
         for prompt in prompts:
             # Equal prompts of one request get different texts, unless it names a seed.
             seed = random_bits(62) if asked.seed is None else asked.seed
             self.choices += [
-                Choice(len(self.choices) + sample, prompt, seed, sample)
+                AnswerChoice(len(self.choices) + sample, prompt, seed, sample)
                 for sample in range(asked.texts)
             ]
 
