@@ -21,7 +21,7 @@ from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import AnswerChoice, Request, RequestBounds
+from draftsmith.serve.requests import AnswerChoice, DecodeRequest, RequestBounds
 from draftsmith.serve.server import Server, make_service
 
 MODEL = "tiny-llama"
@@ -35,7 +35,7 @@ class Running:
     service: Service
     server: Server
     url: str
-    requests: list[Request]
+    requests: list[DecodeRequest]
 
     @property
     def batcher(self) -> RequestBatcher:
@@ -96,10 +96,10 @@ def serving(
         max_tokens=max_tokens,
         **{"guard": Guard(key=api_key, admin_key=api_key), **(options or {})},
     )
-    requests: list[Request] = []
+    requests: list[DecodeRequest] = []
     submit = service.batcher.submit
 
-    def recorded(request: Request) -> None:
+    def recorded(request: DecodeRequest) -> None:
         submit(request)
         requests.append(request)
 

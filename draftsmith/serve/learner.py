@@ -26,7 +26,7 @@ from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
 from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import Refusal, Request, RowWatch
+from draftsmith.serve.requests import DecodeRequest, Refusal, RowWatch
 from heads.heads_module import HEADS
 from heads.online_heads import require_learns
 from train.base.console import Reporter
@@ -192,7 +192,7 @@ class Learner(RowWatch):
 
     # --- called in the decoding thread ------------------------------------------------------------
 
-    def join(self, row: int, request: Request) -> None:
+    def join(self, row: int, request: DecodeRequest) -> None:
         if self.learning and (request.store or self.options.source == "all"):
             self.online.collector.join(row)
 

@@ -24,9 +24,9 @@ from decode.verification import Verification
 from draftsmith.serve.metrics import Metrics
 from draftsmith.serve.requests import (
     AnswerChoice,
+    DecodeRequest,
     NewTokens,
     Refusal,
-    Request,
     RequestBounds,
     RowWatch,
 )
@@ -68,7 +68,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self._tokenizer = tokenizer
         self._draft_temperature = draft_temperature
         self._waiting: deque[AnswerChoice] = deque()
-        self._unsent: set[Request] = set()  # requests whose answers are not sent
+        self._unsent: set[DecodeRequest] = set()  # requests whose answers are not sent
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
         self._tokens_per_second = self._tokens_per_text = math.nan
@@ -112,7 +112,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             **self._watch.live(),
         }
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: DecodeRequest) -> None:
         """Let the texts of a request wait for rows. Raises Refusal if there is no place, and
         UserError for prompts and settings that cannot be decoded."""
         lm = self.decoder.lm
@@ -151,7 +151,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             )
             raise self._count(Refusal("full", message, self._retry_after()))
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: DecodeRequest) -> None:
         """Its answer is sent, or nobody waits for it: free its places, and give up what is left of
         it before the next pass."""
         with self._changed:
@@ -395,14 +395,14 @@ class RequestBatcher(Batcher[AnswerChoice]):
             self._busy_at = time.monotonic()
             self._watch.leave(row)
 
-    def _give_up(self, request: Request) -> None:
+    def _give_up(self, request: DecodeRequest) -> None:
         """Free all rows of a request, and let none of its texts wait."""
         with self._changed:
             self._waiting = deque(other for other in self._waiting if other.request is not request)
         for choice in request.choices:
             self._leave(choice)
 
-    def _refuse(self, request: Request, refusal: Refusal) -> None:
+    def _refuse(self, request: DecodeRequest, refusal: Refusal) -> None:
         """Free all rows of a request, and say why, unless nobody waits for it any more."""
         cancelled, request.cancelled = request.cancelled, True
         self._give_up(request)
@@ -412,7 +412,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _fail(self, choice: AnswerChoice, error: Exception) -> None:
         self._refuse(choice.request, self._refusal(error, choice.request))
 
-    def _refusal(self, error: Exception, request: Request) -> Refusal:
+    def _refusal(self, error: Exception, request: DecodeRequest) -> Refusal:
         """Why a request gets no more."""
         if isinstance(error, MemoryShortage):
             # It cannot help to wait if no other request holds memory.
@@ -455,7 +455,7 @@ def _alike(first: AnswerChoice, waiting: Iterable[AnswerChoice]) -> list[AnswerC
     ]
 
 
-def _different(entries: Iterable[AnswerChoice]) -> list[Request]:
+def _different(entries: Iterable[AnswerChoice]) -> list[DecodeRequest]:
     """Each request once, in their order."""
     return list(dict.fromkeys(choice.request for choice in entries))
 

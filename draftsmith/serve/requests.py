@@ -52,7 +52,7 @@ class AnswerChoice:
     lossy: str | None = None
     cached: int | None = None
     suspect: bool = False
-    request: "Request" = field(init=False, repr=False)
+    request: "DecodeRequest" = field(init=False, repr=False)
     _last: float = 0.0  # when it got its last tokens
     # Of a traced request's last pass: how many draft tokens were accepted, and the rejected ones.
     _traced: tuple[int, Sequence[int]] = (0, ())
@@ -83,7 +83,7 @@ Event = NewTokens | Refusal
 
 
 @dataclass(eq=False)
-class Request:
+class DecodeRequest:
     """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
     logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
     decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
@@ -123,7 +123,7 @@ class Request:
 class RowWatch:
     """Is told of the rows of requests, in the decoding thread. This one does nothing."""
 
-    def join(self, row: int, request: Request) -> None:
+    def join(self, row: int, request: DecodeRequest) -> None:
         """A row of this request begins to decode. Its prompt has been read."""
 
     def leave(self, row: int) -> None:

@@ -12,13 +12,12 @@ from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import compute_apart
-from draftsmith.serve import requests as engine_requests
 from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.answers import Answer, AnswerText, Piece
 from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.openai_requests import Asked
 from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import AnswerChoice, Event, NewTokens, Refusal
+from draftsmith.serve.requests import AnswerChoice, DecodeRequest, Event, NewTokens, Refusal
 
 STATUS = {
     "full": 503,
@@ -72,7 +71,7 @@ class Running:
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
             self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
-        self._request = engine_requests.Request(
+        self._request = DecodeRequest(
             self.choices,
             limit,
             asked.sampling(batcher.decoder.sampling),
