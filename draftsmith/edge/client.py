@@ -18,7 +18,7 @@ from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, resolve_device, resolve_dtype
 from decode.text_stream import Stop
 from draftsmith.edge.link import Link
-from draftsmith.edge.remote_target import Opening, RemoteLM, RemoteVerdict, Round
+from draftsmith.edge.remote_target import EdgeRound, Opening, RemoteLM, RemoteVerdict
 
 
 class RemoteTarget(Target):
@@ -80,7 +80,7 @@ class EdgeClient:
         draft_temperature: float | None = None,
         stop: Stop | None = None,
     ) -> None:
-        self.rounds: list[Round] = []
+        self.rounds: list[EdgeRound] = []
         sampling = sampling or Sampling()
         drafts = sampling
         if draft_temperature is not None:
@@ -126,11 +126,11 @@ class EdgeClient:
         self._lm.link.close()
 
 
-def summary(rounds: Sequence[Round]) -> dict[str, float | int | None]:
+def summary(rounds: Sequence[EdgeRound]) -> dict[str, float | int | None]:
     """Many rounds in a few figures: their number, means of the draft length, of accepted / drafted
     tokens and of all times in milliseconds, and all bytes. A figure is None without rounds."""
 
-    def mean(read: Callable[[Round], float]) -> float | None:
+    def mean(read: Callable[[EdgeRound], float]) -> float | None:
         return round(float(np.mean([read(one) for one in rounds])), 3) if rounds else None
 
     drafted = sum(one.k for one in rounds)

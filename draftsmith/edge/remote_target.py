@@ -25,7 +25,7 @@ from draftsmith.edge.protocol import FRAME_IDS, Message, hash_ids
 
 
 @dataclass(frozen=True)
-class Round:
+class EdgeRound:
     """One draft and its verdict.
 
     req, seq: the text, and the number of the draft in it. k: draft tokens. la_k: accepted / k, None
@@ -98,7 +98,10 @@ class RemoteLM(CachedLM):
     pass_tokens = 1 << 30
 
     def __init__(
-        self, link: Link, sampling: Sampling, on_round: Callable[[Round], None] = lambda round: None
+        self,
+        link: Link,
+        sampling: Sampling,
+        on_round: Callable[[EdgeRound], None] = lambda round: None,
     ) -> None:
         # Nothing of the base class is set up: there is no model here.
         link.ready()
@@ -262,7 +265,7 @@ class RemoteLM(CachedLM):
         self.credit = message["window"]
         wall = 1e3 * (time.monotonic() - text.sent)
         self.on_round(
-            Round(
+            EdgeRound(
                 text.req,
                 text.seq,
                 len(drafted),

@@ -45,7 +45,7 @@ class SessionBounds(BatchBounds):
 
 
 @dataclass(eq=False)
-class Text:
+class EdgeText:
     """A text of an edge.
 
     ids: the committed token ids, the prompt included. length: how many the prompt has; fewer ids
@@ -75,7 +75,7 @@ class Text:
     prefill_s: float = 0.0
 
     @classmethod
-    def of(cls, session: "Session", message: Message) -> "Text":
+    def of(cls, session: "Session", message: Message) -> "EdgeText":
         """The text of an `open`. Raises ProtocolError for sampling that is out of range."""
         temperature, top_k, top_p, min_p, penalty = message["sampling"]
         try:
@@ -153,7 +153,7 @@ class Session:
 
     token: str
     connection: Connection | None
-    texts: dict[int, Text] = field(default_factory=dict)
+    texts: dict[int, EdgeText] = field(default_factory=dict)
     seen: float = field(default_factory=time.monotonic)
 
     def send(self, frame: bytes) -> None:
@@ -161,7 +161,7 @@ class Session:
         if self.connection is not None:
             self.connection.send(frame)
 
-    def text(self, message: Message) -> Text:
+    def text(self, message: Message) -> EdgeText:
         """The text that a message is about. Raises ProtocolError if there is none."""
         req = message["req"]
         if req not in self.texts:

@@ -18,12 +18,12 @@ from decode.model.identity import weights_sha256
 from decode.model.loading import Target
 from draftsmith.edge.arrived_drafts import ArrivedDrafts, make_verified_rule
 from draftsmith.edge.protocol import UP, VERSION, Message, ProtocolError, decode, encode
-from draftsmith.edge.sessions import Connection, Session, SessionBounds, Sessions, Text
+from draftsmith.edge.sessions import Connection, EdgeText, Session, SessionBounds, Sessions
 
 logger = logging.getLogger(__name__)
 
 
-class Verifier(Batcher[Text]):
+class Verifier(Batcher[EdgeText]):
     """Verifies the drafts of many edges in one decode.
 
     Drafts that arrive during a pass share the next one. Texts without a draft sit it out. The keys
@@ -173,10 +173,10 @@ class Verifier(Batcher[Text]):
             )
         if not message["max_tokens"]:
             raise ProtocolError("refused", "max_tokens is 0; expected at least 1", req=req)
-        text = session.texts[req] = Text.of(session, message)
+        text = session.texts[req] = EdgeText.of(session, message)
         self._seat(text)
 
-    def _seat(self, text: Text) -> None:
+    def _seat(self, text: EdgeText) -> None:
         """Give a row to a text that has arrived, if one is free: the edge drafts while it is
         read."""
         waits = text.complete and text.row is None and not text.ended
@@ -197,12 +197,12 @@ class Verifier(Batcher[Text]):
             if session.connection is not None:
                 session.connection.close()
 
-    def _drafted(self) -> Iterator[Text]:
+    def _drafted(self) -> Iterator[EdgeText]:
         """The texts whose drafts wait for a pass."""
         for session in self._sessions:
             yield from (text for text in session.texts.values() if text.draft is not None)
 
-    def _read_on(self, text: Text, row: int, tokens: int) -> bool:
+    def _read_on(self, text: EdgeText, row: int, tokens: int) -> bool:
         started = time.monotonic()
         if not super()._read_on(text, row, tokens):
             return False
@@ -267,16 +267,16 @@ class Verifier(Batcher[Text]):
             assert text.row is not None
             self._answer(text, text.row, news, accepted[text.row], started, seconds)
 
-    def _lose(self, rows: dict[int, Text], ran: list[Text], error: Exception) -> None:
+    def _lose(self, rows: dict[int, EdgeText], ran: list[EdgeText], error: Exception) -> None:
         """End the texts of the pass that failed. All others are read again."""
         for text in ran:
             self._refuse(text, "failed", f"the server failed at the text: {error}")
 
-    def _fail(self, text: Text, error: Exception) -> None:
+    def _fail(self, text: EdgeText, error: Exception) -> None:
         self._leave(text)
         self._refuse(text, *_reason(error))
 
-    def _refuse(self, text: Text, code: str, message: str) -> None:
+    def _refuse(self, text: EdgeText, code: str, message: str) -> None:
         """End a text, and say why."""
         connection = text.session.connection
         text.session.texts.pop(text.req, None)
@@ -285,7 +285,7 @@ class Verifier(Batcher[Text]):
             _send_error(connection, ProtocolError(code, message, req=text.req))
 
     def _answer(
-        self, text: Text, row: int, news: News, accepted: int, started: float, seconds: float
+        self, text: EdgeText, row: int, news: News, accepted: int, started: float, seconds: float
     ) -> None:
         """Commit what a pass, which took so many seconds, gave to a text, and send the verdict."""
         if row in news.failed:
