@@ -70,7 +70,7 @@ class Piece:
         return Piece(self.index, self.text + other.text, other.reason, tokens, other.generated)
 
 
-class Answer(ABC):
+class ApiAnswer(ABC):
     """An answer as JSON, and as the events of a stream. prompts: the lengths of the prompts in
     tokens, each counted once. rule: the lossy rule in use when it begins, if it is lossy for this
     request. error: what ended some texts early, if others are complete."""
@@ -146,7 +146,7 @@ class Answer(ABC):
         }
 
 
-class ChoicesAnswer(Answer):
+class ChoicesAnswer(ApiAnswer):
     """What the JSON of chat and completions shares. kind, chunk: the values of `object`."""
 
     kind: str

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
 from draftsmith.net.access import LOCAL, Guard
-from draftsmith.serve.answers import Answer, ChatAnswer, CompletionAnswer
+from draftsmith.serve.answers import ApiAnswer, ChatAnswer, CompletionAnswer
 from draftsmith.serve.api_errors import ApiError, refused
 from draftsmith.serve.contract import Contract, parse
 from draftsmith.serve.live_settings import Settings
@@ -154,7 +154,7 @@ class Service:
         }
 
     async def _answer(
-        self, request: Request, contract: Contract, kind: Callable[..., Answer]
+        self, request: Request, contract: Contract, kind: Callable[..., ApiAnswer]
     ) -> Response:
         """Read a request and answer it. A full service refuses it before it is read."""
         body = await _body(request)

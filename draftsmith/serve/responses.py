@@ -5,11 +5,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.serve.answers import Answer, Piece, entries, event
+from draftsmith.serve.answers import ApiAnswer, Piece, entries, event
 from draftsmith.serve.api_errors import ApiError
 
 
-class ResponsesAnswer(Answer):
+class ResponsesAnswer(ApiAnswer):
     """One message of the assistant with one text."""
 
     def __init__(self, *args: Any) -> None:

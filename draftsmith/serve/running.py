@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import compute_apart
 from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
-from draftsmith.serve.answers import Answer, AnswerText, Piece
+from draftsmith.serve.answers import AnswerText, ApiAnswer, Piece
 from draftsmith.serve.api_errors import ApiError
 from draftsmith.serve.openai_requests import Asked
 from draftsmith.serve.request_batcher import RequestBatcher
@@ -126,7 +126,7 @@ class Running:
             piece.reason = "stop"
         return piece
 
-    async def _collected(self, answer: Answer) -> list[Piece]:
+    async def _collected(self, answer: ApiAnswer) -> list[Piece]:
         """All texts. An error after a text is complete ends the others with what they have. Raises
         ApiError if no text is complete."""
         texts = [Piece(choice.index, "", None) for choice in self.choices]
@@ -143,7 +143,7 @@ class Running:
                     texts[text.index] = text.joined(end)
         return texts
 
-    async def whole(self, request: Request, answer: Answer) -> Response:
+    async def whole(self, request: Request, answer: ApiAnswer) -> Response:
         """The complete answer. A long one is written in a thread."""
 
         async def written() -> Response:
@@ -162,7 +162,7 @@ class Running:
             self.cancel()
             raise
 
-    async def stream(self, request: Request, answer: Answer) -> Response:
+    async def stream(self, request: Request, answer: ApiAnswer) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
         has the status of its error."""
         pieces = self.pieces()
@@ -175,7 +175,7 @@ class Running:
 
 
 async def _events_of(
-    answer: Answer, first: Piece, pieces: AsyncIterator[Piece]
+    answer: ApiAnswer, first: Piece, pieces: AsyncIterator[Piece]
 ) -> AsyncIterator[bytes]:
     for event in answer.opening():
         yield event
