@@ -52,7 +52,7 @@ from draftsmith.export.engines.llama_server import program
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
-from draftsmith.learn.cycle import Learner
+from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from train.data.read import read_examples
@@ -114,7 +114,7 @@ def main(
             # A cycle that waits for requests gets some.
             traffic(recorder.url, drifted(asked)[:8], True)
 
-        learner = Learner(
+        learner = TenantLearner(
             config,
             engines,
             RecorderSwitch(recorder.url, os.environ[KEY]),

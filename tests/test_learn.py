@@ -38,7 +38,7 @@ from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
-from draftsmith.learn.cycle import Learner, require_ready
+from draftsmith.learn.cycle import TenantLearner, require_ready
 from draftsmith.learn.learn_config import EngineConfig, read_learn_config
 from draftsmith.learn.learn_state import LearnState, Outcome, Window
 from draftsmith.learn.record.kept_answers import Exchange
@@ -131,7 +131,7 @@ class Kills:
 
         return deadly
 
-    def run(self, learner: Callable[[], Learner]) -> dict[str, int]:
+    def run(self, learner: Callable[[], TenantLearner]) -> dict[str, int]:
         """Do a cycle, each attempt by a new learner. Returns how often each step was killed."""
         kills: dict[str, int] = {}
         while not (now := learner()).state.history:
@@ -225,8 +225,8 @@ class Site:
         self.recorder = RecorderSwitch(str(self.client.base_url), ADMIN_KEY)
         self.sent = 0
 
-    def learner(self, **changes: Any) -> Learner:
-        return Learner(
+    def learner(self, **changes: Any) -> TenantLearner:
+        return TenantLearner(
             self.config.model_copy(update=changes),
             self.engines,
             self.recorder,
@@ -631,7 +631,7 @@ def test_a_whole_cycle_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                     records = read_until(tmp_path / "records/default", len(ended))
                     assert records[-1]["messages"][1]["content"] == content
 
-            learner = Learner(
+            learner = TenantLearner(
                 config,
                 engines,
                 RecorderSwitch(str(client.base_url), ADMIN_KEY),

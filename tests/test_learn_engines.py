@@ -16,7 +16,7 @@ pytest.importorskip("httpx2", reason="the extra serve is not installed")
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
-from draftsmith.learn.cycle import Learner
+from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import read_learn_config
 from draftsmith.learn.learn_state import LearnState, Outcome, Swap
 from draftsmith.learn.swap import Engines, RecorderSwitch
@@ -91,8 +91,8 @@ class Swapping:
         self.recorder = RecorderSwitch(str(self.client.base_url), ADMIN_KEY)
         self.reporter = Lines()
 
-    def learner(self, sleep: Callable[[float], Any] | None = None) -> Learner:
-        return Learner(
+    def learner(self, sleep: Callable[[float], Any] | None = None) -> TenantLearner:
+        return TenantLearner(
             self.config,
             self.engines,
             self.recorder,
@@ -150,7 +150,7 @@ def test_a_new_engine_that_always_dies_is_given_up(
     """At its first request, or each time behind its trial."""
     site.engines.dead = {"1"}
     if again:
-        monkeypatch.setattr(Learner, "_require_acceptance", lambda learner, url: None)
+        monkeypatch.setattr(TenantLearner, "_require_acceptance", lambda learner, url: None)
     outcome = site.learner().once()
     assert outcome is not None
     assert not outcome.kept
@@ -198,7 +198,7 @@ def test_a_learner_that_follows_waits_for_an_engine_that_restarts(site: Swapping
         with pytest.raises(Ended):
             site.learner(look).follow()
     with pytest.raises(NoAnswer):  # nobody waits for an address that is wrong from the start
-        Learner(
+        TenantLearner(
             site.config,
             site.engines,
             RecorderSwitch("http://127.0.0.1:9", ADMIN_KEY),

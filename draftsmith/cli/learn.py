@@ -46,7 +46,7 @@ def learn(
     settings = read_learn_config(config)
     key = key_from("recorder.key_env", settings.recorder.key_env) or ""
     engine_key = key_from("engine.key_env", settings.engine.key_env) or ""
-    from draftsmith.learn.cycle import Learner, require_ready
+    from draftsmith.learn.cycle import TenantLearner, require_ready
     from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
     from train.base.console import Reporter
     from train.base.directory_lock import DirectoryLock
@@ -58,7 +58,7 @@ def learn(
     reporter = Reporter()
     recorder = RecorderSwitch(settings.recorder.url, key)
     engines = EngineProcesses(settings.engine, settings.gamma, engine_key)
-    learner = Learner(
+    learner = TenantLearner(
         settings, engines, recorder, reporter, start_accelerator, engine_key=engine_key
     )
 

@@ -50,7 +50,7 @@ class EngineRefused(Exception):
     """A new engine that must not answer requests."""
 
 
-class Learner:
+class TenantLearner:
     """One tenant's learner. engine_key: that the engines ask for. sleep, clock: of `time`, for
     tests."""
 

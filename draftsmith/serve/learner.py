@@ -132,7 +132,7 @@ def open_learning_drafter(
     return learning.of_directory(path, target)
 
 
-class Learner(RowWatch):
+class ServiceLearner(RowWatch):
     """Records what the target rejects, learns from it, and gives the drafter new versions.
 
     drafter: the one that decodes, with its final shape; name: what settings call it. student: the

@@ -30,7 +30,7 @@ from draftsmith.serve.openai_requests import SettingsChange
 from draftsmith.serve.request_batcher import RequestBatcher
 
 if TYPE_CHECKING:
-    from draftsmith.serve.learner import Learner
+    from draftsmith.serve.learner import ServiceLearner
 
 
 class Settings:
@@ -52,7 +52,7 @@ class Settings:
         costs: Costs | None = None,
         dynamic_lenience: float = 1.0,
         drafters: Path | None = None,
-        learner: "Learner | None" = None,
+        learner: "ServiceLearner | None" = None,
     ) -> None:
         self.batcher, self.target, self.decode, self.name = batcher, target, decode, name
         self.drafters, self.learner = drafters, learner

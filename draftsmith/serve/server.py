@@ -57,7 +57,7 @@ def make_service(
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
     for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. student:
     the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
-    `prefix_cache`. Raises UserError as `Decoder`, `Learner` and `Settings` do."""
+    `prefix_cache`. Raises UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -69,10 +69,10 @@ def make_service(
     learner = None
     if student is not None:
         # Training is not loaded for a service that does not learn.
-        from draftsmith.serve.learner import Learner, LearnOptions
+        from draftsmith.serve.learner import LearnOptions, ServiceLearner
 
         options = learning or LearnOptions()
-        learner = Learner(decoder.drafter, student, target, drafter_name, options)
+        learner = ServiceLearner(decoder.drafter, student, target, drafter_name, options)
         decoder.observers.append(learner.observe)
     # Some clients take what is before a colon for a provider, or what is behind it for an adapter.
     names = [model_name or target.name.rpartition(":")[2] or target.name]
