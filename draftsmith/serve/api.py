@@ -24,7 +24,7 @@ from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.middleware import RequestIds
 from draftsmith.serve.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
 from draftsmith.serve.page import page_routes
-from draftsmith.serve.reading import SHORT, Limits, Reader
+from draftsmith.serve.reading import SHORT, BodyReader, RequestLimits
 from draftsmith.serve.request_batcher import RequestBatcher
 from draftsmith.serve.requests import Refusal
 from draftsmith.serve.responses import ResponsesAnswer
@@ -54,8 +54,8 @@ class Service:
     def __post_init__(self) -> None:
         context, capacity = self.batcher.decoder.lm.max_positions, self.batcher.bounds.capacity
         learns = self.settings.learner is not None
-        limits = Limits(self.names, context, self.max_tokens, capacity, learns)
-        self.reader = Reader(self.tokenizer, limits)
+        limits = RequestLimits(self.names, context, self.max_tokens, capacity, learns)
+        self.reader = BodyReader(self.tokenizer, limits)
 
     def close(self, seconds: float) -> None:
         """End the decode now, and save what was learnt. It takes about so many seconds at most.

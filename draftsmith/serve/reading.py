@@ -19,7 +19,7 @@ SHORT = 16 << 10  # bytes; such a body is read at once
 
 
 @dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """What a request may ask for. names: of the model. context: tokens of a prompt and its text.
     max_tokens: of one text; None: what the context holds. texts: of one request. learns: the
     service learns from requests with `store`."""
@@ -86,11 +86,11 @@ class Read:
     new_tokens: int
 
 
-class Reader:
+class BodyReader:
     """Reads bodies, in the event loop if they are short, and else one at a time in a thread.
     tokenizer: not used by other threads. waiting: how many long bodies are being read."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: Limits) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: RequestLimits) -> None:
         self.limits, self.waiting = limits, 0
         self._tokenizer = tokenizer
         self._of_thread = copy.deepcopy(tokenizer)
