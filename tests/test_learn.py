@@ -40,7 +40,7 @@ from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
 from draftsmith.learn.cycle import TenantLearner, require_ready
 from draftsmith.learn.learn_config import EngineConfig, read_learn_config
-from draftsmith.learn.learn_state import LearnState, Outcome, Window
+from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
 from draftsmith.learn.swap import EngineProcesses, Engines, RecorderSwitch
@@ -297,7 +297,7 @@ def test_a_worse_drafter_is_rolled_back(site: Site, monkeypatch: pytest.MonkeyPa
     """It is better on the held-out records, and worse on the traffic: another drafter stands for
     it in its engine. Learners are killed all the way."""
     site.engines.drafters["1"] = str(noisy(site.base / "worse", site.target, 0.6))
-    LearnState(window=Window(first=0.5, newest=0.5)).save(Path(site.config.directory))
+    LearnState(window=RateWindow(first=0.5, newest=0.5)).save(Path(site.config.directory))
     kills = Kills(monkeypatch, (Services, "start"), (Services, "stop")).run(site.learner)
     steps = ["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
     assert list(kills) == [*steps, "start back", "switch back", "drain back"]
@@ -431,7 +431,7 @@ def test_only_the_newest_versions_that_served_stay(site: Site) -> None:
         (learner.directory / f"versions/{version}/drafter").mkdir(parents=True)
         (learner.directory / f"versions/{version}/work").mkdir()
         learner.state.history.append(
-            Outcome(version=version, kept=version != 6, reason="", records=1, held_out=1)
+            CycleOutcome(version=version, kept=version != 6, reason="", records=1, held_out=1)
         )
     learner.state.serving = 2
     learner._tidy()
@@ -440,7 +440,7 @@ def test_only_the_newest_versions_that_served_stay(site: Site) -> None:
 
 
 def test_windows_see_a_drop_and_a_restart() -> None:
-    window = Window()
+    window = RateWindow()
     for drafted, accepted in ((50, 20), (149, 60), (150, 70), (250, 90), (350, 100)):
         window.add(DraftCounts(drafted, accepted), 100)
     assert (window.first, window.newest) == (0.5, 0.1)

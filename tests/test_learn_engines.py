@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from decode.base.errors import UserError
 from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import read_learn_config
-from draftsmith.learn.learn_state import LearnState, Outcome, Swap
+from draftsmith.learn.learn_state import CycleOutcome, LearnState, Swap
 from draftsmith.learn.swap import Engines, RecorderSwitch
 from tests.training import Lines
 from tests.upstream import ADMIN_KEY, FakeEngine, recorded, served
@@ -82,7 +82,7 @@ class Swapping:
         work = base / "learning/versions/1/work"
         work.mkdir(parents=True)
         (work / "held_out.jsonl").write_text(json.dumps(CHAT | {"messages": CHAT["messages"] * 2}))
-        cycle = Outcome(version=1, kept=False, reason="", records=8, held_out=1)
+        cycle = CycleOutcome(version=1, kept=False, reason="", records=8, held_out=1)
         swap = Swap(old=0, new=1)
         LearnState(step="start", versions=1, cycle=cycle, swap=swap).save(base / "learning")
         self.engines = FakeEngines(stack)

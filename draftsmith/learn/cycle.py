@@ -33,7 +33,7 @@ from draftsmith.export.engines import ENGINES, EngineTask
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter
 from draftsmith.export.verify_export import engine_for, verify_export
 from draftsmith.learn.learn_config import LearnConfig
-from draftsmith.learn.learn_state import LearnState, Outcome, Step, Swap, Window
+from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records
 from draftsmith.learn.swap import Engines, RecorderSwitch
 from draftsmith.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
@@ -76,7 +76,7 @@ class TenantLearner:
 
     # --- what a command calls ---------------------------------------------------------------------
 
-    def once(self) -> Outcome | None:
+    def once(self) -> CycleOutcome | None:
         """Finish the current cycle, or do one if it is due. Returns how it ended; None: none was
         due. Raises UserError; the next call goes on with the step that failed."""
         if self.state.step == "wait" and not self._due():
@@ -120,7 +120,7 @@ class TenantLearner:
     def figures(self) -> dict[str, Any]:
         """The state as JSON values: the version that serves and its drafter, the number of new
         records, accepted ÷ drafted in the first and the newest window (None: no drafts yet), the
-        next step, and all cycles (`Outcome`). Changes nothing."""
+        next step, and all cycles (`CycleOutcome`). Changes nothing."""
         state, window = self.state, self.state.window
         return {
             "serving": state.serving,
@@ -160,7 +160,7 @@ class TenantLearner:
         ids = json.dumps([record["id"] for record in records])
         write_file(self._directory(version) / LEARNT_FILE, ids)
         state.versions, state.cycle_newest = version, records[-1]["time"]
-        state.cycle = Outcome(
+        state.cycle = CycleOutcome(
             version=version, kept=False, reason="", records=training, held_out=judging
         )
         return "train"
@@ -237,7 +237,7 @@ class TenantLearner:
             self.state.save(self.directory)
             self.recorder.switch(swap.url)
         self.state.serving = swap.new
-        self.state.window = Window()
+        self.state.window = RateWindow()
         return "drain"
 
     def _drain(self) -> Step:
@@ -368,7 +368,7 @@ class TenantLearner:
         return self._directory(version) / "drafter" if version else Path(self.config.drafter)
 
     @property
-    def _cycle(self) -> Outcome:
+    def _cycle(self) -> CycleOutcome:
         assert self.state.cycle is not None
         return self.state.cycle
 

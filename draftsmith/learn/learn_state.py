@@ -13,7 +13,7 @@ STATE_FILE = "state.json"
 Step = Literal["wait", "collect", "train", "judge", "export", "start", "switch", "drain", "watch"]
 
 
-class Window(BaseModel):
+class RateWindow(BaseModel):
     """Accepted ÷ drafted of the serving engine over its traffic, in windows of drafted tokens.
 
     begin: the counters where the current window began. first, newest: the rates of the first window
@@ -62,7 +62,7 @@ class Swap(BaseModel):
     starts: int = 0
 
 
-class Outcome(BaseModel):
+class CycleOutcome(BaseModel):
     """How a cycle ended. serving, candidate: draft efficiency on the held-out records. before,
     after: accepted ÷ drafted in the engines. kept: whether the new version serves."""
 
@@ -86,11 +86,11 @@ class LearnState(BaseModel):
     versions: int = 0
     step: Step = "wait"
     newest: float = 0.0
-    cycle: Outcome | None = None
+    cycle: CycleOutcome | None = None
     cycle_newest: float = 0.0
     swap: Swap | None = None
-    window: Window = Window()
-    history: list[Outcome] = []
+    window: RateWindow = RateWindow()
+    history: list[CycleOutcome] = []
 
     @classmethod
     def load(cls, directory: Path) -> "LearnState":
