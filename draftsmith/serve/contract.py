@@ -90,7 +90,7 @@ def same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-class Part(BaseModel):
+class RequestPart(BaseModel):
     """A part of a request."""
 
     model_config = ConfigDict(strict=True, frozen=True)

@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema
 
 from draftsmith.serve.api_errors import ApiError, unfit
-from draftsmith.serve.contract import Contract, Part, missing, validated
+from draftsmith.serve.contract import Contract, RequestPart, missing, validated
 from draftsmith.serve.fields import MESSAGE_IGNORED, MESSAGE_REFUSED, PART_IGNORED, unsupported
 
 LONGEST_STOP = 256  # characters
 MOST_STOPS = 32
 
 
-class Message(Part):
+class Message(RequestPart):
     role: Literal["system", "developer", "user", "assistant"] = Field(
         description="developer is the newer name of system"
     )
@@ -28,7 +28,7 @@ class Message(Part):
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")
 
 
-class TextPart(Part):
+class TextPart(RequestPart):
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 

@@ -23,7 +23,7 @@ from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
 from draftsmith.serve.api_errors import ApiError
-from draftsmith.serve.contract import Contract, Part, validated
+from draftsmith.serve.contract import Contract, RequestPart, validated
 from draftsmith.serve.fields import IGNORED, REFUSED
 from draftsmith.serve.messages import (
     LONGEST_STOP,
@@ -39,12 +39,12 @@ MOST_ENTRIES = 64  # of a mapping or list of options
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
-class StreamOptions(Part):
+class StreamOptions(RequestPart):
     include_usage: bool = Field(False, description="an extra last chunk has the usage")
     continuous_usage_stats: bool = Field(False, description="each chunk has the usage so far")
 
 
-class OurOptions(Part):
+class OurOptions(RequestPart):
     """What this service alone can do."""
 
     trace: bool = Field(False, description="say which tokens of a text are draft tokens")
@@ -55,7 +55,7 @@ class OurOptions(Part):
     )
 
 
-class Reasoning(Part):
+class Reasoning(RequestPart):
     effort: str | None = Field(None, description="a variable of the chat template")
 
 
@@ -85,7 +85,7 @@ _TEXTS = WithJsonSchema({"title": f"up to {MOST_STOPS} texts of at most {LONGEST
 _OBJECT = WithJsonSchema({"title": "an object"})
 
 
-class Asked(Part):
+class Asked(RequestPart):
     """What all kinds of requests have. None: as the service is set."""
 
     # The field with what is answered, and the names of those that limit the length of a text, the
@@ -342,7 +342,7 @@ class ResponsesRequest(Asked):
         return {} if effort is None else {"reasoning_effort": effort}
 
 
-class SettingsChange(Part):
+class SettingsChange(RequestPart):
     """The body of POST /admin/settings. None: it stays."""
 
     gamma: int | None = Field(None, ge=1)
