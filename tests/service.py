@@ -22,7 +22,7 @@ from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.request_batcher import RequestBatcher
 from draftsmith.serve.requests import AnswerChoice, DecodeRequest, RequestBounds
-from draftsmith.serve.server import Server, make_service
+from draftsmith.serve.server import ServiceServer, make_service
 
 MODEL = "tiny-llama"
 LONG = 200  # tokens: a text that is still decoding when a test looks
@@ -33,7 +33,7 @@ class Running:
     """A service with its server, and the requests that its batcher has taken."""
 
     service: Service
-    server: Server
+    server: ServiceServer
     url: str
     requests: list[DecodeRequest]
 
@@ -104,7 +104,7 @@ def serving(
         requests.append(request)
 
     service.batcher.submit = recorded  # type: ignore[method-assign]
-    server = Server(service, drain_seconds)
+    server = ServiceServer(service, drain_seconds)
     bound = bind("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from draftsmith.learn.record.consent import Keys
-from draftsmith.learn.record.proxy import Recorder
+from draftsmith.learn.record.proxy import RecordingProxy
 from draftsmith.learn.record.records import Records, Retention
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.access import Guard
@@ -136,7 +136,7 @@ def recorded(
     upstream: str, directory: Path, keys: Keys | None = None, retention: Retention | None = None
 ) -> Iterator[httpx2.Client]:
     """A client of a recorder before an engine."""
-    recorder = Recorder(
+    recorder = RecordingProxy(
         Upstreams(upstream),
         directory,
         keys or Keys(),

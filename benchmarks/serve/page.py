@@ -18,7 +18,7 @@ from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
 from draftsmith.net.listen import bind
 from draftsmith.serve.requests import RequestBounds
-from draftsmith.serve.server import Server, make_service
+from draftsmith.serve.server import ServiceServer, make_service
 
 QUESTION = "Why is the sky blue?"
 LONGEST_MS = 300_000  # for one answer
@@ -61,7 +61,7 @@ def main(
         model_name=target.rpartition(":")[2],
     )
     listening = threading.Event()
-    server = Server(service, 0, listening.set)
+    server = ServiceServer(service, 0, listening.set)
     with bind("127.0.0.1", 0) as bound:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()

@@ -58,7 +58,7 @@ def record(
     import uvicorn
 
     from draftsmith.learn.record.consent import Keys
-    from draftsmith.learn.record.proxy import Recorder
+    from draftsmith.learn.record.proxy import RecordingProxy
     from draftsmith.learn.record.records import Retention
     from draftsmith.learn.record.upstream import Upstreams
     from draftsmith.net.listen import address_of, bind
@@ -67,7 +67,7 @@ def record(
     retention = Retention(keep_days, keep_bytes)
     upstreams = Upstreams(upstream, out / "upstream.json")
     guard = callers.guard(host, None, key)
-    recorder = Recorder(upstreams, out, keys, retention, time.time, guard)
+    recorder = RecordingProxy(upstreams, out, keys, retention, time.time, guard)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
         config = uvicorn.Config(

@@ -190,7 +190,7 @@ def serve(
     from draftsmith.net.listen import address_of, bind
     from draftsmith.serve.dynamic_lenience import require_low
     from draftsmith.serve.requests import RequestBounds
-    from draftsmith.serve.server import Server, make_service
+    from draftsmith.serve.server import ServiceServer, make_service
 
     quieten()
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
@@ -239,7 +239,7 @@ def serve(
         address = f"http://{address_of(host, bound)}/v1"
         what = f"{service.names[0]} with the drafter {drafter}"
         started = f"{what} is at {address}\nthe seed for requests without one is {seed}"
-        server = Server(service, drain_seconds, lambda: typer.echo(started))
+        server = ServiceServer(service, drain_seconds, lambda: typer.echo(started))
         try:
             server.run(sockets=[bound])
         finally:

@@ -104,7 +104,7 @@ def make_service(
     )
 
 
-class Server(uvicorn.Server):
+class ServiceServer(uvicorn.Server):
     """Ends after the batcher has: the first SIGTERM or Ctrl-C lets running texts end, for at most
     `drain_seconds`, and new requests get status 503. A second signal ends it at once.
 

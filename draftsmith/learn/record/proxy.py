@@ -50,7 +50,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass
-class Recorder:
+class RecordingProxy:
     """The application. directory: of the tenants' directories. clock: seconds since 1970.
     guard: who may call. Without an admin_key the upstream cannot be switched."""
 
