@@ -14,6 +14,7 @@ from prometheus_client import (
 )
 
 from decode.stats import Judged
+from decode.verification import Verification
 
 PREFIX = "draftsmith"
 # Seconds: of a pass on a GPU up to a long answer on a laptop.
@@ -26,12 +27,18 @@ class Metrics:
 
     Draft tokens past the end of a text count as neither drafted nor accepted. Every other token of
     a pass counts, also those of texts that were given up later.
+
+    counted: totals for `/live`. generated: tokens. emitted: those of `steps`, the passes of single
+    texts, whose draft tokens are drafted, reached and accepted as in `decode.stats.Counts`.
     """
 
     def __init__(self, model_name: str) -> None:
         disable_created_metrics()  # a second series for each counter that dashboards do not read
         self.registry = CollectorRegistry()
         self._name = model_name
+        self.counted = dict.fromkeys(
+            ("generated", "steps", "emitted", "drafted", "reached", "accepted"), 0
+        )
         self.drafts = self._counter("spec_decode_num_drafts", "drafts that were verified")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "draft tokens")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "accepted draft tokens")
@@ -82,8 +89,18 @@ class Metrics:
             _SECONDS_PER_TOKEN,
         )
 
-    def judged(self, judged: Judged) -> None:
-        """Count the draft tokens of one pass."""
+    def generated(self, tokens: int) -> None:
+        """Count new tokens."""
+        self.generation_tokens.inc(tokens)
+        self.counted["generated"] += tokens
+
+    def passed(self, step: Verification, judged: Judged) -> None:
+        """Count a pass and its draft tokens."""
+        counted = self.counted
+        counted["steps"] += len(step.rows)
+        counted["emitted"] += int(step.emitted.sum())
+        for name in ("drafted", "reached", "accepted"):
+            counted[name] += int(getattr(judged, name).sum())
         self.passes.inc()
         self.drafts.inc(int(judged.drafted.any(1).sum()))
         self.drafted.inc(int(judged.drafted.sum()))

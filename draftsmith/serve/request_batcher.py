@@ -4,10 +4,9 @@ Other threads submit, cancel and change settings through a lock.
 """
 
 import logging
-import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 from transformers import PreTrainedTokenizerBase
@@ -22,6 +21,7 @@ from decode.text_stream import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.serve.metrics import Metrics
+from draftsmith.serve.next_texts import next_texts
 from draftsmith.serve.requests import (
     AnswerChoice,
     DecodeRequest,
@@ -29,11 +29,13 @@ from draftsmith.serve.requests import (
     Refusal,
     RequestBounds,
     RowWatch,
+    each_once,
+    requests_of,
 )
+from draftsmith.serve.speed import Speed
 
 logger = logging.getLogger(__name__)
 
-LONGEST_RETRY = 120  # seconds; OpenAI's client ignores longer ones
 AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 
 
@@ -71,10 +73,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self._unsent: set[DecodeRequest] = set()  # requests whose answers are not sent
         self._changes: list[Future[None]] = []  # of settings; they are not in use yet
         self._busy_at = time.monotonic()  # when a text last waited or ran
-        self._tokens_per_second = self._tokens_per_text = math.nan
-        self._counted = dict.fromkeys(
-            ("generated", "steps", "emitted", "drafted", "reached", "accepted"), 0
-        )
+        self._speed = Speed()
         decoder.observers.append(self._trace)
         metrics.running.set_function(lambda: len(self._rows))
         metrics.waiting.set_function(lambda: len(self._waiting))
@@ -101,14 +100,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
         return sum(len(request.choices) for request in requests)
 
     def live(self) -> dict[str, int]:
-        """Figures of this moment: the texts that run and wait, and γ; and what was counted since
-        the start. generated: tokens; emitted: those of `steps`, the passes of single texts, whose
-        draft tokens are drafted, reached and accepted as in `decode.stats.Counts`."""
+        """Figures of this moment: the texts that run and wait, γ, and `Metrics.counted`."""
         return {
             "running": len(self._rows),
             "waiting": len(self._waiting),
             "gamma": self.decoder.policy.max_depth,
-            **self._counted,
+            **self.metrics.counted,
             **self._watch.live(),
         }
 
@@ -122,7 +119,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self.decoder.parts.require_sampling([(settings.sampling, settings.drafts)])
         if request.stop:
             StopStrings(self._tokenizer, request.stop)
-        tokens = sum(len(prompt) for prompt in _each_once(prompts))
+        tokens = sum(len(prompt) for prompt in each_once(prompts))
         with self._changed:
             self.require_room(len(prompts), tokens)
             self._waiting.extend(request.choices)
@@ -133,23 +130,21 @@ class RequestBatcher(Batcher[AnswerChoice]):
         """Raise Refusal unless so many texts more can be held, with so many tokens of prompts. A
         text is not read before this."""
         if self.draining or not self.alive:
-            raise self._count(Refusal("draining", "the service is ending", 1))
+            raise self._count(_ending())
         held = self.held
         if held + texts > self.bounds.capacity:
-            message = (
-                f"{held} texts wait, run or are not sent yet; there is room for "
-                f"{self.bounds.capacity}"
-            )
-            raise self._count(Refusal("full", message, self._retry_after()))
+            found = f"{held} texts wait, run or are not sent yet"
+            raise self._full(found, self.bounds.capacity)
         if not tokens:
             return
-        waiting = sum(map(len, _each_once(choice.prompt for choice in self._waiting)))
+        waiting = sum(map(len, each_once(choice.prompt for choice in self._waiting)))
         if waiting and waiting + tokens > self.bounds.held_tokens:
-            message = (
-                f"the prompts that wait have {waiting} tokens and this request has {tokens}; there "
-                f"is room for {self.bounds.held_tokens}"
-            )
-            raise self._count(Refusal("full", message, self._retry_after()))
+            found = f"the prompts that wait have {waiting} tokens and this request has {tokens}"
+            raise self._full(found, self.bounds.held_tokens)
+
+    def _full(self, found: str, room: int) -> Refusal:
+        message = f"{found}; there is room for {room}"
+        return self._count(Refusal("full", message, self._retry_after()))
 
     def cancel(self, request: DecodeRequest) -> None:
         """Its answer is sent, or nobody waits for it: free its places, and give up what is left of
@@ -195,10 +190,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _finish(self) -> None:
         """Refuse all that is left. Nothing is held after this, and nothing is taken."""
-        refusal = Refusal("draining", "the service is ending", 1)
+        refusal = _ending()
         self.drain(0)
         with self._changed:
-            left = _different(self._entries())
+            left = requests_of(self._entries())
             self._waiting.clear()
             self._rows.clear()
             changes = list(self._changes)
@@ -216,12 +211,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def _expire(self) -> None:
         """Drop what was cancelled, and refuse what is too late."""
         now = time.monotonic()
-        for request in _different(self._entries()):
+        for request in requests_of(self._entries()):
             waits = request.begun is None
             if request.cancelled:
                 self._give_up(request)
             elif waits and self.draining:
-                self._refuse(request, Refusal("draining", "the service is ending", 1))
+                self._refuse(request, _ending())
             elif waits and now - request.arrived > self.bounds.max_wait:
                 message = f"no row was free in {self.bounds.max_wait:g} s"
                 self._refuse(request, Refusal("waited", message, self._retry_after()))
@@ -230,24 +225,12 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self._refuse(request, Refusal("overran", message))
 
     def _admit(self) -> None:
-        """Give the free rows to texts that wait: each to the request that has the fewest, and of
-        these to the one that came first. So a request of many texts does not hold up the others.
-        After a pass that failed, its texts begin one by one, until the next pass."""
         while True:
             with self._changed:
-                running = list(self._rows.values())
-                free = self.bounds.max_rows - len(running)
-                alone = any(choice.suspect for choice in running)
-                rows = Counter(choice.request for choice in running)
-                waiting = [choice for choice in self._waiting if not (alone and choice.suspect)]
-            if free < 1 or not waiting:
+                texts = next_texts(self._waiting, self._rows.values(), self.bounds.max_rows)
+            if not texts:
                 return
-            first = min(waiting, key=lambda choice: rows[choice.request])
-            request = first.request
-            others = [rows[choice.request] for choice in waiting if choice.request is not request]
-            # As many as until another request has as few rows.
-            count = max(min(free, min(others) - rows[request]), 1) if others else free
-            self._seat(_alike(first, waiting)[:count])
+            self._seat(texts)
 
     def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
@@ -298,8 +281,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self._tally(step)
         tokens = sum(map(len, self._news.tokens.values()))
         self._hand_out()
-        speed = tokens / max(time.monotonic() - started, 1e-6)
-        self._tokens_per_second = _averaged(self._tokens_per_second, speed)
+        self._speed.passed(tokens, time.monotonic() - started)
 
     def _lose(
         self, rows: dict[int, AnswerChoice], ran: list[AnswerChoice], error: Exception
@@ -318,12 +300,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _tally(self, step: Verification) -> None:
         judged = Judged.of(step)
-        self.metrics.judged(judged)
-        counted = self._counted
-        counted["steps"] += len(step.rows)
-        counted["emitted"] += int(step.emitted.sum())
-        for name in ("drafted", "reached", "accepted"):
-            counted[name] += int(getattr(judged, name).sum())
+        self.metrics.passed(step, judged)
         drafted, accepted = judged.drafted.sum(1).tolist(), judged.accepted.sum(1).tolist()
         for index, row in enumerate(step.rows.tolist()):
             choice = self._rows[row]
@@ -353,8 +330,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
                 self.metrics.first_token.observe(now - request.arrived)
             choice._last = now
             choice.tokens += tokens
-            self.metrics.generation_tokens.inc(len(tokens))
-            self._counted["generated"] += len(tokens)
+            self.metrics.generated(len(tokens))
             entries = self._decoding.logprobs.get(row, [])[-len(tokens) :]
             if row in news.ended:
                 self._end(choice)
@@ -369,24 +345,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _end(self, choice: AnswerChoice) -> None:
         """A text has ended, and its row is free."""
-        request = choice.request
-        room = self.decoder.lm.max_positions - len(choice.prompt)
-        full = len(choice.tokens) >= min(request.max_new_tokens, room)
-        is_eos = not request.ignore_eos and choice.tokens[-1] in self.decoder.eos
-        stopped = is_eos or not full or self._has_stop_string(choice)
-        choice.reason = "stop" if stopped else "length"
+        decoder = self.decoder
+        choice.end(decoder.lm.max_positions, decoder.eos, self._tokenizer)
+        assert choice.reason is not None
         self._leave(choice)
-        self._tokens_per_text = _averaged(self._tokens_per_text, len(choice.tokens))
+        self._speed.ended(len(choice.tokens))
         self.metrics.ended(choice.reason)
-        self.metrics.latency.observe(time.monotonic() - request.arrived)
-
-    def _has_stop_string(self, choice: AnswerChoice) -> bool:
-        """Whether a stop string ends a text; its last token may also be the last that it may
-        have."""
-        stop = choice.request.stop
-        if not stop:
-            return False
-        return StopStrings(self._tokenizer, stop).cut(0, choice.tokens) is not None
+        self.metrics.latency.observe(time.monotonic() - choice.request.arrived)
 
     def _leave(self, choice: AnswerChoice) -> None:
         row = choice.row
@@ -429,35 +394,11 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _retry_after(self) -> int:
         """Seconds until the texts that wait are answered, at the speed of the last passes."""
-        seconds = len(self._waiting) * self._tokens_per_text / self._tokens_per_second
-        return min(max(math.ceil(seconds), 1), LONGEST_RETRY) if math.isfinite(seconds) else 1
+        return self._speed.seconds_for(len(self._waiting))
 
 
-def _averaged(before: float, new: float) -> float:
-    """An exponential moving average. before: NaN at first."""
-    return new if math.isnan(before) else 0.9 * before + 0.1 * new
-
-
-def _each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
-    """The prompts without those that are the same object: the texts of one prompt share it."""
-    return list({id(prompt): prompt for prompt in prompts}.values())
-
-
-def _alike(first: AnswerChoice, waiting: Iterable[AnswerChoice]) -> list[AnswerChoice]:
-    """The texts of a request that can begin together with its first one: they have the same prompt.
-    A text that begins again has its own."""
-    if first.tokens or first.suspect:
-        return [first]
-    return [
-        choice
-        for choice in waiting
-        if choice.request is first.request and choice.prompt is first.prompt and not choice.tokens
-    ]
-
-
-def _different(entries: Iterable[AnswerChoice]) -> list[DecodeRequest]:
-    """Each request once, in their order."""
-    return list(dict.fromkeys(choice.request for choice in entries))
+def _ending() -> Refusal:
+    return Refusal("draining", "the service is ending", 1)
 
 
 def _log_failure(done: Future[None]) -> None:

@@ -1,9 +1,11 @@
 """What is asked of the decoding thread, and what it answers."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
 from decode.draw.logprobs import TokenLogprob
@@ -62,6 +64,19 @@ class AnswerChoice:
         """The prompt with the tokens so far."""
         return [*self.prompt, *self.tokens] if self.tokens else self.prompt
 
+    def end(
+        self, max_positions: int, eos: Collection[int], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        """Say why the text has ended. max_positions: of the target. eos: its ids."""
+        request, last = self.request, self.tokens[-1]
+        room = max_positions - len(self.prompt)
+        stopped = len(self.tokens) < min(request.max_new_tokens, room)
+        stopped = stopped or (not request.ignore_eos and last in eos)
+        # The last token that a text may have can also be the end of a stop string.
+        if not stopped and request.stop:
+            stopped = StopStrings(tokenizer, request.stop).cut(0, self.tokens) is not None
+        self.reason = "stop" if stopped else "length"
+
 
 @dataclass(frozen=True)
 class NewTokens:
@@ -118,6 +133,16 @@ class DecodeRequest:
         return RowSettings(
             self.sampling, seed, stop, self.ignore_eos, self.logprobs, drafts, self.label
         )
+
+
+def each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
+    """The prompts without those that are the same object: the texts of one prompt share it."""
+    return list({id(prompt): prompt for prompt in prompts}.values())
+
+
+def requests_of(choices: Iterable[AnswerChoice]) -> list[DecodeRequest]:
+    """Each request once, in their order."""
+    return list(dict.fromkeys(choice.request for choice in choices))
 
 
 class RowWatch:
