@@ -3,10 +3,10 @@
 import json
 from typing import Any
 
-from draftsmith.serve.contract import Contract, expected_of
-from draftsmith.serve.fields import IGNORED, REFUSED
-from draftsmith.serve.messages import MESSAGE, PART
-from draftsmith.serve.openai_requests import (
+from draftsmith.serve.openai.contract import Contract, expected_of
+from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.messages import MESSAGE, PART
+from draftsmith.serve.openai.openai_requests import (
     CHAT,
     COMPLETION,
     OUR_OPTIONS,

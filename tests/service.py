@@ -20,8 +20,8 @@ from decode.text import prompt_ids
 from draftsmith.net.access import Guard
 from draftsmith.net.listen import bind
 from draftsmith.serve.api import Service
-from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import AnswerChoice, DecodeRequest, RequestBounds
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import AnswerChoice, DecodeRequest, RequestBounds
 from draftsmith.serve.server import ServiceServer, make_service
 
 MODEL = "tiny-llama"

@@ -28,9 +28,9 @@ from decode.model.pretrained import UNLIMITED_POSITIONS  # noqa: E402
 from decode.settings import DecodeSettings  # noqa: E402
 from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
-from draftsmith.serve.answers import AnswerText  # noqa: E402
-from draftsmith.serve.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
-from draftsmith.serve.request_batcher import RequestBatcher  # noqa: E402
+from draftsmith.serve.batching.request_batcher import RequestBatcher  # noqa: E402
+from draftsmith.serve.openai.answers import AnswerText  # noqa: E402
+from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS  # noqa: E402
 from tests.service import LONG, MODEL, Running, alone, chat, events, serving, until  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
 

@@ -26,12 +26,12 @@ from openai.types.responses import (  # noqa: E402
 from pydantic import TypeAdapter  # noqa: E402
 
 from decode.text_stream import decode  # noqa: E402
-from draftsmith.serve.answers import event  # noqa: E402
-from draftsmith.serve.api_errors import LONGEST_MESSAGE, ApiError  # noqa: E402
-from draftsmith.serve.contract import UNKNOWN, Contract, parse, same  # noqa: E402
-from draftsmith.serve.fields import IGNORED, REFUSED  # noqa: E402
-from draftsmith.serve.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS  # noqa: E402
-from draftsmith.serve.reading import SHORT, longest_token  # noqa: E402
+from draftsmith.serve.openai.answers import event  # noqa: E402
+from draftsmith.serve.openai.api_errors import LONGEST_MESSAGE, ApiError  # noqa: E402
+from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same  # noqa: E402
+from draftsmith.serve.openai.fields import IGNORED, REFUSED  # noqa: E402
+from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS  # noqa: E402
+from draftsmith.serve.openai.reading import SHORT, longest_token  # noqa: E402
 from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
 from tests.tiny import tiny_target  # noqa: E402
 

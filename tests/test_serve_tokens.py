@@ -21,9 +21,9 @@ from decode.text import prompt_ids  # noqa: E402
 from decode.text_stream import decode  # noqa: E402
 from decode.trace import drafted_tokens  # noqa: E402
 from decode.verification import Verification  # noqa: E402
-from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
-from draftsmith.serve.answers import written  # noqa: E402
-from draftsmith.serve.requests import AnswerChoice, NewTokens  # noqa: E402
+from draftsmith.serve.batching.requests import AnswerChoice, NewTokens  # noqa: E402
+from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
+from draftsmith.serve.openai.answers import written  # noqa: E402
 from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
 from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
 

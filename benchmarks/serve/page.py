@@ -17,7 +17,7 @@ from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
 from draftsmith.net.listen import bind
-from draftsmith.serve.requests import RequestBounds
+from draftsmith.serve.batching.requests import RequestBounds
 from draftsmith.serve.server import ServiceServer, make_service
 
 QUESTION = "Why is the sky blue?"

@@ -188,8 +188,8 @@ def serve(
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from draftsmith.net.listen import address_of, bind
+    from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.dynamic_lenience import require_low
-    from draftsmith.serve.requests import RequestBounds
     from draftsmith.serve.server import ServiceServer, make_service
 
     quieten()

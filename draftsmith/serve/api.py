@@ -17,17 +17,23 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
 from draftsmith.net.access import LOCAL, Guard
-from draftsmith.serve.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from draftsmith.serve.api_errors import ApiError, refused
-from draftsmith.serve.contract import Contract, parse
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.middleware import RequestIds
-from draftsmith.serve.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS, SettingsChange
+from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
+from draftsmith.serve.openai.api_errors import ApiError, refused
+from draftsmith.serve.openai.contract import Contract, parse
+from draftsmith.serve.openai.openai_requests import (
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    SETTINGS,
+    SettingsChange,
+)
+from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
+from draftsmith.serve.openai.responses import ResponsesAnswer
 from draftsmith.serve.page import page_routes
-from draftsmith.serve.reading import SHORT, BodyReader, RequestLimits
-from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import Refusal
-from draftsmith.serve.responses import ResponsesAnswer
 from draftsmith.serve.running import Running, as_api_error
 
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB

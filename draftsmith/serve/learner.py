@@ -25,8 +25,8 @@ from decode.verification import Verification
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
-from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import DecodeRequest, Refusal, RowWatch
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import DecodeRequest, Refusal, RowWatch
 from heads.heads_module import HEADS
 from heads.online_heads import require_learns
 from train.base.console import Reporter

@@ -25,9 +25,9 @@ from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES, Rule, used_rule
 from decode.rules.speculative import Lenience
 from decode.settings import DecodeSettings
+from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.dynamic_lenience import DynamicLenience, require_low
-from draftsmith.serve.openai_requests import SettingsChange
-from draftsmith.serve.request_batcher import RequestBatcher
+from draftsmith.serve.openai.openai_requests import SettingsChange
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import ServiceLearner

@@ -9,8 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from draftsmith.serve.answers import event
-from draftsmith.serve.request_batcher import RequestBatcher
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.openai.answers import event
 from draftsmith.serve.static_files import FILES, file_routes
 
 _STATIC = Path(__file__).parent / "static"

@@ -12,12 +12,18 @@ from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import compute_apart
-from draftsmith.serve.answer_tokens import AnswerTokens, TokenBytes
-from draftsmith.serve.answers import AnswerText, ApiAnswer, Piece
-from draftsmith.serve.api_errors import ApiError
-from draftsmith.serve.openai_requests import Asked
-from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import AnswerChoice, DecodeRequest, Event, NewTokens, Refusal
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import (
+    AnswerChoice,
+    DecodeRequest,
+    Event,
+    NewTokens,
+    Refusal,
+)
+from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
+from draftsmith.serve.openai.answers import AnswerText, ApiAnswer, Piece
+from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.openai_requests import Asked
 
 STATUS = {
     "full": 503,

@@ -21,11 +21,11 @@ from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.listen import bind as bind
 from draftsmith.serve.api import Service
+from draftsmith.serve.batching.metrics import Metrics
+from draftsmith.serve.batching.request_batcher import RequestBatcher
+from draftsmith.serve.batching.requests import RequestBounds
 from draftsmith.serve.live_settings import Settings
-from draftsmith.serve.metrics import Metrics
 from draftsmith.serve.page import OPEN_PATHS
-from draftsmith.serve.request_batcher import RequestBatcher
-from draftsmith.serve.requests import RequestBounds
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import LearnOptions

@@ -7,9 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from draftsmith.serve.api_errors import ApiError, unfit
-from draftsmith.serve.contract import Contract, RequestPart, missing, validated
-from draftsmith.serve.fields import MESSAGE_IGNORED, MESSAGE_REFUSED, PART_IGNORED, unsupported
+from draftsmith.serve.openai.api_errors import ApiError, unfit
+from draftsmith.serve.openai.contract import Contract, RequestPart, missing, validated
+from draftsmith.serve.openai.fields import (
+    MESSAGE_IGNORED,
+    MESSAGE_REFUSED,
+    PART_IGNORED,
+    unsupported,
+)
 
 LONGEST_STOP = 256  # characters
 MOST_STOPS = 32

@@ -22,10 +22,10 @@ from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
-from draftsmith.serve.api_errors import ApiError
-from draftsmith.serve.contract import Contract, RequestPart, validated
-from draftsmith.serve.fields import IGNORED, REFUSED
-from draftsmith.serve.messages import (
+from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.messages import (
     LONGEST_STOP,
     MOST_STOPS,
     read_items,

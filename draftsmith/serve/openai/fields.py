@@ -2,13 +2,13 @@
 
 The names are those of OpenAI's API, and those that vLLM, SGLang and llama.cpp add and clients send.
 `docs/reference/requests.md` is made from these tables and from the models of
-`draftsmith.serve.openai_requests`.
+`draftsmith.serve.openai.openai_requests`.
 """
 
 from typing import Any
 
-from draftsmith.serve.api_errors import ApiError, shown
-from draftsmith.serve.contract import Refused
+from draftsmith.serve.openai.api_errors import ApiError, shown
+from draftsmith.serve.openai.contract import Refused
 
 _LABEL = "labels the request for its sender"
 _CACHE = "the prefix cache needs no advice"

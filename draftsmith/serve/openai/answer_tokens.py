@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from decode.text_stream import TextStream, decode
-from draftsmith.serve.requests import NewTokens
+from draftsmith.serve.batching.requests import NewTokens
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
 _ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")

@@ -11,10 +11,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import TextStream
-from draftsmith.serve.answer_tokens import AnswerToken
-from draftsmith.serve.api_errors import ApiError
-from draftsmith.serve.openai_requests import Asked, StreamOptions
-from draftsmith.serve.requests import AnswerChoice
+from draftsmith.serve.batching.requests import AnswerChoice
+from draftsmith.serve.openai.answer_tokens import AnswerToken
+from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.openai_requests import Asked, StreamOptions
 
 
 class AnswerText:

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerBase
 from decode.base.device import compute_apart
 from decode.base.errors import UserError
 from decode.text import Prompt, prompt_ids
-from draftsmith.serve.api_errors import ApiError, refused, shown
-from draftsmith.serve.contract import Contract, parse
-from draftsmith.serve.openai_requests import Asked
+from draftsmith.serve.openai.api_errors import ApiError, refused, shown
+from draftsmith.serve.openai.contract import Contract, parse
+from draftsmith.serve.openai.openai_requests import Asked
 
 SHORT = 16 << 10  # bytes; such a body is read at once
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable
 
-from draftsmith.serve.requests import AnswerChoice
+from draftsmith.serve.batching.requests import AnswerChoice
 
 
 def next_texts(

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from pydantic_core import from_json
 
 from decode.base.errors import nearest
-from draftsmith.serve.api_errors import LONGEST_SHOWN, ApiError, cut, unfit
+from draftsmith.serve.openai.api_errors import LONGEST_SHOWN, ApiError, cut, unfit
 from train.base.config_file import describe
 from train.base.schema import Untitled
 

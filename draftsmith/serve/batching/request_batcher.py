@@ -20,9 +20,9 @@ from decode.stats import Judged
 from decode.text_stream import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
-from draftsmith.serve.metrics import Metrics
-from draftsmith.serve.next_texts import next_texts
-from draftsmith.serve.requests import (
+from draftsmith.serve.batching.metrics import Metrics
+from draftsmith.serve.batching.next_texts import next_texts
+from draftsmith.serve.batching.requests import (
     AnswerChoice,
     DecodeRequest,
     NewTokens,
@@ -32,7 +32,7 @@ from draftsmith.serve.requests import (
     each_once,
     requests_of,
 )
-from draftsmith.serve.speed import Speed
+from draftsmith.serve.batching.speed import Speed
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.serve.answers import ApiAnswer, Piece, entries, event
-from draftsmith.serve.api_errors import ApiError
+from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries, event
+from draftsmith.serve.openai.api_errors import ApiError
 
 
 class ResponsesAnswer(ApiAnswer):

@@ -1,0 +1,1 @@
+"""The texts of requests in one decode: they wait, get rows, and are answered."""
