@@ -21,13 +21,15 @@ from draftsmith.cli.plan import plan_target
 from draftsmith.starter_config import GOALS, MACHINES
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
-from tests.test_run import CONFIG, WORDS, fresh_accelerate  # noqa: F401  (a fixture)
+from tests.test_run import CONFIG, WORDS
 from tests.tiny import save_tiny
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
 from train.run.config import load_config
 from train.run.run import Run
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
 @pytest.fixture
