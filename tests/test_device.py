@@ -177,7 +177,7 @@ def routed(drafters: list[Drafter]) -> Drafter:
     return RoutedDrafter(drafters, lambda text: len(text) % 2)
 
 
-# The most reads of a step, as the table in docs/devices.md has them.
+# The most reads of a step, as the table in docs/results/devices.md has them.
 OTHERS = {
     "ngram": (made("ngram"), 1),
     "suffix": (made("suffix"), 1),

@@ -75,16 +75,8 @@ def test_the_table_of_combinations_says_their_options() -> None:
         }, name
 
 
-def test_the_features_list_the_rules_as_what_they_are() -> None:
-    features = (ROOT / "docs" / "features.md").read_text()
-    (row,) = re.findall(r"^\| rules \| (.*) \|$", features, re.MULTILINE)
-    lossless, lossy = row.split(";")
-    assert set(NAME.findall(lossless)) == {name for name in RULES if RULES[name].lossless}
-    assert set(NAME.findall(lossy)) == {name for name in RULES if not RULES[name].lossless}
-
-
 def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> None:
-    page = (ROOT / "docs" / "papers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text()
     packages = ("decode", "distill", "heads", "train", "draftsmith", "tests")
     files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     named = set(re.findall(r"`([\w/]+\.py)`", page))
@@ -95,14 +87,14 @@ def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> 
     paper = re.compile(r"(?<![\d.])\d{4}\.\d{5}(?!\d)")
     cited = {
         number
-        for path in [*sources, *(ROOT / "docs").glob("*.md")]
+        for path in [*sources, *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/results").glob("*.md")]
         for number in paper.findall(path.read_text())
     }
     assert cited <= set(paper.findall(page))
 
 
 def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> None:
-    page = (ROOT / "docs" / "papers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text()
     tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
     assert len(tables) > 5
     for header, _, *rows in (table.splitlines() for table in tables):
@@ -116,7 +108,11 @@ def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> Non
 
 
 def test_the_tables_of_controls_have_all_of_them() -> None:
-    section = (ROOT / "docs" / "lossless.md").read_text().split("## Tests that find errors\n")[1]
+    section = (
+        (ROOT / "docs" / "results" / "lossless.md")
+        .read_text()
+        .split("## Tests that find errors\n")[1]
+    )
     rows = [line.split("|")[1].strip() for line in section.splitlines() if line[:2] == "| "]
     named = [control.name for control in (*CONTROLS, *learning_controls())]
     assert [row for row in rows if not row.startswith("error")] == [*named, *enumerated()]

@@ -259,7 +259,7 @@ def test_settings_of_suffix_decoding_are_checked(options: str, said: str) -> Non
 
 # --- other methods by settings --------------------------------------------------------------------
 
-PAPERS = (Path(__file__).parents[1] / "docs" / "papers.md").read_text()
+PAPERS = (Path(__file__).parents[1] / "docs" / "reference" / "papers.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_settings_that_reproduce_other_methods(
     tmp_path: Path,
     target: Target,
 ) -> None:
-    """As docs/papers.md names them."""
+    """As docs/reference/papers.md names them."""
     assert f"`{settings}`" in PAPERS
     spec = settings.replace("=n", f"={n}")
     if settings.startswith("min_n"):

@@ -67,7 +67,10 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert not config.run_dir.exists()
 
 
-SCALE = (CONFIGS.parent / "docs/scale.md").read_text()
+# The table of plans, and that of their parts.
+SCALE = "".join(
+    (CONFIGS.parent / f"docs/{page}.md").read_text() for page in ("scale", "results/scale")
+)
 
 
 def plan_commands() -> list[list[str]]:
