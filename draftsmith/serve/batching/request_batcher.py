@@ -11,7 +11,6 @@ from concurrent.futures import Future, wait
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.errors import MemoryShortage, UserError
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
@@ -375,18 +374,10 @@ class RequestBatcher(Batcher[AnswerChoice]):
             request.deliver(self._count(refusal))
 
     def _fail(self, choice: AnswerChoice, error: Exception) -> None:
-        self._refuse(choice.request, self._refusal(error, choice.request))
-
-    def _refusal(self, error: Exception, request: DecodeRequest) -> Refusal:
-        """Why a request gets no more."""
-        if isinstance(error, MemoryShortage):
-            # It cannot help to wait if no other request holds memory.
-            others = any(other.request is not request for other in self._rows.values())
-            return Refusal("memory", str(error), self._retry_after() if others else None)
-        if isinstance(error, UserError):
-            return Refusal("failed", str(error))
-        logger.error("a request ends with an error", exc_info=error)
-        return Refusal("failed", f"the decode could not go on: {error}")
+        request = choice.request
+        # It cannot help to wait for memory if no other request holds some.
+        others = any(other.request is not request for other in self._rows.values())
+        self._refuse(request, Refusal.of(error, self._retry_after() if others else None))
 
     def _count(self, refusal: Refusal) -> Refusal:
         self.metrics.failed(refusal.reason)

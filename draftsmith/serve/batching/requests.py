@@ -1,5 +1,6 @@
 """What is asked of the decoding thread, and what it answers."""
 
+import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,12 +8,14 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.errors import UserError
+from decode.base.errors import MemoryShortage, UserError
 from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from decode.text_stream import StopStrings
+
+logger = logging.getLogger(__name__)
 
 Reason = Literal["full", "draining", "memory", "waited", "overran", "failed", "unread"]
 
@@ -28,6 +31,16 @@ class Refusal(Exception):
     def __init__(self, reason: Reason, message: str, retry_after: int | None = None) -> None:
         super().__init__(message)
         self.reason, self.retry_after = reason, retry_after
+
+    @classmethod
+    def of(cls, error: Exception, retry_after: int | None) -> "Refusal":
+        """Why an error ends a request. retry_after: if memory is missing."""
+        if isinstance(error, MemoryShortage):
+            return cls("memory", str(error), retry_after)
+        if isinstance(error, UserError):
+            return cls("failed", str(error))
+        logger.error("a request ends with an error", exc_info=error)
+        return cls("failed", f"the decode could not go on: {error}")
 
 
 @dataclass(eq=False)
