@@ -26,7 +26,7 @@ from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from decode.text_stream import decode
 from decode.verification import Verification
-from draftsmith.chat.conversation import OFTEN, Conversation, Reply, Write, _Pieces
+from draftsmith.chat.conversation import OFTEN, ChatReply, Conversation, Write, _Pieces
 from draftsmith.chat.live_answer import LiveAnswer
 from draftsmith.chat.terminal import Terminal, figures_line, write_svg
 from draftsmith.cli.chat import ChatTarget, default_drafter
@@ -142,8 +142,8 @@ def test_figures_run_along_below_the_answer_and_go_away(target: Target) -> None:
     console, conversation = terminal.console, terminal.conversation
     ask = conversation.ask
 
-    def follow_too(text: str, write: Write, stopped: Any, follow: Any) -> Reply:
-        def both(answer: Reply) -> None:
+    def follow_too(text: str, write: Write, stopped: Any, follow: Any) -> ChatReply:
+        def both(answer: ChatReply) -> None:
             follow(answer)
             drawn.append(on_screen(printed(console)))
 

@@ -31,7 +31,7 @@ Write = Callable[[str, bool], None]
 
 
 @dataclass(frozen=True)
-class Reply:
+class ChatReply:
     """An answer and its figures.
 
     tokens: token ids, with the EOS if it was emitted. counts: of the steps that drafted or could
@@ -133,8 +133,8 @@ class Conversation:
         text: str,
         write: Write,
         stopped: Callable[[], bool] = lambda: False,
-        follow: Callable[[Reply], None] | None = None,
-    ) -> Reply:
+        follow: Callable[[ChatReply], None] | None = None,
+    ) -> ChatReply:
         """Answer a message. write: gets the pieces of the answer as they become final. stopped: is
         asked before each step; True ends the answer, which stays in the conversation. follow: gets
         the answer so far after each step; the time that it takes is in no figure.
@@ -192,8 +192,8 @@ class Conversation:
         pieces: "_Pieces",
         forgotten: int,
         stopped: Callable[[], bool],
-        follow: Callable[[Reply], None] | None,
-    ) -> Reply:
+        follow: Callable[[ChatReply], None] | None,
+    ) -> ChatReply:
         decoder = self._ready(prompt)
         # The first token comes from reading the prompt, before any pass is observed.
         self._last_drafted, self._accepted = None, 0
@@ -213,7 +213,7 @@ class Conversation:
         )
         figures = _Figures(decoding.setup.policy.max_depth, self._plain_seconds)
 
-        def answer(was_stopped: bool) -> Reply:
+        def answer(was_stopped: bool) -> ChatReply:
             figures.count(decoding.steps)
             return figures.answer(pieces.text, decoding.outputs[0], forgotten, was_stopped)
 
@@ -259,12 +259,12 @@ class _Figures:
                 self._seconds += taken
             self._counted += 1
 
-    def answer(self, text: str, tokens: list[int], forgotten: int, stopped: bool) -> Reply:
+    def answer(self, text: str, tokens: list[int], forgotten: int, stopped: bool) -> ChatReply:
         """The answer with the figures of the steps that were counted."""
         known = len(self._plain_seconds)
         median = statistics.median(self._plain_seconds) if known >= FEWEST else None
         counts = self._tally.pooled()
-        return Reply(text, tokens, counts, self._seconds, median, known, forgotten, stopped)
+        return ChatReply(text, tokens, counts, self._seconds, median, known, forgotten, stopped)
 
 
 class _Pieces:

@@ -18,7 +18,7 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.stats import finite
-from draftsmith.chat.conversation import Conversation, Reply
+from draftsmith.chat.conversation import ChatReply, Conversation
 from draftsmith.chat.live_answer import LiveAnswer
 from train.report.format_figures import format_number
 
@@ -60,7 +60,7 @@ class Terminal:
     read: Callable[[str], str | None]
     open_drafter: Callable[[str], Drafter]
     transcript: list[Text] = field(default_factory=list)
-    answers: list[Reply] = field(default_factory=list)
+    answers: list[ChatReply] = field(default_factory=list)
 
     def run(self) -> None:
         """Talk until the input ends or `/quit`."""
@@ -126,7 +126,7 @@ class Terminal:
             if live is None:
                 self._write(piece, style)
 
-        def follow(answer: Reply) -> None:
+        def follow(answer: ChatReply) -> None:
             if live is not None:
                 live.draw(Text(figures_line(answer), ASIDE))
 
@@ -158,7 +158,7 @@ class Terminal:
         self.console.file.flush()
 
 
-def figures_line(answer: Reply) -> str:
+def figures_line(answer: ChatReply) -> str:
     """The figures of an answer in one line."""
     counts, plain = answer.counts, answer.plain_seconds
     parts = []
