@@ -23,7 +23,7 @@ FLOAT32 = ["-fa", "off"]
 FLOAT32 += [part for cache in ("-ctk", "-ctv", "-ctkd", "-ctvd") for part in (cache, "f32")]
 
 
-class LlamaServer(Engine):
+class LlamaServerEngine(Engine):
     """The target runs from its own GGUF file, with that file's quantization. A float32 file runs in
     float32 throughout. A server that did not load the drafter still answers, so drafts are counted.
     """
@@ -94,7 +94,7 @@ class LlamaServer(Engine):
         return answer
 
 
-ENGINES.register("llama-server")(LlamaServer())
+ENGINES.register("llama-server")(LlamaServerEngine())
 
 
 def server_version() -> str:
