@@ -1,4 +1,5 @@
-"""The config that `draftsmith init` writes: sizes for a machine, a target and its data.
+"""The config that `draftsmith init` writes: sizes for a machine, a target and its data. They are
+filled into configs/starter.yaml.j2.
 
 A machine is one of four kinds, or the one at hand. Sizes that depend on the target are computed
 from its config with the estimates of `train.loop.estimates`.
@@ -9,12 +10,15 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 import psutil
 import torch
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+import configs
 import train
 from decode.base.device import computes_bfloat16
 from decode.base.errors import UserError
@@ -122,70 +126,89 @@ class Starter:
     def text(self) -> str:
         """The YAML text. Raises UserError if the target does not fit the machine."""
         self._require_room()
-        stages = {"small-lm": self._small_lm, "heads": self._heads, "online": self._online}
-        return self._head() + stages[self.goal]()
+        environment = Environment(
+            loader=FileSystemLoader(Path(configs.__file__).parent),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        # Each JSON string is a YAML string.
+        environment.filters["quoted"] = partial(json.dumps, ensure_ascii=False)
+        return environment.get_template("starter.yaml.j2").render(
+            starter=self,
+            machine=self.machine,
+            goal=GOALS[self.goal],
+            file=self.file or "CONFIG",
+            schema=Path(train.__file__).parent / "schema.json",
+            parameters=self.shapes.model.num_parameters(),
+            depth=self.shapes.model.config.get_text_config().num_hidden_layers,
+            gib=GIB,
+        )
 
-    # --- sizes ------------------------------------------------------------------------------------
+    @property
+    def name(self) -> str:
+        """Of the run."""
+        stem = self.file.stem if self.file else self.goal
+        return re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-") or "run"
 
     @property
     def _itemsize(self) -> int:
         return 4 if self.machine.dtype == "float32" else 2
 
     @property
-    def _target_bytes(self) -> int:
+    def target_bytes(self) -> int:
+        """Of the target's weights."""
         return self.shapes.model.num_parameters() * self._itemsize
 
     @property
-    def _layers(self) -> list[int]:
+    def layers(self) -> list[int]:
         """A twelfth of the target's layers, the first ones, at least two."""
         depth: int = self.shapes.model.config.get_text_config().num_hidden_layers
         return list(range(min(depth, max(2, depth // 12))))
 
     @property
-    def _vocabulary(self) -> int | None:
+    def vocabulary(self) -> int | None:
+        """Tokens of the drafter's output layer. None: all of the target's."""
         if self.goal == "heads":
             return None  # vLLM's reader of EAGLE-1 has no draft vocabulary
         size = 32000 if self.machine.cuda else 8000
         return size if self.shapes.vocab_size >= 2 * size else None
 
     @property
-    def _vocabulary_source(self) -> str:
-        source = "EAGLE-3's size (2503.01840)" if self.machine.cuda else "the quickstart's size"
-        return f"the most frequent tokens only, for a cheaper output layer; {source}"
-
-    @property
-    def _length(self) -> int:
+    def length(self) -> int:
         """Tokens of a training text: the median prompt twice, and an answer."""
         tokenizer = self.shapes.tokenizer
         lengths = [len(tokenizer(" ".join(e.user_texts()))["input_ids"]) for e in self.prompts]
-        wanted = 2 * int(median(lengths)) + self._answer + 64
+        wanted = 2 * int(median(lengths)) + self.answer + 64
         rounded = -(-wanted // 256) * 256
         return min(max(rounded, 512), self.shapes.max_positions)
 
     @property
-    def _answer(self) -> int:
+    def answer(self) -> int:
+        """Tokens of an answer."""
         return max(2, min(self.machine.answer, self.shapes.max_positions // 4))
 
     @property
-    def _rows_together(self) -> int:
+    def rows_together(self) -> int:
         """Answers that are generated together: their keys and values get half of what is free."""
-        free = self.machine.memory - self._target_bytes
-        size = self._length * slot_bytes(self.shapes.model)
+        free = self.machine.memory - self.target_bytes
+        size = self.length * slot_bytes(self.shapes.model)
         return max(1, min(64, free // 2 // size))
 
     @property
-    def _batch(self) -> int:
+    def batch(self) -> int:
         """The tokens of a training batch: the machine's, halved until the batch fits."""
         model, machine = self.shapes.model, self.machine
         config = model.config.get_text_config()
-        layers = 1 if self.goal == "heads" else len(self._layers)
+        layers = 1 if self.goal == "heads" else len(self.layers)
         # A layer of heads is run once for each of the four places that it learns to draft.
         runs = 4 if self.goal == "heads" else layers
         layer = sum(p.numel() for p in model.parameters()) // config.num_hidden_layers
         weights = layers * layer + config.hidden_size * self.shapes.vocab_size
-        fixed = self._target_bytes + 4 * weights + optimizer_bytes(weights, average=False)
+        fixed = self.target_bytes + 4 * weights + optimizer_bytes(weights, average=False)
         tokens = machine.batch
-        while tokens > self._length * machine.devices:
+        while tokens > self.length * machine.devices:
             share = tokens // machine.devices
             needed = fixed + forward_bytes(model, share)
             needed += activation_bytes(model, runs, share, self._itemsize)
@@ -195,153 +218,18 @@ class Starter:
         return tokens
 
     def _require_room(self) -> None:
-        if self._target_bytes > 0.8 * self.machine.memory:
+        if self.target_bytes > 0.8 * self.machine.memory:
             raise UserError(
-                f"the weights of {self.target} take {self._target_bytes / GIB:.1f} GiB in "
+                f"the weights of {self.target} take {self.target_bytes / GIB:.1f} GiB in "
                 f"{self.machine.dtype}, and {self.machine.title} has "
                 f"{self.machine.memory / GIB:.1f} GiB; expected a target of at most 80% of that. "
                 "Name a smaller target, or a larger --machine"
             )
 
-    # --- text -------------------------------------------------------------------------------------
-
-    def _head(self) -> str:
-        machine, rows = self.machine, self.machine.rows
-        limit = (
-            f"  limit: {rows}  # of the train rows; more text makes a better drafter\n"
-            if self.rows is None or self.rows > rows
-            else ""
-        )
-        stem = self.file.stem if self.file else self.goal
-        name = re.sub(r"[^A-Za-z0-9._-]", "-", stem).lstrip("._-")
-        precision = "precision: bf16  # of the matrix products; weights stay float32\n"
-        file = self.file or "CONFIG"
-        weights = f"{self._target_bytes / GIB:.1f} GiB"
-        schema = Path(train.__file__).parent / "schema.json"
-        config, model = self.shapes.model.config.get_text_config(), self.shapes.model
-        return f"""\
-# yaml-language-server: $schema={schema}
-# Trains {GOALS[self.goal]}, on {machine.title}.
-#   draftsmith train {file} --dry-run     # the plan: memory, disk and time
-#   {machine.launch} {file}
-# The target has {model.num_parameters() / 1e6:,.0f}M parameters in {config.num_hidden_layers} \
-layers and {self.shapes.vocab_size:,} tokens; its weights
-# take {weights} in {machine.dtype}. Sizes and rates without another source are those of
-# {machine.source}. docs/reference/config.md has every key.
-name: {name or "run"}
-target:
-  model: {_quoted(self.target)}
-  dtype: {machine.dtype}
-  device: {"auto" if machine.cuda else "cpu"}
-{precision if machine.dtype == "bfloat16" else ""}\
-data:
-  train: {_quoted(self.data)}
-{limit}\
-  # No test and no dev are named: this number of prompts, at most a tenth, is split off from train
-  # for each. Rows that repeat one of them are left out of train.
-  held_out: {max(machine.prompts, 2 * machine.timed)}
-  on_bad: skip  # rows that cannot be read, up to max_bad_rate (1%), are counted and skipped
-evaluation:
-  prompts: {machine.prompts}
-  gamma: {4 if machine.cuda else 2}  # draft tokens; the faster the target, the fewer pay off
-  max_new_tokens: {min(64 if not machine.cuda else 256, self._answer)}
-  timed_prompts: {machine.timed}
-  timed_tokens: {min(40 if not machine.cuda else 256, self._answer)}
-stages:
-  # The target answers the prompts: a drafter learns best from text that the target generates
-  # (DistillSpec, 2310.08461).
-{self._answers("answers")}\
-"""
-
-    def _answers(self, name: str, *others: str) -> str:
-        lines = [
-            f"- name: {name}",
-            "  kind: generate",
-            *others,
-            f"  max_new_tokens: {self._answer}",
-            f"  batch_size: {self._rows_together}  # keys and values: at most half the free memory",
-        ]
-        return "".join(f"  {line}\n" for line in lines)
-
-    def _dev_answers(self) -> str:
-        what = "  # Its answers to dev prompts: agreement with them is logged during training.\n"
-        return what + self._answers("dev-answers", "  split: dev", "  prompts: 24")
-
-    def _warm_up(self, epochs: int) -> int:
+    def warm_up(self, epochs: int) -> int:
         """A tenth of the optimizer steps if texts have their full length, at most 20."""
         rows = min(self.rows or self.machine.rows, self.machine.rows)
-        return min(20, epochs * rows * self._length // self._batch // 10)
-
-    def _loop(self, epochs: int, rate: str) -> str:
-        vocabulary = (
-            f"    draft_vocabulary: {self._vocabulary}  # {self._vocabulary_source}\n"
-            if self._vocabulary
-            else ""
-        )
-        return f"""\
-{vocabulary}\
-    max_length: {self._length}
-    loop: {{epochs: {epochs}, tokens_per_batch: {self._batch}}}  # all processes together
-    optimizer: {{lr: {rate}, warmup_steps: {self._warm_up(epochs)}}}
-"""
-
-    def _distill(self, epochs: int, dev: bool) -> str:
-        watched = "    dev: {text: dev-answers, samples: 24, every: 60}\n" if dev else ""
-        return f"""\
-  # The target's first layers learn its distribution. A smaller model with the same tokenizer is
-  # often better: drafter: {{model: org/smaller}}.
-  - name: distill
-    kind: distill
-    text: answers
-    drafter: {{layers: {self._layers}}}
-    losses: {{forward_kl: 1.0}}
-    train_embeddings: false
-{watched}{self._loop(epochs, self.machine.rate)}"""
-
-    def _small_lm(self) -> str:
-        return self._dev_answers() + self._distill(4, True)
-
-    def _heads(self) -> str:
-        # On GPUs a pass of the target costs little, and the states of much text would fill a disk.
-        states = f"""\
-  # The target's hidden states of the text, computed once.
-  - name: states
-    kind: feature_cache
-    text: answers
-    max_length: {self._length}
-"""
-        return f"""\
-{self._dev_answers()}{"" if self.machine.cuda else states}\
-  # One layer on the target's hidden states (EAGLE, 2401.15077; its learning rate, 3e-5, is for far
-  # more text), with the draft tree that pays off at this machine's costs. lk_hybrid is one of the
-  # LK losses, which raise the acceptance itself.
-  - name: heads
-    kind: heads
-    text: answers
-    heads: {{type: eagle1, depth: 4}}
-    features: {"live" if self.machine.cuda else "states"}
-    losses: {{lk_hybrid: 0.1}}
-    dev: {{text: dev-answers, samples: 24, every: 120}}
-    tree: {{width: 6, prompts: 12}}
-{self._loop(4, self.machine.rate)}"""
-
-    def _online(self) -> str:
-        return f"""\
-{self._distill(1, False)}\
-  # Then it serves the train prompts in their order, and learns from the tokens that the target
-  # rejects (2310.07177). To serve other prompts: data.stream, and no split here.
-  - name: online
-    kind: online
-    drafter: {{stage: distill}}
-    split: train
-    max_new_tokens: {self._answer}
-    batch_size: {min(8, self._rows_together)}
-"""
-
-
-def _quoted(text: str) -> str:
-    """As a YAML string: each JSON string is one."""
-    return json.dumps(text, ensure_ascii=False)
+        return min(20, epochs * rows * self.length // self.batch // 10)
 
 
 def data_for(source: str, file: Path | None) -> str:
