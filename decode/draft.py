@@ -31,7 +31,7 @@ class Contexts:
     tokens: int64 [B, C]. Row b holds lengths[b] tokens, the rest is free space. There is space for
         a draft past the end of the longest text.
     sources: the tokens that the target's encoder read for each row. None: it has no encoder.
-    labels: those of the rows' settings (`decode.loop.rows.RowSettings`). None: no row has one.
+    labels: the labels of the rows' settings (`decode.loop.rows.RowSettings`). None: no row has one.
     """
 
     tokens: np.ndarray

@@ -170,10 +170,10 @@ class Verification:
         None: no row.
     probes: what was fed behind the draft, with its states (`Drafter.probes`). None: nothing.
     width: tokens fed per row, with the probes. draft_steps: how deep the drafter went. A small
-        language model takes so many passes; other drafters may take fewer.
+        language model takes this number of passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
-        previous_features: those of the pass before. They end with the text's second-to-last token,
-        at position lengths − 2. The draft was made from them.
+        previous_features: the features of the pass before. They end with the text's second-to-last
+        token, at position lengths − 2. The draft was made from them.
     draft_s, verify_s, overhead_s: seconds, for the batch as a unit.
     signals: the numbers that a policy looked at, float64 [B, D] by name, NaN where it did not look.
 

@@ -46,7 +46,8 @@ def layers_flops(model: Any, *, trained: bool) -> TextFlops:
 
 
 def attention_flops(width: int, *, trained: bool) -> TextFlops:
-    """The attention of a layer without its weights. width: of all heads' queries together."""
+    """The attention of a layer without its weights. width: the width of all heads' queries
+    together."""
     return TextFlops(per_pair=(12.0 if trained else 4.0) * width)
 
 

@@ -112,7 +112,7 @@ def this_machine() -> tuple[str, Machine]:
 class Starter:
     """A config to write. data: as it is named in the config. shapes: the target without weights.
     prompts: some rows of the data that have a prompt. rows: how many rows the data has; None: more
-    than were looked at. file: of the config; None: standard output."""
+    than were looked at. file: the file of the config; None: standard output."""
 
     goal: str
     target: str

@@ -113,7 +113,7 @@ def test_a_signal_from_log_probabilities() -> None:
     ("row", "reason"),
     [
         (None, "fewer log-probabilities than server.logprobs"),
-        ({"token_id:5": 0.5}, "log-probabilities that are none: NaN or above 0"),
+        ({"token_id:5": 0.5}, "values that no log-probability has: NaN or above 0"),
         ("ends too soon", "tokens without log-probabilities"),
     ],
 )

@@ -70,7 +70,7 @@ def settled(open_: Tensor) -> bool:
 
 
 def compute_apart(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
-    """Do `work` in a thread that ends with it. name: of the thread.
+    """Do `work` in a thread that ends with it. name: the name of the thread.
 
     For what prepares a decode that another thread runs. A thread that has computed on a CPU keeps
     its OpenMP threads until it ends. While two threads have some, there are more of them than

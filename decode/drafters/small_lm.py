@@ -28,7 +28,7 @@ from decode.verification import Verification
 
 logger = logging.getLogger(__name__)
 
-# At most so many tokens of the text are fed with a chain: each takes a row of logits.
+# At most this number of tokens of the text is fed with a chain: each takes a row of logits.
 CATCH_UP = 8
 
 

@@ -238,7 +238,7 @@ class SparseDrafter(VerifyingDrafter):
         return self.lm.verify(contexts, draft)
 
     def _read(self, contexts: Contexts, nodes: int) -> None:
-        """Have all that the target has read of the texts, and room for so many nodes."""
+        """Have all that the target has read of the texts, and room for these nodes."""
         assert self._target is not None
         lm, last = self.lm, contexts.lengths - 1
         since = last - self._joined

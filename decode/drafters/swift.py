@@ -88,7 +88,7 @@ class LayerSearch:
 class SwiftDrafter(SelfDrafter):
     """As `skip`, with a set that is searched while texts are decoded (SWIFT, 2410.06916).
 
-    A set is tried on the last `window` emitted tokens of all rows that have so many. One pass of
+    A set is tried on the last `window` emitted tokens of all rows that have as many. One pass of
     the target without the set reads them, on the keys and values of the text before them. The score
     is the share of emitted tokens that are its likeliest ones. One set is tried every `every`
     drafts, until one scores `goal`, or `max_failures` sets in a row were not better, or

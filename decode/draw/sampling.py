@@ -288,7 +288,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def draw_of(ids: Tensor, weights: Tensor, uniform: Tensor, size: int) -> Tensor:
-    """int64 [n]: `draw` from a vocabulary of so many tokens, where only ids, int64 [n, k], have
+    """int64 [n]: `draw` from a vocabulary of this size, where only ids, int64 [n, k], have
     weights, [n, k]."""
     keys = _keys(uniform)
     if size > BLOCK:
@@ -367,7 +367,7 @@ class CounterRNG:
 
     def __init__(self, seed: int | Tensor, rows: Tensor) -> None:
         """rows: int64 [B], the identity of each row, such as the index of its prompt in the set.
-        seed: of all rows, or int64 [B]. All texts have length 0 until `at_lengths`."""
+        seed: the seed of all rows, or int64 [B]. All texts have length 0 until `at_lengths`."""
         seeds = seed if isinstance(seed, Tensor) else torch.full_like(rows, seed)
         self._keys = _mix(_mix(seeds) ^ (rows + 1))
         # On the device, so that a traced step is the same in every pass.

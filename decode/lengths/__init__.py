@@ -26,7 +26,8 @@ class Policy(ABC):
     """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows and
     add_rows in between.
 
-    max_depth: of a draft. watches: the drafter calls `stops` before each token of a chain.
+    max_depth: the max depth of a draft. watches: the drafter calls `stops` before each token of a
+    chain.
     stops_after: a draft that `stops` ends still gets that token, and ends after it.
     constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
     the number of tokens of the last draft for which `stops` was called; the drafter computed logits

@@ -120,6 +120,6 @@ class Setup:
         return end + self.drafter.room(self.policy.max_depth)
 
     def affordable_slots(self, rows: int, length: int) -> int:
-        """How many slots to allocate from the start for each of so many rows, for texts of `length`
+        """How many slots to allocate from the start for each row, for texts of `length`
         tokens: fewer than they need if keys and values would take over half of the free memory."""
         return affordable_slots(self.lm.model, rows, self.slots(length, 0))

@@ -69,7 +69,7 @@ class Decoding(RunningRows):
         them all, or a processor or the row's stop raises. It gets no token of that pass, and the
         others go on. If the drafter raises, the pass goes on without drafts, and the drafter begins
         anew. None: such errors are raised.
-    rows, slots: memory to allocate from the start, for so many rows of so many tokens (see
+    rows, slots: memory to allocate from the start, for `rows` rows of `slots` tokens (see
         `Setup.slots`). More is allocated when it is needed.
     ahead: how many tokens past its prompt a new row has memory for. It gets more as its text grows;
         a row for which there is none ends with the error. None: memory for the longest text that a

@@ -129,8 +129,8 @@ def make_rule(
 def make_policy(
     policy: Part | Policy | None, max_depth: int, drafts: str = "", branches: bool = False
 ) -> Policy:
-    """The draft-length policy. None: `fixed`. max_depth: of a draft, if the policy's options do not
-    set it.
+    """The draft-length policy. None: `fixed`. max_depth: the max depth of a draft, if the policy's
+    options do not set it.
 
     Raises UserError for an unknown policy or option, for a max depth below 1, and for a policy that
     watches chains where drafts are trees.

@@ -26,9 +26,9 @@ class RowSettings:
     seed: a whole number of 64 bits. Its random numbers depend on it and on the row's id.
     stop: ends the text, in addition to the EOS ids and the length limit. Rows may share one.
     ignore_eos: an EOS id does not end the text.
-    logprobs: for each emitted token, give its log-probability and so many of the likeliest tokens
-        with theirs (`decode.draw.logprobs`). None: give nothing.
-    label: of the row's kind of text, for drafters that are chosen by it
+    logprobs: for each emitted token, give its log-probability and this number of the likeliest
+        tokens with theirs (`decode.draw.logprobs`). None: give nothing.
+    label: the label of the row's kind of text, for drafters that are chosen by it
         (`decode.drafters.several.routing.ByLabel`).
 
     Raises UserError for a seed or a number of log-probabilities outside these ranges.
@@ -62,8 +62,8 @@ class Rows:
     in use. kinds: int [B], which of them a row has.
 
     From the settings: sampling, draft_sampling: those of all rows, as one object. ignore_eos: bool
-    [B]. logprobs: int [B], −1 for a row that asks for none. stops: of each row; empty if no row has
-    one.
+    [B]. logprobs: int [B], −1 for a row that asks for none. stops: the stops of each row; empty if
+    no row has one.
     """
 
     def __init__(

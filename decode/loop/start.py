@@ -37,7 +37,7 @@ def new_rows(
 ) -> Rows:
     """The rows of new prompts (token ids), with space for their texts and drafts.
 
-    numbers: int [B]. ids: of each row, for its random numbers. None: the numbers.
+    numbers: int [B]. ids: the ids of each row, for its random numbers. None: the numbers.
     max_new_tokens, settings: one for all, or one for each prompt. ahead: as for `Decoding`.
     Raises UserError as `require_prompts` does, for another number of limits or settings than
     prompts, for a limit below 1, for more log-probabilities than tokens, and if the rule cannot

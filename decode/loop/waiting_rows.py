@@ -68,8 +68,8 @@ class Reading:
         self._long, self._kept, self._begun = None, None, False
 
     def read_on(self, place: int, tokens: int) -> int:
-        """Read about so many tokens into the slots of the rows from `place` on: at least one of
-        each prompt. An encoder reads all of its sources at once. Returns how many were fed."""
+        """Read about this number of tokens into the slots of the rows from `place` on: at least one
+        of each prompt. An encoder reads all of its sources at once. Returns how many were fed."""
         setup, count = self.setup, 0
         if not self._begun:
             if self._read.sources is not None:

@@ -37,8 +37,8 @@ SWAPS = 3
 class LayerCosts:
     """Costs of drafting, in plain steps.
 
-    complete: of a draft step through all layers. attention, mlp: how much less it costs for each
-    attention and each MLP that is skipped. verify: of passes by width.
+    complete: the cost of a draft step through all layers. attention, mlp: how much less it costs
+    for each attention and each MLP that is skipped. verify: the costs of passes by width.
     """
 
     complete: float
@@ -247,8 +247,8 @@ def calibrate_layers(
     that raises the speed. Then single sublayers are taken out or added, and skipped ones exchanged
     for others, until nothing raises the speed or `max_trials` sets were tried.
 
-    depth: of the longest chains. costs: None: they are measured. Raises UserError for no prompts,
-    if the target emits nothing, and as `Decoder`, `measure_costs` and
+    depth: the depth of the longest chains. costs: None: they are measured. Raises UserError for no
+    prompts, if the target emits nothing, and as `Decoder`, `measure_costs` and
     `decode.model.forward.sublayers.changed_forward` do.
     """
     if not prompts:

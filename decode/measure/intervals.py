@@ -81,7 +81,7 @@ def _draws(count: int) -> np.ndarray:
 
 
 def student_quantile(freedom: int) -> float:
-    """The 97.5% quantile of Student's distribution with so many degrees of freedom, at least 5:
+    """The 97.5% quantile of Student's distribution with `freedom` degrees of freedom, at least 5:
     three terms of its expansion around the normal one (Abramowitz and Stegun, 26.7.5). It is at
     most 1% too small."""
     z = 1.959964

@@ -36,7 +36,7 @@ def seconds_by_turns(
 ) -> list[float]:
     """The seconds per call of each function: the median of turns, after an uncounted one.
 
-    In each turn, every function is called `calls` times. budget: after so many seconds no further
+    In each turn, every function is called `calls` times. budget: after these seconds no further
     turn begins, but one is always counted. device: the one that the functions compute on.
     """
     seconds: list[list[float]] = [[] for _ in functions]

@@ -73,8 +73,8 @@ def eos_token_ids(tokenizer: Any, *configs: Any, rows: int) -> tuple[int, ...]:
     """All ids that end a text, ascending. Chat models have several. Empty if none is known.
 
     configs: model or generation configs whose `eos_token_id` is an int, a list of them or None.
-    rows: of the output layer. The model cannot say ids from there on, so they are left out with a
-    warning. Raises UserError for anything else than ids.
+    rows: the number of rows of the output layer. The model cannot say ids from there on, so they
+    are left out with a warning. Raises UserError for anything else than ids.
     """
     ids: set[int] = set()
     for holder in (tokenizer, *configs):

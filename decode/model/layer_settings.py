@@ -17,8 +17,8 @@ _COUNTS_OF_LAST = ("num_kv_shared_layers",)
 def kept_settings(fields: dict[str, Any], layers: Sequence[int], depth: int) -> dict[str, Any]:
     """The settings for a model with only these layers.
 
-    fields: of the config of a model with `depth` layers, as `to_dict` gives them. layers: numbers
-    from 0, ascending. The number of layers itself is not changed.
+    fields: the fields of the config of a model with `depth` layers, as `to_dict` gives them.
+    layers: numbers from 0, ascending. The number of layers itself is not changed.
 
     >>> kept_settings({"layer_types": ["a", "b", "c"], "mlp_only_layers": [2]}, [0, 2], 3)
     {'layer_types': ['a', 'c'], 'mlp_only_layers': [1]}

@@ -124,7 +124,7 @@ class EmbeddedModel:
 
     package: import name; the package is located, never imported.
     requirement: the requirement for pip.
-    size: of the file, in bytes.
+    size: the size of the file, in bytes.
     hub_id: the same model (unquantized) on the hub, used if the package is not installed.
     """
 

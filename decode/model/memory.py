@@ -55,7 +55,7 @@ def _free_in_containers() -> list[int]:
 
 
 def affordable_slots(model: PreTrainedModel, rows: int, slots: int) -> int:
-    """At most `slots`, but only so many that keys and values of `rows` rows take half of the free
+    """At most `slots`, and few enough that keys and values of `rows` rows take half of the free
     memory of the model's device. A model on several devices is not checked."""
     free = _free_bytes_of(model)
     return slots if free is None else min(slots, free // (2 * max(slot_bytes(model) * rows, 1)))

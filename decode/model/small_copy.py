@@ -119,7 +119,7 @@ def _kept_layers(config: Any, layers: int) -> list[int]:
 
 
 def _narrow(config: Any, heads: int) -> None:
-    """At least so many heads, of the size that they have, and widths in proportion."""
+    """At least this number of heads, of the size that they have, and widths in proportion."""
     _change(config, _INNER, lambda size: min(size, INNER))
     _change(config, _EXPERTS, lambda count: min(count, EXPERTS))
     before = vars(config).get(_own_name(config, "num_attention_heads"))

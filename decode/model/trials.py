@@ -150,7 +150,7 @@ class Without:
 
     @classmethod
     def of(cls, skipped: Sublayers, layers: int) -> "Without":
-        """The trial for such sets of sublayers of a model with so many layers."""
+        """The trial for such sets of sublayers of a model with this number of layers."""
         attention, mlp = skipped.attention, skipped.mlp
         last = attention == mlp == frozenset(range(min(attention, default=0), layers))
         whole = bool(attention & mlp) and not last

@@ -22,7 +22,7 @@ from decode.measure.time_costs import measure_costs
 from decode.model.loading import Target
 from decode.shapes import Chain
 
-# What costs are measured on: drafts after this text, of up to so many tokens.
+# What costs are measured on: drafts after this text, of up to this number of tokens.
 SAMPLE = "one, two, three, four, five, six; one, two, three, four, five, six; one, two, "
 MEASURED_DEPTH = 8
 # Opens a drafter by its name.
@@ -98,7 +98,7 @@ class Measured(Combination):
     """Each row takes the drafter that is worth most there, by its acceptance and its cost
     (`decode.drafters.several.measured.MeasuredComposite`).
 
-    costs: of each drafter. None: they are measured once, when the drafters are opened
+    costs: the costs of each drafter. None: they are measured once, when the drafters are opened
     (`decode.measure.time_costs.measure_costs`)."""
 
     drafters: list[str]

@@ -34,9 +34,10 @@ Write = Callable[[str, bool], None]
 class ChatReply:
     """An answer and its figures.
 
-    tokens: token ids, with the EOS if it was emitted. counts: of the steps that drafted or could
-    have; a timed plain step is not among them. seconds: of the same steps. plain_seconds: median of
-    a plain step, None with fewer than FEWEST. plain_steps: how many it is the median of.
+    tokens: token ids, with the EOS if it was emitted. counts: the counts of the steps that drafted
+    or could have; a timed plain step is not among them. seconds: the seconds of the same steps.
+    plain_seconds: median of a plain step, None with fewer than FEWEST. plain_steps: how many it is
+    the median of.
     forgotten: turns that were left out because the context is full. stopped: it was interrupted.
     """
 
@@ -78,9 +79,10 @@ class ChatReply:
 class Conversation:
     """Messages so far, and how the next answer is decoded.
 
-    max_new_tokens: of one answer. system: a first message, or None. plain: no step drafts. What the
-    target has read of earlier turns is reused (`decode.model.cache.prefix_cache`). In 16 bits an
-    answer is therefore the same as without reuse only within rounding.
+    max_new_tokens: the most new tokens of one answer. system: a first message, or None. plain: no
+    step drafts. What the target has read of earlier turns is reused
+    (`decode.model.cache.prefix_cache`). In 16 bits an answer is therefore the same as without reuse
+    only within rounding.
 
     Raises UserError if messages cannot be formatted for the target, and as `use`.
 

@@ -65,13 +65,13 @@ SMALL_LLAMA: dict[str, Any] = {
     "tie_word_embeddings": True,
 }
 CONTEXT, WIDTHS = 100, (1, 5, 10, 33)
-# Longer texts before a pass, if the target reads them in so many seconds.
+# Longer texts before a pass, if the target reads them in this number of seconds.
 LONG_CONTEXTS, LONG_READ = (1000, 4000), 5.0
 CHAIN = 10  # tokens of the pass that shows what exact bits cost
 PREFILL, SHORT_PREFILL = 512, 128
 TURNS, BUDGET, LONG_BUDGET = 15, 5.0, 2.0
 DECODED = 16  # tokens of the plain decode that is timed
-# A pass that takes so many times the reading of the weights is not limited by memory.
+# A pass that takes this number of times the reading of the weights is not limited by memory.
 SLOW = 1.5
 # Exact bits that make a pass so much longer are worth a line.
 DEAR = 1.03
@@ -238,7 +238,7 @@ def _passes(
 
 
 def _exact_bits(lm: CachedLM, context: int) -> dict[str, Any]:
-    """cost: of a pass with exact bits, in passes without them."""
+    """cost: the cost of a pass with exact bits, in passes without them."""
     cost = exact_bits_cost(lm, context, CHAIN, turns=TURNS, budget=LONG_BUDGET)
     return {"context": context, "fed": CHAIN, "cost": cost}
 

@@ -54,7 +54,7 @@ def train(
             "--profile",
             min=1,
             metavar="STEPS",
-            help="profile so many steps of each training, after the first ones: a trace and the "
+            help="profile this many steps of a training, after the first ones: a trace and the "
             "slowest operations in the stage's profile/",
         ),
     ] = None,

@@ -11,7 +11,7 @@ from decode.rules.threshold import Threshold
 
 
 class ArrivedDrafts(Drafter):
-    """Hands out the drafts that arrived. chains: of each running row, in their order."""
+    """Hands out the drafts that arrived. chains: the chains of each running row, in their order."""
 
     def __init__(self) -> None:
         self.chains: list[list[int]] = []

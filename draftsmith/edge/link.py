@@ -61,9 +61,9 @@ class Link:
     def ready(self, deadline: float | None = None) -> None:
         """Connect if there is no line, and resume the session or begin one.
 
-        deadline: of `time.monotonic`. None: after `patience`. Raises UserError if the server cannot
-        be reached until then, refuses the key, speaks another version, or after a break has another
-        rule or target than before it.
+        deadline: the deadline of `time.monotonic`. None: after `patience`. Raises UserError if the
+        server cannot be reached until then, refuses the key, speaks another version, or after a
+        break has another rule or target than before it.
         """
         deadline = time.monotonic() + self.patience if deadline is None else deadline
         wait = FIRST_WAIT

@@ -50,8 +50,8 @@ class EdgeText:
 
     ids: the committed token ids, the prompt included. length: how many the prompt has; fewer ids
     have not all arrived. end: the largest length. row: its row in the decode, None without keys and
-    values. hash: of the ids. seq: the number of the last draft that was answered. verdict: the
-    frame of that answer. draft: the tokens of the draft that waits for a pass, and its number.
+    values. hash: the hash of the ids. seq: the number of the last draft that was answered. verdict:
+    the frame of that answer. draft: the tokens of the draft that waits for a pass, and its number.
     arrived, read, used: moments of `time.monotonic`: of the draft, when the text was in its row, of
     the last use. prefill_s: seconds of reading the text for the next verdict.
     """

@@ -287,7 +287,7 @@ class Verifier(Batcher[EdgeText]):
     def _answer(
         self, text: EdgeText, row: int, news: News, accepted: int, started: float, seconds: float
     ) -> None:
-        """Commit what a pass, which took so many seconds, gave to a text, and send the verdict."""
+        """Commit what a pass of these seconds gave to a text, and send the verdict."""
         if row in news.failed:
             self._leave(text)
             self._refuse(text, "failed", str(news.failed[row]))

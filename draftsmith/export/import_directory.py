@@ -25,9 +25,9 @@ CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length",
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported. layout: the format's name. settings: of the heads, to continue training;
-    None for a small LM. claimed: tokens per step that the directory states in a machine-readable
-    form, None if it states none."""
+    """What was imported. layout: the format's name. settings: the settings of the heads, to
+    continue training; None for a small LM. claimed: tokens per step that the directory states in a
+    machine-readable form, None if it states none."""
 
     layout: str
     kind: str

@@ -41,7 +41,7 @@ TEXTS = ("*.json", "*.model", CARD)
 class Checkpoint:
     """A directory with a drafter that somebody published.
 
-    source: as the user named it. directory: where its files are. config: of config.json.
+    source: as the user named it. directory: where its files are. config: the config of config.json.
     """
 
     source: str

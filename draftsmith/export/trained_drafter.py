@@ -44,7 +44,7 @@ class SmallLMSource:
     """A small language model with its tokenizer, ready to be written.
 
     kept: the size of its reduced draft vocabulary in tokens; None if it had none. filled_from: the
-    source of the rows of all other tokens. dtype: of the weights as stored.
+    source of the rows of all other tokens. dtype: the dtype of the weights as stored.
     """
 
     model: PreTrainedModel

@@ -47,9 +47,10 @@ class RateWindow(BaseModel):
 
 
 class Swap(BaseModel):
-    """A change from one version's engine to another's. back: it undoes an earlier one. url: of the
-    new engine. before: accepted ÷ drafted of the old engine. begin: the new engine's counters at
-    the switch. time: of the switch, in seconds since 1970. starts: of the new engine."""
+    """A change from one version's engine to another's. back: it undoes an earlier one. url: the url
+    of the new engine. before: accepted ÷ drafted of the old engine. begin: the new engine's
+    counters at the switch. time: the time of the switch, in seconds since 1970. starts: the starts
+    of the new engine."""
 
     old: int
     new: int
@@ -94,7 +95,8 @@ class LearnState(BaseModel):
 
     @classmethod
     def load(cls, directory: Path) -> "LearnState":
-        """The state in a directory, or a new one. Raises UserError for a file that is none."""
+        """The state in a directory, or a new one. Raises UserError for a file that holds no
+        state."""
         file = directory / STATE_FILE
         try:
             return cls.model_validate_json(file.read_bytes())

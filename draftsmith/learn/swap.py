@@ -102,7 +102,7 @@ class RecorderSwitch:
         self._ask({"url": url})
 
     def drain(self, url: str, seconds: float, sleep: Callable[[float], None]) -> bool:
-        """Wait until an earlier engine has no request left, at most so many seconds. Returns
+        """Wait until an earlier engine has no request left, at most these seconds. Returns
         whether it has none."""
         end = time.monotonic() + seconds
         while any(old["url"] == url for old in self._ask()["draining"]):  # type: ignore[attr-defined]

@@ -85,8 +85,9 @@ def _replaced(value: Any, serving: str) -> Any:
 class TrainingRun:
     """The run of one cycle, which goes on where a kill stopped it.
 
-    work: its directory. serving: the drafter that answers now. name: of the run. accelerator: makes
-    this process's part of the run. loaded: the target, if it is loaded already."""
+    work: its directory. serving: the drafter that answers now. name: the name of the run.
+    accelerator: makes this process's part of the run. loaded: the target, if it is loaded
+    already."""
 
     def __init__(
         self,

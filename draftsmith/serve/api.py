@@ -44,9 +44,9 @@ HUNG_UP = 499
 
 @dataclass
 class Service:
-    """What the routes need. tokenizer: not used by other threads. names: of the model, the first in
-    answers. max_tokens: of one text; None: what the context holds. guard: who may call. seeds: for
-    requests that name none."""
+    """What the routes need. tokenizer: not used by other threads. names: the names of the model,
+    the first in answers. max_tokens: the most tokens of one text; None: what the context holds.
+    guard: who may call. seeds: for requests that name none."""
 
     batcher: RequestBatcher
     settings: Settings
@@ -64,7 +64,7 @@ class Service:
         self.reader = BodyReader(self.tokenizer, limits)
 
     def close(self, seconds: float) -> None:
-        """End the decode now, and save what was learnt. It takes about so many seconds at most.
+        """End the decode now, and save what was learnt. It takes about `seconds` seconds at most.
         Raises UserError if the decode had ended by an error."""
         self.batcher.drain(0)
         self.batcher.join(seconds)
@@ -194,7 +194,8 @@ class Service:
 
 
 async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
-    """The body, if it has at most so many bytes. One that says that it is longer is not read."""
+    """The body, if it has at most `longest` bytes. A body that says that it is longer is not
+    read."""
     too_long = ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
     if int(request.headers.get("content-length", 0)) > longest:
         raise too_long

@@ -66,9 +66,9 @@ class LearnOptions:
 
     config: the rounds and their data. source: the requests it learns from: those with
     `store: true`, or all. directory: for versions and records, to continue after a restart; None:
-    in memory only. idle_seconds: a round begins after so many seconds without a text; 0: at any
-    time. threads: of the CPU, for learning. device: None: the target's. Raises UserError for
-    idle_seconds below 0 and threads below 1.
+    in memory only. idle_seconds: a round begins after these seconds without a text; 0: at any
+    time. threads: the threads of the CPU, for learning. device: None: the target's. Raises
+    UserError for idle_seconds below 0 and threads below 1.
     """
 
     config: OnlineConfig = field(default_factory=OnlineConfig)
@@ -181,7 +181,7 @@ class ServiceLearner(RowWatch):
         self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Wait for the round that runs, for so many seconds at most, and save. Then nothing is
+        """Wait for the round that runs, for these seconds at most, and save. Then nothing is
         learnt any more."""
         self._closing.set()
         self._thread.join(seconds)

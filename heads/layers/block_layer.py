@@ -99,7 +99,8 @@ class BlockMask:
     its blocks may see.
 
     anchors: int64 [B, A] on the host, ascending in each row, the position of each block's first
-    token. size: S. length: T. window: of the context, counted from each token of a block.
+    token. size: S. length: T. window: the window of the context, counted from each token of a
+    block.
     """
 
     def __init__(

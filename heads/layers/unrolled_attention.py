@@ -99,7 +99,7 @@ class _MergedAttention(torch.autograd.Function):
     these two, is exact for the first step's keys, and the others take the formula itself. PyTorch's
     context parallelism does the same with keys that several GPUs hold.
 
-    window: of the first step's keys, counted from the place of the query in the text."""
+    window: the window of the first step's keys, counted from the place of the query in the text."""
 
     @staticmethod
     def forward(ctx: Any, window: SlidingWindow | None, queries: Tensor, *pairs: Tensor) -> Tensor:

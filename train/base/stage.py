@@ -27,8 +27,8 @@ class Memory:
     target: its weights. weights: those that are trained, and copies of them, in float32. optimizer:
     gradients, AdamW's moments and the average. activations: what a forward pass of the target
     needs, and what the training keeps for the backward pass. states: keys and values, hidden states
-    that are kept, and what a stage sorts or records. logits: of the tokens that have them at a
-    time.
+    that are kept, and what a stage sorts or records. logits: the logits of the tokens that have
+    them at a time.
     """
 
     target: int = 0
@@ -51,10 +51,11 @@ class Memory:
 class StagePlan:
     """What a stage will do; sizes are estimates.
 
-    tokens: that it writes or learns from, at most. text_tokens: of the text that it writes, prompts
-    included. max_seconds: the limit of its time, if it has one. memory: of one of the processes,
-    which shards nothing but, with `target.sharded`, the target's layers. disk_bytes: of its
-    directory. drafters: that it leaves for the evaluation, the one before its training included.
+    tokens: the most tokens that it writes or learns from. text_tokens: the tokens of the text that
+    it writes, prompts included. max_seconds: the limit of its time, if it has one. memory: the
+    memory of one of the processes, which shards nothing but, with `target.sharded`, the target's
+    layers. disk_bytes: the bytes on disk of its directory. drafters: that it leaves for the
+    evaluation, the one before its training included.
     """
 
     what: str
@@ -173,7 +174,7 @@ class Stage(ABC, Generic[C]):
 
     @abstractmethod
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
-        """What `run` will do. plans: of earlier stages by name. Nothing is written.
+        """What `run` will do. plans: the plans of earlier stages by name. Nothing is written.
 
         Every stage of a run is planned before the first one begins. Raise UserError here for every
         problem that would make `run` fail and that can be detected now.

@@ -215,8 +215,8 @@ def write_answers(
     add_files: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write a part, completely or not at all: a line per answer, {"id", "sample", "tokens"} and
-    what else is known of it. meta: of the part; see `unusable_answers`. add_files: writes other
-    files into the directory that it gets."""
+    what else is known of it. meta: the manifest of the part; see `unusable_answers`. add_files:
+    writes other files into the directory that it gets."""
 
     def fill(path: Path) -> None:
         lines = (json.dumps(answer) + "\n" for answer in answers)

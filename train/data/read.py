@@ -90,7 +90,7 @@ class Examples(Sequence[Example]):
     def __init__(
         self, sources: Sequence[Source], index: np.ndarray, keep_reasoning: bool = True
     ) -> None:
-        """index: [n] of INDEX. keep_reasoning: of the assistant's messages."""
+        """index: [n] of INDEX. keep_reasoning: whether the assistant's messages keep theirs."""
         self._sources, self._index, self._keep_reasoning = sources, index, keep_reasoning
 
     def __len__(self) -> int:
@@ -264,7 +264,7 @@ def _index(columns: dict[str, "array[int]"], key: int | None = None) -> np.ndarr
 
 def _require_new(example: Example, earlier: Examples, source: Source) -> None:
     """Raise BadRow if the earlier example has the same id, or _SameIds if it is of another source
-    and the ids do not name their sources yet. source: of the example."""
+    and the ids do not name their sources yet. source: the source of the example."""
     [other] = earlier
     if other.id != example.id:
         return  # their keys are the same by chance

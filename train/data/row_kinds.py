@@ -92,9 +92,9 @@ class Content(NamedTuple):
 def understand(
     fields: Mapping[str, Any], keep_reasoning: bool = True, sparse: bool = False
 ) -> Content:
-    """The content of a row. Checks structure and types, not the content. keep_reasoning: of the
-    assistant's messages. sparse: the row is from a table, where an object has the fields of all
-    objects in its column, and null for those that it lacks. Raises BadRow."""
+    """The content of a row. Checks structure and types, not the content. keep_reasoning: whether it
+    is kept in the assistant's messages. sparse: the row is from a table, where an object has the
+    fields of all objects in its column, and null for those that it lacks. Raises BadRow."""
     # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     present = next((name for name in FIELDS if name in fields), None)

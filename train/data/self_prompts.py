@@ -28,12 +28,12 @@ from train.data.read import Examples, read_examples
 from train.data.template import has_template
 
 FILE = "prompts.jsonl"
-# A message is left out if it has so many words in a row in common with a held-out prompt.
+# A message is left out if it shares this number of words in a row with a held-out prompt.
 PHRASE = 8
 SHORTEST = 12  # letters
 # Row ids from here on: the draws of the answers, which begin at 0, are independent of those here.
 FIRST_ROW = 1 << 40
-# Give up if so many times the wanted number were drawn.
+# Give up if this number times the wanted number was drawn.
 ATTEMPTS = 4
 
 

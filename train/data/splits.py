@@ -37,9 +37,9 @@ def split_off(
 ) -> dict[str, Sequence[Example]]:
     """Train without the rows that go to the new splits, and these splits, in the rows' order.
 
-    names: of the new splits. count: the prompts of each, at most a tenth of train. A row belongs
-    where the seeded hash of its first user message puts it, so rows with the same message stay
-    together, and it does not matter in what order they come. Plain text stays in train. Raises
+    names: the names of the new splits. count: the prompts of each, at most a tenth of train. A row
+    belongs where the seeded hash of its first user message puts it, so rows with the same message
+    stay together, and it does not matter in what order they come. Plain text stays in train. Raises
     UserError if there are too few prompts.
     """
     keys = np.zeros(len(train), np.uint64)

@@ -59,7 +59,7 @@ def fit(
 
 
 def require_kept(counts: Counter[str], max_length: int) -> None:
-    """Raise UserError if nothing is kept. counts: of `fit`."""
+    """Raise UserError if nothing is kept. counts: the counts of `fit`."""
     if not counts["kept"]:
         lost = ", ".join(f"{reason}: {counts[reason]}" for reason in LOST if counts[reason])
         raise UserError(
@@ -73,8 +73,8 @@ class StoredSamples(Sequence[Sample]):
     """The samples of a directory's parts, in order. Each is read when it is asked for.
 
     parts: how many there must be, at least one. lengths: int32 [n], the tokens of each sample.
-    predicted: int32 [n], how many of them a loss predicts. counts: those of `fit`, over all parts.
-    Raises UserError (CorruptArtifact) with the name of a damaged part.
+    predicted: int32 [n], how many of them a loss predicts. counts: the counts of `fit`, over all
+    parts. Raises UserError (CorruptArtifact) with the name of a damaged part.
     """
 
     def __init__(self, directory: Path, parts: int) -> None:

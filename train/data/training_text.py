@@ -109,8 +109,8 @@ class OnPolicyText:
         max_length: int,
         seed: int,
     ) -> None:
-        """prompts: the examples that the student answers. samples: the fixed text. max_length: of a
-        sample in tokens; longer ones are cut."""
+        """prompts: the examples that the student answers. samples: the fixed text. max_length: the
+        max length of a sample in tokens; longer ones are cut."""
         self.settings, self.max_length, self.seed = settings, max_length, seed
         self.student, self.target, self.accelerator = student, target, accelerator
         self.corpus, self.prompts, self.samples = corpus, prompts, samples

@@ -84,7 +84,8 @@ class ServerClient:
         return {}
 
     def gave_up(self, headers: Mapping[str, str]) -> None:
-        """Called after an attempt without a usable response. headers: of the attempt."""
+        """Called after an attempt without a usable response. headers: the headers of the
+        attempt."""
 
     async def send(self, method: str, path: str, body: Any = None) -> httpx2.Response:
         """The first response that is no reason to try again. Raises ServerLost after the last

@@ -95,7 +95,7 @@ def ask(
     url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ASK_SECONDS
 ) -> bytes:
     """POST `body` as JSON, or GET without one; the body of the answer. Raises NoAnswer, and
-    UserError for a status 4xx or an address that is none."""
+    UserError for a status 4xx or an invalid address."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data, {"Content-Type": "application/json"})

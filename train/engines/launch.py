@@ -77,10 +77,10 @@ def launched(
 
     longest: prompt and answer in tokens. directory: for the engine's log, and for the target as a
     model directory if it has none. ranks: the processes that ask. The first one starts the engine
-    and stops it when all have left this context. options: of the engine, before those of the
-    config. modules: a directory that vLLM can import from. Raises UserError with the end of the log
-    and its path if the engine does not start. It is stopped at the end, also after errors and
-    SIGTERM, and it does not outlive the process that started it.
+    and stops it when all have left this context. options: the options of the engine, before those
+    of the config. modules: a directory that vLLM can import from. Raises UserError with the end of
+    the log and its path if the engine does not start. It is stopped at the end, also after errors
+    and SIGTERM, and it does not outlive the process that started it.
     """
     name = config.launch
     if name is None:

@@ -147,8 +147,8 @@ class TokenWeights:
 @dataclass(frozen=True)
 class Reading:
     """How earlier drafters read a text. tokens: the number of ids that are tokens.
-    tokens_per_batch: of each rank. chunk: the number of tokens whose logits are in memory at a
-    time."""
+    tokens_per_batch: the tokens of a batch on each rank. chunk: the number of tokens whose logits
+    are in memory at a time."""
 
     device: torch.device
     tokens: int

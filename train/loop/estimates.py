@@ -61,8 +61,9 @@ def heads_bytes(
     """What heads on the target `model` keep for the backward pass over a text of `tokens`.
 
     The features they read; a decoder layer for each part, without scores; for each place of a
-    draft, the input of the output layer, of its norm, and their gradient. recompute: of the layers
-    only states, keys and values are kept, and one layer. Heads without decoder layers keep less.
+    draft, the input of the output layer, of its norm, and their gradient. recompute: the
+    activations of the layers only states, keys and values are kept, and one layer. Heads without
+    decoder layers keep less.
     """
     config = getattr(heads, "config", None) or layer_config(model)
     hidden, size = heads.hidden_size, config.head_dim
@@ -79,9 +80,10 @@ def heads_bytes(
 def mask_bytes(tokens: int, longest: int, pairs: float, copies: int, itemsize: int) -> int:
     """The masks of a training that says for each pair of tokens whether one sees the other.
 
-    tokens: of the batch's text. longest: of a row, in tokens. pairs: the mask's entries for each
-    pair of a row's tokens. The mask and its parts are of one byte an entry. copies: of its
-    additive form, with `itemsize` bytes an entry, that attention keeps for the backward pass.
+    tokens: the tokens of the batch's text. longest: the length of the longest row, in tokens.
+    pairs: the mask's entries for each pair of a row's tokens. The mask and its parts are of one
+    byte an entry. copies: the copies of its additive form, with `itemsize` bytes an entry, that
+    attention keeps for the backward pass.
     """
     return int(tokens * min(longest, tokens) * pairs * (2 + copies * itemsize))
 
@@ -142,13 +144,13 @@ def training_disk_bytes(
 
 def batch_share(tokens_per_batch: int, longest: int, processes: int) -> int:
     """The tokens of a batch that one of `processes` holds. Rows are dealt to them, so that is at
-    least one row. longest: of a row, in tokens."""
+    least one row. longest: the length of the longest row, in tokens."""
     return max(-(-tokens_per_batch // processes), min(longest, tokens_per_batch))
 
 
 def planned_tokens(tokens: int, loop: LoopConfig) -> int:
     """The tokens that a training learns from: those of its epochs, or fewer if `max_steps` ends it.
-    tokens: of the text."""
+    tokens: the tokens of the text."""
     total = tokens * loop.epochs
     if loop.max_steps is None:
         return total

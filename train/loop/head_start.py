@@ -15,8 +15,8 @@ from train.base.schema import StageConfig, closest_stage
 def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError unless a heads stage can continue to train `start`.
 
-    config: of the stage, with its name, heads and draft_vocabulary. start: the name of an earlier
-    heads stage, or the directory of a drafter.
+    config: the config of the stage, with its name, heads and draft_vocabulary. start: the name of
+    an earlier heads stage, or the directory of a drafter.
     """
     if config.draft_vocabulary is not None:
         raise UserError(

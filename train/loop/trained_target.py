@@ -124,7 +124,7 @@ class TrainedTarget:
 
     def signal(self, batch: Inputs, ids: Sequence[str], *, dev: bool = False) -> Teacher | None:
         """The original target's signal for a batch of the text, or of the dev slice (dev). None if
-        no loss reads it. ids: of the batch's samples."""
+        no loss reads it. ids: the ids of the batch's samples."""
         teacher = self.dev_teacher if dev else self.teacher
         return None if teacher is None else teacher.signal(**batch, ids=ids)
 

@@ -44,7 +44,8 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 @dataclass
 class Window:
     """Complete batches of requests one after the other. first: its first request. counts: see
-    COUNTS, over its requests. seconds: of decoding them, and of learning that they waited for."""
+    COUNTS, over its requests. seconds: the seconds of decoding them, and of learning that they
+    waited for."""
 
     first: int = 0
     counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))

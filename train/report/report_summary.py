@@ -319,7 +319,7 @@ def _setting(
     form: str = "{}",
 ) -> str:
     """Return the setting of most rows, and the rows with another value: '4, but 8 for ngram'.
-    form: of the first part."""
+    form: the form of the first part."""
     evaluations = [row["evaluation"] for row in report["rows"]]
     values = [describe(e) if describe else str(e.get(key, MISSING)) for e in evaluations]
     usual = max(reversed(values), key=values.count)

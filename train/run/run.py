@@ -295,7 +295,8 @@ class Run:
             )
 
     def prepare(self, fingerprints: dict[str, str], lock: DirectoryLock) -> None:
-        """Create the run directory, or clean up an existing one. fingerprints: of the splits."""
+        """Create the run directory, or clean up an existing one. fingerprints: the fingerprints of
+        the splits."""
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
         lock.take()

@@ -262,7 +262,8 @@ def planned_evaluation(
     examples: Mapping[str, Sequence[Example]],
 ) -> StagePlan:
     """The evaluations of a run: their drafters, and the tokens that they decode at most, without
-    those for choosing a baseline's γ. plans: of the stages that `evaluation.stages` names."""
+    those for choosing a baseline's γ. plans: the plans of the stages that `evaluation.stages`
+    names."""
     settings = config.evaluation
     trained = sum(plan.drafters for plan in plans)
     combined = len(settings.in_turn) + len(settings.in_one_tree)

@@ -255,7 +255,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         cache: Cache | None,
         weights: TokenWeights | None,
     ) -> Trainer:
-        """model: the target's, as a teacher. weights: of the tokens in the loss."""
+        """model: the target's, as a teacher. weights: the weights of the tokens in the loss."""
         config, loss = self.config, self.config.weighted_loss
         tokens = self.target.token_count
         clock = Clock(self.accelerator.device)

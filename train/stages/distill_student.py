@@ -69,7 +69,7 @@ def _of_shared_tokens(
     cache: Cache | None,
 ) -> ReducedVocabulary:
     """Give the model an output layer with the rows of the shared tokens only, unless it has one.
-    vocabulary: that of the model's start."""
+    vocabulary: the vocabulary of the model's start."""
     name, spec = stage.config.name, stage.config.drafter.spec(stage.earlier)
     if isinstance(cache, CachedTeacher) and (
         cache.vocabulary is None or not torch.equal(cache.vocabulary, shared.target_ids)

@@ -59,8 +59,8 @@ class LayerSkipConfig(TrainedTargetConfig, LossConfig):
     exit_scale: float = Field(0.2, gt=0)
     """The weight of early layers against the last one's."""
     rotation: int | None = Field(8, ge=1)
-    """At each step, every so many layers count, other ones at the next. None: at first only the
-    last layer counts, and one more after each 1 / (2 · layers) of the steps."""
+    """At each step one of this number of layers counts, another one at the next step. None: at
+    first only the last layer counts, and one more after each 1 / (2 · layers) of the steps."""
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()

@@ -287,7 +287,7 @@ def size(count: float) -> str:
 
 def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:
     """The first setting of a training that needs the complete target in one process, by its name.
-    used: those of the kind of stage, and whether they are used. None: there is none."""
+    used: the options of the kind of stage, and whether they are used. None: there is none."""
     shared = {
         # Ranks make different numbers of such passes, and shards need the same number.
         "tokens_per_pass": config.tokens_per_pass is not None,

@@ -32,7 +32,7 @@ def heads_memory(
     """The memory of one of `processes`.
 
     trained: the number of the heads' weights. remembered: the tokens of the text whose hidden
-    states are kept. itemsize: of the matrix products' precision.
+    states are kept. itemsize: the itemsize of the matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing
@@ -76,8 +76,8 @@ def distill_memory(
     """The memory of one of `processes`.
 
     model: the student. parameters: all of its weights, with an adapter's. trained: those that are
-    trained. remembered: the tokens of the text whose hidden states are kept. itemsize: of the
-    matrix products' precision.
+    trained. remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize
+    of the matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     tokens = batch

@@ -27,12 +27,13 @@ SAMPLES = 256  # suffixes for each part, from which the limits of the parts are 
 
 
 def memory_to_sort(tokens: int) -> int:
-    """The bytes of memory that sorting the suffixes of so many tokens takes."""
+    """The bytes of memory that sorting the suffixes of this number of tokens takes."""
     return SORT_BYTES * min(tokens, SORTED_AT_ONCE)
 
 
 def require_memory_to_sort(tokens: int) -> None:
-    """Raises UserError if the suffixes of so many tokens cannot be sorted in the free memory."""
+    """Raises UserError if the suffixes of this number of tokens cannot be sorted in the free
+    memory."""
     _require_free(
         memory_to_sort(tokens),
         f"sorting the suffixes of {tokens:,} tokens",

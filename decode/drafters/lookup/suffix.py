@@ -169,7 +169,7 @@ class SuffixDrafter(Drafter):
     match is taken, and the row's text before the outputs. A draft with a score below `min_score` is
     not made, so that the next drafter of `suffix+DIRECTORY` drafts.
 
-    tree_nodes: None: a path. A number: the likeliest nodes, at most so many, γ deep.
+    tree_nodes: the most nodes of a tree, the likeliest ones, γ deep. None: a path.
     max_tree_depth: the longest match and its continuation, in tokens. The names are vLLM's, where
     it has the setting. Different from the paper: shares count only the occurrences that a token
     follows, so the end of the running text does not count.

@@ -16,7 +16,7 @@ from decode.verification import Verification
 
 # Acceptance is counted apart at depth 1, 2, …; what is deeper counts together at the last.
 DEPTHS = 8
-# What is assumed before any verification counts like so many judged tokens.
+# What is assumed before any verification counts like this number of judged tokens.
 PRIOR_WEIGHT = 1.0
 # The cost of a draft: per token of depth, or its fixed part and that per token.
 Cost = float | tuple[float, float]
@@ -32,10 +32,10 @@ class MeasuredComposite(CompositeDrafter):
     of its draft. All of this is known before the draft, so decoding stays lossless. The choice
     depends on the row and the costs, and reads no clock.
 
-    costs: of each drafter, in passes of the target: c, the cost of one more token of depth (0 for a
-    lookup), or both parts, (f, c), as `decode.costs.Costs` has them. prior: the acceptance
-    before any verification. memory: in each step, past counts are multiplied by it. So a drafter
-    that is passed over comes back to the prior, and is tried again.
+    costs: the costs of each drafter, in passes of the target: c, the cost of one more token of
+    depth (0 for a lookup), or both parts, (f, c), as `decode.costs.Costs` has them. prior: the
+    acceptance before any verification. memory: in each step, past counts are multiplied by it. So a
+    drafter that is passed over comes back to the prior, and is tried again.
 
     In a batch a drafter that some rows ask drafts for the others too, and costs leave this out.
     Raises UserError as `CompositeDrafter` does, for another number of costs than drafters, and for

@@ -25,7 +25,7 @@ class Routing(ABC):
     @abstractmethod
     def route(self, text: np.ndarray, label: str | None) -> int:
         """The index of the drafter for a row. text: int64 [L], the prompt, and its first new token
-        if the target emits that before the first draft. label: that of `RowSettings`."""
+        if the target emits that before the first draft. label: the label of `RowSettings`."""
 
     def observe(self, routes: np.ndarray, accepted: np.ndarray, depths: np.ndarray) -> None:
         """Receives what came of each draft. routes: int [B], the drafter of each row. accepted: int
@@ -51,8 +51,8 @@ class ByLabel(Routing):
     """By the label that comes with a row (`RowSettings.label`): the paper's case of languages that
     are known.
 
-    labels: of each drafter. A row without a label, or with another one, goes to the first drafter.
-    Raises UserError for labels that are not different.
+    labels: the labels of each drafter. A row without a label, or with another one, goes to the
+    first drafter. Raises UserError for labels that are not different.
     """
 
     def __init__(self, labels: Sequence[str]) -> None:

@@ -40,9 +40,9 @@ class TokenTexts:
 
     texts[id]: the bytes of a token; b"" for an id that is no token. For a special token they are
     its name between two marks, so no ordinary token equals it. ids: the token with some bytes; if
-    several have the same ones, it is not the one for a single byte. rows: of the output layer. Ids
-    from there on are left out. unknown: the token for bytes that no token has. prefix: the tokens
-    with which the model expects each text to begin.
+    several have the same ones, it is not the one for a single byte. rows: the number of rows of the
+    output layer. Ids from there on are left out. unknown: the token for bytes that no token has.
+    prefix: the tokens with which the model expects each text to begin.
     """
 
     def __init__(self, tokenizer: Any, rows: int) -> None:

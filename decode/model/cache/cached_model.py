@@ -482,7 +482,7 @@ class CachedLM:
         return read.logits
 
     def pass_limit(self, slots: int) -> int:
-        """The most tokens of a pass in texts of so many slots (`MASK_SIZE`)."""
+        """The most tokens of a pass in texts of `slots` slots (`MASK_SIZE`)."""
         return min(self.pass_tokens, max(MASK_SIZE // max(slots, 1), SHORT_PASS_TOKENS))
 
     def _masks(self, base_B1: Tensor, n: int, ancestors_BNM: Tensor | None) -> list[AttentionMask]:

@@ -45,9 +45,9 @@ class LongRead:
         return int(np.maximum(self._counts - self._begin, 0).sum())
 
     def read_on(self, tokens: int) -> int:
-        """One pass over at most so many tokens of all rows together, but at least one of each row
-        that has some left, and at most `CachedLM.pass_limit`. Returns how many were fed, with the
-        padding of shorter rows."""
+        """One pass over at most this number of tokens of all rows together, but at least one of
+        each row that has some left, and at most `CachedLM.pass_limit`. Returns how many were fed,
+        with the padding of shorter rows."""
         lm, begin, last = self._lm, self._begin, self._last
         # The rows up to the last one that has tokens left.
         live = int(np.flatnonzero(last >= begin)[-1]) + 1
@@ -86,5 +86,5 @@ class LongRead:
 
 
 def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x with so many rows: the missing ones are zeros."""
+    """x with this number of rows. Rows of zeros are added."""
     return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])

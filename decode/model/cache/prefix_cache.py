@@ -147,7 +147,7 @@ class PrefixCache:
 
 
 def prefix_cache(model: PreTrainedModel, max_bytes: int | None = None) -> PrefixCache | None:
-    """A cache of so many bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
+    """A cache of `max_bytes` bytes, or None for 0. max_bytes None: DEFAULT_BYTES for a model in
     float32. For others it is 0, because there reuse can change a text by rounding. Also None
     for a model with an encoder, whose texts depend on all of their sources, and for one with
     running states: a state is kept only for the end of a text, and no prompt ends exactly there."""

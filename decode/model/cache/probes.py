@@ -35,7 +35,7 @@ class Probes:
 
     @staticmethod
     def count(probes: int, places: int | None, nodes: int) -> int:
-        """The probes of a row, with so many behind each place of a draft of N nodes."""
+        """The probes of a row, with the same number behind each place of a draft of N nodes."""
         return probes * min(nodes + 1, nodes + 1 if places is None else places)
 
     @property

@@ -51,7 +51,8 @@ class SlidingWindow:
         rows, which is a view, or int64 [B, S], whose slots are copied.
 
         Slots are copied if a slice would be more than twice as long: with sinks, or if the texts of
-        a batch have very different lengths. end: of the slots in use. capacity: the slots of a row.
+        a batch have very different lengths. end: the end of the slots in use. capacity: the slots
+        of a row.
         step: what the length of a slice is a multiple of.
         """
         first = np.maximum(base - self.size + 1, 0)

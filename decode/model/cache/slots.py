@@ -136,7 +136,8 @@ class _Store:
             x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Have memory for so many rows and slots. There are as many slots as before, or more."""
+        """Have memory for at least these rows and slots. There are as many slots as before, or
+        more."""
         old_rows, old_capacity = self._rows, self._capacity
         self._rows, self._capacity = rows, capacity
         if (rows, capacity) == (old_rows, old_capacity):
@@ -304,7 +305,7 @@ class Slots(FedRows):
 
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
-        ahead: of static slots, several passes feed these tokens; `locate` comes before each."""
+        ahead: with static slots, several passes feed these tokens; `locate` comes before each."""
         window = self._window
         first, last = int(start.min()), int(start.max())
         window.fresh = not last and not ahead
@@ -436,7 +437,7 @@ class Slots(FedRows):
             self._look_up(0, self.rows)  # the old memory is free before more is taken
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
-        """How many rows and slots are allocated if so many are needed. A step of growth is at least
+        """How many rows and slots are allocated if these are needed. A step of growth is at least
         a half, because each one copies everything."""
         allocated, slots = self.allocated
         if rows > allocated:

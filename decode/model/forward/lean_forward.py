@@ -35,7 +35,7 @@ from decode.model.hidden_states import FINAL
 # width at a time. With this padding, masked slots at the end do not change any partial sum.
 SLOT_STEP = 16
 
-# Elsewhere to a multiple of this: so many steps of a growing text have tensors of the same shapes.
+# Elsewhere to a multiple of this. Then many steps of a growing text have tensors of one shape.
 STATIC_SLOT_STEP = 256
 
 # Nobody drafts longer chains, and more tokens one by one would take long.
@@ -234,8 +234,8 @@ class LayerParts:
 
     qkv: the linear layers of queries, keys and values, one or three. gate_up: gate and up, one
     linear layer or two. Norms are None where the layer has none. query_norm and key_norm are over a
-    head, or over all heads. activation: of the gate, as `Product.forward` takes it. rotates:
-    False for layers without rotary positions. kind: the layer's type in the config.
+    head, or over all heads. activation: the activation of the gate, as `Product.forward` takes it.
+    rotates: False for layers without rotary positions. kind: the layer's type in the config.
     """
 
     qkv: Sequence[nn.Linear]
@@ -353,8 +353,8 @@ class LeanForward(nn.Module):
     """A causal LM as embedding, `LeanLayer`s, norm and output layer.
 
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an
-    argument, empty if it takes none. scale: what embeddings are multiplied with. softcap: of the
-    logits. It shares the parameters of the model.
+    argument, empty if it takes none. scale: what embeddings are multiplied with. softcap: the
+    softcap of the logits. It shares the parameters of the model.
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
     over static slots (`decode.model.cache.slots`).

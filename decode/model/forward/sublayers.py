@@ -48,12 +48,12 @@ class Sublayers:
 
     @classmethod
     def all(cls, layers: int) -> "Sublayers":
-        """All sublayers of so many layers."""
+        """All sublayers of a model with `layers` layers."""
         return cls(frozenset(range(layers)), frozenset(range(layers)))
 
     @classmethod
     def later(cls, exit_layer: int, layers: int) -> "Sublayers":
-        """All sublayers after the first `exit_layer` of so many layers. Raises UserError if no
+        """All sublayers after the first `exit_layer` of `layers` layers. Raises UserError if no
         layer is left, or all are."""
         if not 1 <= exit_layer < layers:
             raise UserError(
@@ -114,7 +114,8 @@ class Sublayers:
         return self.attention <= other.attention and self.mlp <= other.mlp
 
     def require_fit(self, layers: int) -> None:
-        """Raises UserError unless a model of so many layers has them all, and keeps others."""
+        """Raises UserError unless a model with this number of layers has them all and keeps
+        others."""
         outside = sorted(layer for layer in self.attention | self.mlp if layer >= layers)
         if outside:
             raise UserError(

@@ -160,7 +160,7 @@ class RecurrentStates(FedRows):
             self._log = {number: [] for number in self._mixers}
 
     def _replay(self, rows: np.ndarray, tokens: int) -> None:
-        """Set the states of these rows to their snapshots and so many tokens of the log."""
+        """Set the states of these rows to their snapshots and `tokens` of the log."""
         for number, layer in self.layers.items():
             states = [x.index_select(0, to_device(rows, x.device)) for x in self._snapshots[number]]
             if tokens:

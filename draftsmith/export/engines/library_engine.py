@@ -14,7 +14,7 @@ class LibraryEngine(Engine):
     """An engine that is a Python library. The script `NAME_child.py` beside this file runs its
     jobs.
 
-    name: of its environment. title: its name in messages. package: its distribution, as
+    name: the name of its environment. title: its name in messages. package: its distribution, as
     site-packages spells it. work: what one job does, for progress messages. env: additions to our
     environment.
     """

@@ -28,9 +28,9 @@ class ExportJob:
     """The input of a format.
 
     drafter: the drafter's directory. target: the model it was trained for, loaded; None if neither
-    the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: of the
-    weights; None keeps the stored one. gamma: the default γ for readers. backbone: where readers
-    find the target, if it was trained with the drafter.
+    the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: the dtype of
+    the weights; None keeps the stored one. gamma: the default γ for readers. backbone: where
+    readers find the target, if it was trained with the drafter.
     """
 
     drafter: Path
@@ -86,7 +86,8 @@ class ImportJob:
 class Restored:
     """A published drafter, ready to be written as a drafter directory.
 
-    kind: of the drafter. write: writes the files that the kind's loader reads into a directory.
+    kind: the kind of the drafter. write: writes the files that the kind's loader reads into a
+    directory.
     depth: the max depth of a draft, None for any. options: the heads' options, None for a small
     LM. notes: what a user should know, a sentence each.
     """
@@ -239,8 +240,8 @@ def require_window(layout: Format, drafter: Path, kind: str) -> None:
 
 
 def format_for(name: str, kind: str) -> Format:
-    """Return the format for a drafter of this kind. name: of a format or of an engine that reads
-    it. Raises UserError with advice if there is none."""
+    """Return the format for a drafter of this kind. name: the name of a format or of an engine that
+    reads it. Raises UserError with advice if there is none."""
     layouts = [FORMATS[other] for other in FORMATS if name in (other, *FORMATS[other].engines)]
     if not layouts:
         known = sorted({name for other in FORMATS for name in (other, *FORMATS[other].engines)})

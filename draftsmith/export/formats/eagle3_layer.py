@@ -191,7 +191,7 @@ FORMATS.register("eagle3")(Eagle3())
 
 def shared_tensors(config: dict[str, Any], layer: str, count: int = 3) -> dict[str, TensorSpec]:
     """Return the tensors that all layouts of EAGLE-3 require. layer: the name of the layer that
-    reads the features. count: of the captured layers."""
+    reads the features. count: the count of the captured layers."""
     hidden, rows = config["hidden_size"], config[ROWS]
     specs = layer_tensors(config, layer, 2 * hidden) | {
         "fc.weight": weight_spec(config, hidden, count * hidden),

@@ -95,8 +95,8 @@ class EagleLayer(LayerFormat):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the extra settings of a published drafter, and the problems with them.
 
-        contents: of its config. tensors: by the names of this format. May change `tensors` into
-        those that this format writes."""
+        contents: the contents of its config. tensors: by the names of this format. May change
+        `tensors` into those that this format writes."""
         return {}, []
 
     def captured(

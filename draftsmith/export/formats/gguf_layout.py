@@ -231,8 +231,8 @@ def read_weights(reader: "gguf.GGUFReader") -> dict[str, Tensor]:
 
 
 def layer_shapes(arch: str, keys: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a decoder layer, by their names within the layer. input_size: of its
-    attention."""
+    """Return the tensors of a decoder layer, by their names within the layer. input_size: the input
+    size of its attention."""
     hidden, inner = (
         keys[f"{arch}.embedding_length"],
         keys[f"{arch}.feed_forward_length"],

@@ -162,8 +162,8 @@ def unusual_layer(config: dict[str, Any], target: Target) -> LayerSettings | Non
 
 
 def layer_tensors(config: dict[str, Any], name: str, input_size: int) -> dict[str, TensorSpec]:
-    """Return the tensors of a decoder layer, without the norms before attention. input_size: of its
-    attention."""
+    """Return the tensors of a decoder layer, without the norms before attention. input_size: the
+    input size of its attention."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = (
         config[heads] * config["head_dim"]

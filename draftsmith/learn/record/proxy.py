@@ -51,7 +51,8 @@ Headers = list[tuple[bytes, bytes]]
 
 @dataclass
 class RecordingProxy:
-    """The application. directory: of the tenants' directories. clock: seconds since 1970.
+    """The application. directory: the directory of the tenants' directories. clock: seconds since
+    1970.
     guard: who may call. Without an admin_key the upstream cannot be switched."""
 
     upstreams: Upstreams

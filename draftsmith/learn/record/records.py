@@ -48,8 +48,8 @@ _LONGEST_SEGMENT = 16 << 20  # bytes
 
 @dataclass(frozen=True)
 class Retention:
-    """What a tenant's journal may hold. days: the age of a record. bytes: of all segments; the
-    oldest records are deleted first. None: no limit."""
+    """What a tenant's journal may hold. days: the age of a record. bytes: the bytes of all
+    segments; the oldest records are deleted first. None: no limit."""
 
     days: float | None = None
     bytes: int | None = None

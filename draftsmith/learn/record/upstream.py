@@ -65,9 +65,9 @@ class Upstream:
 class Upstreams:
     """The engine that gets new requests, and earlier ones with requests that have not ended.
 
-    url: of the first engine. memory: the file with the last switch. A recorder that is started
-    again with the same first engine continues at the one it was switched to; another first engine
-    counts for itself. Raises UserError for an address that is none, and for a damaged file.
+    url: the url of the first engine. memory: the file with the last switch. A recorder that is
+    started again with the same first engine continues at the one it was switched to; another first
+    engine counts for itself. Raises UserError for an invalid address, and for a damaged file.
     """
 
     def __init__(self, url: str, memory: Path | None = None) -> None:
@@ -78,7 +78,7 @@ class Upstreams:
 
     async def switch(self, url: str) -> None:
         """Send new requests to another engine. Requests that run stay where they are. Raises
-        UserError for an address that is none, and if the switch cannot be stored."""
+        UserError for an invalid address, and if the switch cannot be stored."""
         url = engine_url(url)
         async with self._switching:
             if url == self.current.url:

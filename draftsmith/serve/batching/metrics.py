@@ -28,8 +28,8 @@ class Metrics:
     Draft tokens past the end of a text count as neither drafted nor accepted. Every other token of
     a pass counts, also those of texts that were given up later.
 
-    counted: totals for `/live`. generated: tokens. emitted: those of `steps`, the passes of single
-    texts, whose draft tokens are drafted, reached and accepted as in `decode.stats.Counts`.
+    counted: totals for `/live`. generated: tokens. emitted: the tokens of `steps`, the passes of
+    single texts, whose draft tokens are drafted, reached and accepted as in `decode.stats.Counts`.
     """
 
     def __init__(self, model_name: str) -> None:

@@ -41,10 +41,11 @@ AHEAD = 256  # tokens past its prompt that a text has memory for when it begins
 class RequestBatcher(Batcher[AnswerChoice]):
     """Decodes the texts of all requests together.
 
-    decoder: used by its thread alone from now on. tokenizer: of the target, not used by other
-    threads. draft_temperature: None: as the texts'.
+    decoder: used by its thread alone from now on. tokenizer: the tokenizer of the target, not used
+    by other threads. draft_temperature: None: as the texts'.
 
-    watch: told of the rows, in the decoding thread. drafter_version: of the weights that draft.
+    watch: told of the rows, in the decoding thread. drafter_version: the version of the weights
+    that draft.
     lossy: the rule in use, if it is lossy for such requests; None if it is lossless. before_pass:
     called with the number of texts that wait. These are set in the decoding thread, by `between`.
     """
@@ -126,7 +127,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             self._changed.notify()
 
     def require_room(self, texts: int, tokens: int = 0) -> None:
-        """Raise Refusal unless so many texts more can be held, with so many tokens of prompts. A
+        """Raise Refusal unless these texts can be held too, with their tokens of prompts. A
         text is not read before this."""
         if self.draining or not self.alive:
             raise self._count(_ending())
@@ -179,7 +180,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         return 0.0 if self._busy() else time.monotonic() - self._busy_at
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread to end, for so many seconds at the most."""
+        """Wait for the thread to end, for these seconds at the most."""
         wait([self.done], seconds)
 
     # --- the decoding thread ----------------------------------------------------------------------

@@ -47,11 +47,11 @@ class Refusal(Exception):
 class AnswerChoice:
     """One text of a request. prompt: its token ids. seed, sample: its random numbers depend on
     both; the texts of one prompt are samples 0, 1, …. reason: why it ended. steps, drafted,
-    accepted: its verification passes and draft tokens so far. versions: of the drafter, in its
-    first and its last pass. lossy: the last lossy rule that judged its drafts. cached: tokens of
-    its prompt that were in the prefix cache; None: there is none, or another text read it. suspect:
-    it ran in a pass that failed, and in none since. request: the one that it is in, which sets
-    this."""
+    accepted: its verification passes and draft tokens so far. versions: the versions of the
+    drafter, in its first and its last pass. lossy: the last lossy rule that judged its drafts.
+    cached: tokens of its prompt that were in the prefix cache; None: there is none, or another text
+    read it. suspect: it ran in a pass that failed, and in none since. request: the one that it is
+    in, which sets this."""
 
     index: int
     prompt: Sequence[int]
@@ -80,7 +80,8 @@ class AnswerChoice:
     def end(
         self, max_positions: int, eos: Collection[int], tokenizer: PreTrainedTokenizerBase
     ) -> None:
-        """Say why the text has ended. max_positions: of the target. eos: its ids."""
+        """Say why the text has ended. max_positions: the max positions of the target. eos: its
+        ids."""
         request, last = self.request, self.tokens[-1]
         room = max_positions - len(self.prompt)
         stopped = len(self.tokens) < min(request.max_new_tokens, room)
@@ -112,7 +113,8 @@ Event = NewTokens | Refusal
 
 @dataclass(eq=False)
 class DecodeRequest:
-    """Texts that are asked for together. max_new_tokens: of each. stop: strings that end a text.
+    """Texts that are asked for together. max_new_tokens: the most new tokens of each. stop: strings
+    that end a text.
     logprobs, label: as in `RowSettings`. trace: keep what was drafted. deliver: called in the
     decoding thread with each event, never after `cancel` has been seen or a refusal delivered.
     store: its sender allows that the service learns from it. begun: when the last of its texts got
@@ -177,8 +179,8 @@ class RequestBounds(BatchBounds):
     """What a service holds at most.
 
     max_waiting: texts that may wait besides. max_wait: seconds until the first text of a request
-    has a row. max_seconds: from the row of its last text to its end. held_tokens: of prompts that
-    wait for a row. A longer prompt may wait if it is the only one.
+    has a row. max_seconds: from the row of its last text to its end. held_tokens: the tokens of
+    prompts that wait for a row. A longer prompt may wait if it is the only one.
 
     Raises UserError for a number that is out of range."""
 

@@ -91,7 +91,7 @@ class ApiAnswer(ABC):
 
     @abstractmethod
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-        """The answer to a request without `stream`. texts: of each choice."""
+        """The answer to a request without `stream`. texts: the texts of each choice."""
 
     @abstractmethod
     def opening(self) -> Iterator[bytes]:
@@ -169,7 +169,7 @@ class ChoicesAnswer(ApiAnswer):
 
     @abstractmethod
     def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
-        """The fields that hold the text. whole: of an answer without `stream`."""
+        """The fields that hold the text. whole: the whole of an answer without `stream`."""
 
     @abstractmethod
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
@@ -313,7 +313,7 @@ _LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
 
 
 def event(value: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event. name: of its kind."""
+    """A server-sent event. name: the name of its kind."""
     data = json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
     begin = "" if name is None else f"event: {name}\n"
     return f"{begin}data: {data}\n\n".encode()

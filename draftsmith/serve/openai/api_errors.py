@@ -65,5 +65,5 @@ def shown(value: Any) -> str:
 
 
 def cut(text: str, longest: int) -> str:
-    """A text of at most so many characters."""
+    """A text of at most this number of characters."""
     return text if len(text) <= longest else f"{text[: longest - 1]}…"

@@ -30,8 +30,8 @@ class Contract:
     refused: Refused = field(default_factory=dict)
 
     def kept(self, value: Any, path: str = "") -> dict[str, Any]:
-        """The served fields of an object that have a value. path: of the object in the request.
-        Raises ApiError that names all refused fields of the object."""
+        """The served fields of an object that have a value. path: the path of the object in the
+        request. Raises ApiError that names all refused fields of the object."""
         if not isinstance(value, dict):
             raise unfit(path or "the body", value, "an object")
         kept: dict[str, Any] = {}

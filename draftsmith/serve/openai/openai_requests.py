@@ -99,7 +99,9 @@ class Asked(RequestPart):
     model: str = Field(description="the name of the model, see /v1/models")
     temperature: float | None = Field(None, description="0: greedy")
     top_p: float | None = Field(None, description="the likeliest tokens with this probability")
-    top_k: int | None = Field(None, description="so many likeliest tokens; 0 and -1: all")
+    top_k: int | None = Field(
+        None, description="how many of the likeliest tokens stay; 0 and -1: all"
+    )
     min_p: float | None = Field(
         None, description="tokens at least so likely, relative to the likeliest"
     )
@@ -180,7 +182,7 @@ class _Several(Asked):
     """Requests that may ask for several texts of one prompt."""
 
     max_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
-    n: int = Field(1, ge=1, description="so many texts for each prompt")
+    n: int = Field(1, ge=1, description="how many texts each prompt gets")
     stop: Annotated[tuple[str, ...], PlainValidator(read_stops), _TEXTS] = Field(
         (), description="the text ends before the first of them"
     )
@@ -210,7 +212,10 @@ class ChatRequest(_Several):
     )
     logprobs: bool = Field(False, description="give the log-probability of each token")
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="so many likeliest tokens beside each; needs `logprobs`"
+        None,
+        ge=0,
+        le=20,
+        description="how many likeliest tokens stand beside each; needs `logprobs`",
     )
     continue_final_message: bool = Field(
         False, description="the last message is the beginning of the answer"
@@ -276,7 +281,10 @@ class CompletionRequest(_Several):
         description="what is continued"
     )
     logprobs: int | None = Field(
-        None, ge=0, le=5, description="so many likeliest tokens beside each, with log-probabilities"
+        None,
+        ge=0,
+        le=5,
+        description="how many likeliest tokens stand beside each, with their values",
     )
     add_special_tokens: bool = Field(
         True, description="as the tokenizer does, for example a token for the beginning"
@@ -320,7 +328,7 @@ class ResponsesRequest(Asked):
         [], description="log-probabilities; there is no reasoning to encrypt"
     )
     top_logprobs: int | None = Field(
-        None, ge=0, le=20, description="so many likeliest tokens beside each"
+        None, ge=0, le=20, description="how many likeliest tokens stand beside each"
     )
     metadata: Annotated[dict[str, str], FEW] = Field({}, description="repeated in the answer")
     reasoning: Annotated[Reasoning, _object(REASONING, "reasoning"), _OBJECT] = Field(

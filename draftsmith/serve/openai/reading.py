@@ -20,9 +20,10 @@ SHORT = 16 << 10  # bytes; such a body is read at once
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """What a request may ask for. names: of the model. context: tokens of a prompt and its text.
-    max_tokens: of one text; None: what the context holds. texts: of one request. learns: the
-    service learns from requests with `store`."""
+    """What a request may ask for. names: the names of the model. context: tokens of a prompt and
+    its text.
+    max_tokens: the most tokens of one text; None: what the context holds. texts: the texts of one
+    request. learns: the service learns from requests with `store`."""
 
     names: Sequence[str]
     context: int

@@ -47,7 +47,8 @@ class TrackingConfig(Strict):
 
 
 def chosen_trackers(names: Sequence[str] | None) -> list[str]:
-    """The trackers of a run. names: of the setting; None: tensorboard, if it is installed.
+    """The trackers of a run. names: the names of the setting; None: tensorboard, if it is
+    installed.
 
     Raises UserError for a tracker that is not installed: accelerate would leave it out without a
     word.
@@ -76,7 +77,8 @@ def start_trackers(
 ) -> None:
     """Begin to log, or go on in the record of this run's earlier starts. Every rank must call this.
 
-    name: of the run. logs: its directory for logs, which exists. config: the run's settings.
+    name: the name of the run. logs: its directory for logs, which exists. config: the run's
+    settings.
     """
     title = settings.run_name or name
     run_id = _run_id(logs / ID_FILE) if accelerator.is_main_process else None

@@ -124,8 +124,9 @@ def write_server_parts(
     """Write the missing parts of this process from answers of servers. Returns the number of tokens
     that were generated now.
 
-    examples: all that the stage asks, also those of finished parts. directory: of the stage. ranks:
-    the processes that share each server's `concurrency`, and an engine that is started.
+    examples: all that the stage asks, also those of finished parts. directory: the directory of the
+    stage. ranks: the processes that share each server's `concurrency`, and an engine that is
+    started.
     on_progress: called with the number of answered rows and a note. say: called with the name of a
     server that is lost. Raises UserError; then every answer that has come is in a journal.
     """

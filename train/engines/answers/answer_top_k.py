@@ -35,7 +35,7 @@ def top_k_of(rows: Sequence[Mapping[int, float]], k: int, token_count: int) -> T
         if len(row) < k:
             raise ValueError("fewer log-probabilities than server.logprobs")
         if not all(value <= ROUNDING for value in row.values()):  # NaN is not
-            raise ValueError("log-probabilities that are none: NaN or above 0")
+            raise ValueError("values that no log-probability has: NaN or above 0")
         best = sorted(row.items(), key=lambda item: -item[1])[:k]
         listed = {token for token, _ in best}
         # No drafter says padding. Ids that are not listed take its place: they are as unlikely.
@@ -75,8 +75,8 @@ def save_top_k(directory: Path, signals: Sequence[str]) -> None:
 
 
 def part_signals(part: Path, lengths: Sequence[int]) -> list[str]:
-    """The packed signals of a part's answers, in their order; empty if it has none. lengths: of the
-    answers in tokens."""
+    """The packed signals of a part's answers, in their order; empty if it has none. lengths: the
+    lengths of the answers in tokens."""
     if not (part / FILE).exists():
         return [""] * len(lengths)
     tensors = load_file(part / FILE)

@@ -15,7 +15,7 @@ class Jobs(Sequence[Job]):
     they are asked for."""
 
     def __init__(self, examples: Sequence[Example], numbers: range) -> None:
-        """numbers: of the jobs, counted over all answers."""
+        """numbers: the numbers of the jobs, counted over all answers."""
         self.examples, self._numbers = examples, numbers
 
     def __len__(self) -> int:

@@ -51,8 +51,8 @@ class Journal:
         return found
 
     def add(self, row: int, answer: Answer, key: str) -> None:
-        """Append an answer, completely or not at all. key: of the row. Raises UserError if the file
-        cannot be written."""
+        """Append an answer, completely or not at all. key: the key of the row. Raises UserError if
+        the file cannot be written."""
         rest = json.dumps({"row": row, "key": key} | asdict(answer)).encode() + b"\n"
         try:
             # Opened each time: many parts may be open, and a kill leaves nothing in a buffer.

@@ -46,7 +46,8 @@ def prompt_key(prompt: Sequence[int]) -> str:
 
 
 def part_meta(keys: Iterable[str], made_by: Mapping[str, Any], split: str) -> dict[str, Any]:
-    """What a part's manifest says of it. keys: of its rows. split: whose prompts it answers."""
+    """What a part's manifest says of it. keys: the keys of its rows. split: whose prompts it
+    answers."""
     rows = hashlib.sha256(" ".join(keys).encode()).hexdigest()
     return {"rows": rows, "made_by": made_by, "split": split}
 

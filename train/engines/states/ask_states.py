@@ -240,9 +240,9 @@ class StatesClient(ServerClient):
 class StatesServers:
     """Several servers, asked by a thread of its own. Use it as a context.
 
-    concurrency: requests at a time for each server. max_bytes: of all files at a time; a larger
-    file is alone. lost: messages on servers that do not answer any more, whose samples the others
-    take. Raises UserError at the start if a server does not answer.
+    concurrency: requests at a time for each server. max_bytes: the most bytes of all files at a
+    time; a larger file is alone. lost: messages on servers that do not answer any more, whose
+    samples the others take. Raises UserError at the start if a server does not answer.
     """
 
     def __init__(

@@ -41,9 +41,9 @@ def served_states(
 ) -> Iterator[ServedStates]:
     """States of `samples` at captured layers, asked for by every rank for its own samples.
 
-    directory: of the stage. All ranks enter and leave together. Raises UserError if a sample is too
-    long for the target or for `max_gib`, if the disk is full, if a server does not start or answer,
-    and if it runs another model.
+    directory: the directory of the stage. All ranks enter and leave together. Raises UserError if a
+    sample is too long for the target or for `max_gib`, if the disk is full, if a server does not
+    start or answer, and if it runs another model.
     """
     ranks = Ranks.of(accelerator)
     ids = engine_ids(target, layers)

@@ -92,13 +92,13 @@ class ServedStates:
 
 
 def file_bytes(token_bytes: int, tokens: int) -> int:
-    """The size of a server's file. token_bytes: of the states of a token."""
+    """The size of a server's file. token_bytes: the bytes of the states of a token."""
     return HEADER_BYTES + tokens * (token_bytes + ID_BYTES)
 
 
 def require_room(largest: int, tokens: int, max_bytes: int, processes: int) -> None:
     """Raise UserError unless each of `processes` may have the largest file in its share of
-    `max_bytes`. tokens: of the sample in that file."""
+    `max_bytes`. tokens: the tokens of the sample in that file."""
     if largest > max_bytes // processes:
         raise UserError(
             f"features.server.max_gib gives each of {processes} processes "

@@ -83,8 +83,8 @@ class StepProfiler:
 
 def slowest_operations(averages: Any, steps: int, *, on_device: bool) -> list[str]:
     """A line for each of the ROWS operations that take most time themselves: the share of the time,
-    the milliseconds and the calls of one step, the name. averages: of torch.profiler. on_device:
-    count the time on the GPU."""
+    the milliseconds and the calls of one step, the name. averages: the averages of torch.profiler.
+    on_device: count the time on the GPU."""
     attribute = "self_device_time_total" if on_device else "self_cpu_time_total"
     times: list[tuple[float, int, str]] = []
     for event in averages:

@@ -120,8 +120,8 @@ def stacked_bar_plot(
 ) -> str:
     """Plot one bar per row made of parts (shares, 1 is 100%). Parts carry a label if it fits.
 
-    colours: of the parts; by default steps of one hue from light to dark. line: a named value,
-    drawn through all rows. totals: whether to write each bar's length beside it.
+    colours: the colours of the parts; by default steps of one hue from light to dark. line: a named
+    value, drawn through all rows. totals: whether to write each bar's length beside it.
     """
     if not any(value for _, values in parts for value in values):
         return ""
