@@ -4,20 +4,17 @@ import copy
 
 import peft
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Strict):
     """Low-rank adapters (LoRA, 2106.09685), built with peft."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
-    )
 
     r: int = Field(16, ge=1)
     """The rank of an adapter."""

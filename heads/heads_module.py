@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry
+from decode.base.strict import Strict
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.flops import TextFlops, products_flops
@@ -35,12 +36,8 @@ from heads.layers.target_layers import (
 )
 
 
-class HeadOptions(BaseModel):
+class HeadOptions(Strict):
     """Settings of a kind of heads."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
-    )
 
     type: str
     """The kind of heads."""

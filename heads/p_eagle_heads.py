@@ -2,7 +2,7 @@
 
 What EAGLE-3 reads at a step is not known at the later places of a draft: the token before, and the
 state of the step before. Two learnt vectors stand for them. The places are trained as PARD's mask
-tokens are (`distill.parallel_distillation`).
+tokens are (`distill.masked_copies`).
 
 Shapes: B rows, n tokens, T tokens of a text, M places of stand-ins, N = T + M, K drafted tokens,
 H hidden size.
@@ -30,7 +30,7 @@ from decode.draw.sampling import Sampling
 from decode.model.forward.lean_forward import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
-from distill.parallel_distillation import copies_of_depths, kept_share
+from distill.masked_copies import copies_of_depths, kept_share
 from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left

@@ -29,7 +29,7 @@ from decode.model.hidden_states import FINAL
 from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
-from distill.parallel_distillation import (
+from distill.masked_copies import (
     MaskedCopies,
     copies_of_depths,
     kept_share,
@@ -69,7 +69,7 @@ class PassHeads(Heads):
 
     The look-ahead tokens of a draft see the text up to its last token, and each other in causal
     order. All have the same loss weight. Each is trained on a part of the text's drafts, as PARD's
-    mask tokens are (`distill.parallel_distillation`). The target reads the text without gradients.
+    mask tokens are (`distill.masked_copies`). The target reads the text without gradients.
     Only the look-ahead tokens need them, through all layers of the frozen target.
 
     At first each embedding is the mean of the target's. The paper does not tell its initial values

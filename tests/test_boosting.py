@@ -15,7 +15,8 @@ from decode.measure.ranks import Ranks
 from decode.opening.directory import open_drafter
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.parallel_distillation import ParallelConfig, ParallelDistillation
+from distill.masked_copies import ParallelConfig
+from distill.students.parallel_student import ParallelDistillation
 from tests.stages import (
     DRAFTER,
     drafter_weights,

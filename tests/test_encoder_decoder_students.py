@@ -20,8 +20,8 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.measure.check_lossless import FAR, distance
 from decode.opening.directory import open_drafter
 from decode.shapes.static import Static
-from distill.encoder_decoder import EncoderDecoderDistillation
 from distill.losses import WeightedLoss
+from distill.students.encoder_decoder_student import EncoderDecoderDistillation
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.teacher_signal import FINAL, StatesTeacher, TeacherLogits, split_model

@@ -166,12 +166,12 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
     run_stage(context, cache_stage(captured_layers=[0, FINAL]))
     live = distilled("live-lm", teacher_temperature=0.9)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.loop.student_and_teacher.lost_mass", lambda *args: 0.0)
-        patch.setattr("train.loop.student_and_teacher.LiveTeacher", None)
+        patch.setattr("train.stages.text_stages.lost_mass", lambda *args: 0.0)
+        patch.setattr("train.loop.teachers.LiveTeacher", None)
         cached = distilled("cached-lm", teacher_temperature=0.9, teacher="cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("train.loop.student_and_teacher.LiveTeacher", None)
-        patch.setattr("train.loop.student_and_teacher.lost_mass", lambda *args: 0.0)
+        patch.setattr("train.loop.teachers.LiveTeacher", None)
+        patch.setattr("train.stages.text_stages.lost_mass", lambda *args: 0.0)
         window = distilled("window-lm", teacher_temperature=0.9, tokens_per_pass=140)
     theirs = drafter_weights(live)
     assert cached.summary["training"]["history"][0]["loss"] > 0.1

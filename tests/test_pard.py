@@ -19,12 +19,9 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes import SHAPES
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.parallel_distillation import (
-    MaskedCopies,
-    ParallelConfig,
-    ParallelDistillation,
-)
+from distill.masked_copies import MaskedCopies, ParallelConfig
 from distill.row_numbers import row_numbers
+from distill.students.parallel_student import ParallelDistillation
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from distill.teacher.top_k_cache import top_k
 from tests.stages import (

@@ -16,7 +16,10 @@ from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.loop.decoding import Decoder
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.losses import WeightedLoss
-from distill.shared_vocabulary import SharedVocabulary, SharedVocabularyDistillation
+from distill.students.shared_vocabulary_student import (
+    SharedVocabulary,
+    SharedVocabularyDistillation,
+)
 from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
 from tests.other_tokenizers import as_target, byte_level, sentencepiece, shuffled, with_rows, words
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context

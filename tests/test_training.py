@@ -34,6 +34,7 @@ from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
 from distill.losses import CrossEntropy, Rows, WeightedLoss
+from distill.students.student_start import checkpoint_layers
 from draftsmith.cli.main import app
 from tests.tiny import save_tiny
 from tests.training import (
@@ -70,7 +71,6 @@ from train.loop.optimizer import (
     learning_rate_factor,
     make_optimizer,
 )
-from train.loop.student_and_teacher import checkpoint_layers
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import LoopConfig, steps_in
 

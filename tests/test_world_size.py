@@ -20,8 +20,9 @@ from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL, Recorder
 from distill.losses import WeightedLoss
-from distill.parallel_distillation import ParallelConfig, ParallelDistillation
+from distill.masked_copies import ParallelConfig
 from distill.row_numbers import row_numbers
+from distill.students.parallel_student import ParallelDistillation
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions

@@ -5,8 +5,8 @@ from pathlib import Path
 from pydantic import Field, ValidationError
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from train.base.config_file import read_mapping
-from train.base.schema import Strict
 
 
 class TriggerConfig(Strict):

@@ -11,7 +11,7 @@ Shapes: B rows, n tokens, H hidden size, D head size, R width of the attention i
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import (
@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.model.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
 from decode.model.forward.lean_parts import LeanNorm, Packed
 from decode.model.forward.prepare_model import refresh_packed
@@ -35,13 +36,9 @@ def feed_forward_size(config: Any) -> int:
     return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
 
 
-class LayerSettings(BaseModel):
+class LayerSettings(Strict):
     """Settings of a drafter's decoder layer that differ from its target's, as published drafters
     have them. None: the target's."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
-    )
 
     intermediate_size: int | None = Field(None, ge=1)
     """The width of the feed-forward network."""

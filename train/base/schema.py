@@ -5,11 +5,12 @@ from functools import reduce
 from operator import or_
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import BaseModel, Field, WithJsonSchema
 from pydantic.json_schema import GenerateJsonSchema
 
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry
+from decode.base.strict import Strict
 from decode.draw.sampling import Sampling
 from distill.losses import LOSSES
 
@@ -20,15 +21,6 @@ class Untitled(GenerateJsonSchema):
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
-
-
-class Strict(BaseModel):
-    """A part of the config. Unknown keys and wrong types are errors. Instances are immutable. A
-    docstring under a field describes it."""
-
-    model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True
-    )
 
 
 def part_of(registry: Registry[Any]) -> WithJsonSchema:

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, model_validator
 
 from decode.base.errors import UserError
-from train.base.schema import Strict
+from decode.base.strict import Strict
 
 
 class EngineServer(Strict):

@@ -21,19 +21,20 @@ from torch import Tensor
 
 from decode.base.artifact import manifest_sha256, verify_directory, write_directory
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.measure.ranks import ALONE, Ranks
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
+from distill.students.student_start import DRAFTER_STAGES
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.teacher_signal import LiveTeacher, split_model
-from train.base.schema import StageConfig, Strict, closest_stage
+from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes, take, texts
-from train.loop.student_and_teacher import DRAFTER_STAGES
 from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 
 FILE = "right.npy"  # whether tokens are guessed, eight in a byte

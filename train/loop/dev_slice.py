@@ -9,13 +9,13 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
 from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.stats import Counts
-from train.base.schema import Strict
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.corpus import Corpus
 from train.data.read import spread

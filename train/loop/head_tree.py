@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pydantic import Field
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.loop.rows import require_prompts
 from decode.measure.calibrate_tree import (
@@ -17,7 +18,6 @@ from decode.model.cache.cached_model import require_trees
 from decode.model.kinds.layer_kinds import require_slots
 from decode.model.loading import Target
 from heads.heads_module import Heads
-from train.base.schema import Strict
 from train.data.corpus import Corpus
 from train.data.read import spread
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
-from train.base.schema import Strict
+from decode.base.strict import Strict
 
 
 class GroupConfig(Strict):

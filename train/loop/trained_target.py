@@ -15,12 +15,13 @@ from transformers import AutoModelForCausalLM
 from decode.base.artifact import write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.model.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import LiveTeacher, Teacher, split_model
 from distill.trainable_model import LoraConfig, Trainable
-from train.base.schema import StageConfig, Strict, closest_stage
+from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Batches, Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus

@@ -9,8 +9,9 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from distill.flops import TextFlops
-from train.base.schema import Seed, Strict
+from train.base.schema import Seed
 from train.data.batches import Inputs, RankText
 from train.data.training_text import Text, Weights
 

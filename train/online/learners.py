@@ -19,11 +19,11 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes.static import stored_shape
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, SmallLMStudent
+from distill.students.student_start import DRAFTER_STAGES, choose_trained
 from heads.heads_directory import read_heads
 from heads.heads_module import HEADS
 from heads.online_heads import HeadStudent
 from train.base.schema import StageConfig, closest_stage
-from train.loop.student_and_teacher import DRAFTER_STAGES, choose_trained
 
 # Kinds of stages whose drafters can continue to learn.
 STARTS = ("heads", *DRAFTER_STAGES)

@@ -29,13 +29,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from decode.verification import Verification
 from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer
-from train.base.schema import Strict
 from train.data.batches import permutation
 from train.loop.optimizer import OptimizerConfig, make_optimizer, take_step
 

@@ -17,10 +17,10 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.rules import RULES
 from distill.replay.online_student import OnlineStudent
+from distill.students.student_start import StudentConfig
 from train.base.console import Reporter
 from train.base.schema import Losses, SamplingConfig, StageConfig, name_in
 from train.loop.checkpoint import Stopped, StopRequest
-from train.loop.student_and_teacher import StudentConfig
 from train.online.learning import Online, OnlineConfig, Round
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from decode.base.errors import UserError, nearest
+from decode.base.strict import Strict
 from decode.drafters import DRAFTERS
 from decode.lengths import POLICIES
 from decode.loop.parts import make_rule
@@ -15,7 +16,7 @@ from decode.rules import RULES
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES
 from train.base.config_file import ConfigSource, read_config
-from train.base.schema import SamplingConfig, Seed, StageConfig, Strict, name_in, one_of, part_of
+from train.base.schema import SamplingConfig, Seed, StageConfig, name_in, one_of, part_of
 from train.base.tracking.trackers import Tracker, TrackingConfig
 from train.data.sources import name_and_split
 from train.online.learners import heads_stage

@@ -7,7 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from decode.base.errors import UserError
-from distill.parallel_distillation import ParallelConfig
+from distill.masked_copies import ParallelConfig
+from distill.students import refuse, student_kind
+from distill.students.student_start import DRAFTER_STAGES, StudentConfig
 from distill.teacher.feature_sources import holds_features
 from distill.trainable_model import LoraConfig
 from train.base.schema import Losses, StageConfig, closest_stage
@@ -16,7 +18,6 @@ from train.data.training_text import OnPolicyConfig
 from train.loop.boosting import BoostConfig, check_boost
 from train.loop.dev_slice import DevConfig
 from train.loop.optimizer import OptimizerConfig
-from train.loop.student_and_teacher import DRAFTER_STAGES, StudentConfig
 from train.loop.training_task import LoopConfig
 from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.stages.text_stages import LossConfig
@@ -73,14 +74,7 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
         closest_stage(name, earlier, "generate")
     if config.drafter.stage is not None:
         _check_start(config, config.drafter.stage, earlier)
-    if config.drafter.vocabulary is not None:
-        reason = "the drafter has another tokenizer than the target"
-        refuse(
-            config,
-            on_policy=f"{reason}, and learns from the target's tokens only",
-            parallel=f"{reason}, and its drafts in one pass are not trained",
-            draft_vocabulary=f"{reason}, and the tokens of both are its draft vocabulary",
-        )
+    student_kind(config, encoder=False)  # refuses settings
     if config.boost is not None:
         check_boost(config.boost, earlier, stage=config.name)
         refuse(config, on_policy="boost compares the target's text with drafters' guesses")
@@ -98,34 +92,6 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
             raise UserError(
                 f"stage {config.name}: dev.decode_prompts needs the complete target on one "
                 "device; leave out dev.decode_prompts or shard_teacher"
-            )
-
-
-def check_with_encoder(config: DistillConfig) -> None:
-    """Raise UserError for settings that do not work if the target has an encoder."""
-    reason = "it needs a decoder-only target, and this target has an encoder"
-    refuse(
-        config,
-        on_policy=reason,
-        boost=reason,
-        lora=reason,
-        parallel=reason,
-        draft_vocabulary=reason,
-        shard_teacher=reason,
-    )
-    if config.drafter.vocabulary is not None or config.teacher != "live":
-        setting = "teacher" if config.drafter.vocabulary is None else "drafter.vocabulary"
-        raise UserError(
-            f"stage {config.name}: {setting} cannot be set here: {reason}; leave it out"
-        )
-
-
-def refuse(config: DistillConfig, **reasons: str) -> None:
-    """Raise UserError if any of these settings is set. reasons: {setting: reason}."""
-    for key, reason in reasons.items():
-        if getattr(config, key):
-            raise UserError(
-                f"stage {config.name}: {key} cannot be set here: {reason}; leave it out"
             )
 
 

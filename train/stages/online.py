@@ -19,6 +19,7 @@ from decode.rules import RULES
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
+from distill.students.student_start import choose_trained, start_model, start_provenance
 from distill.teacher.teacher_signal import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
@@ -33,7 +34,6 @@ from train.loop.estimates import (
     prompt_length,
     training_disk_bytes,
 )
-from train.loop.student_and_teacher import choose_trained, make_student, start_provenance
 from train.online.learners import (
     OTHER_TOKENIZER,
     PARALLEL,
@@ -113,7 +113,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             memory += replace(start.memory, target=0, states=0, logits=0)
             trained, disk = start.trained_parameters, start.disk_bytes
             return StagePlan(what, trained, tokens, memory, disk, drafters=1)
-        model, _ = make_student(config.drafter, self.target, self.earlier)
+        model, _ = start_model(config.drafter, self.target, self.earlier)
         require_linear_logits(model)
         choose_trained(model, embeddings=config.train_embeddings)
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -298,7 +298,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             return learning.of_directory(self.earlier[config.drafter.stage] / "drafter", target)
         # Random weights must not depend on what ran before this stage.
         torch.manual_seed(config.seed)
-        return learning.of_model(*make_student(config.drafter, target, self.earlier), target)
+        return learning.of_model(*start_model(config.drafter, target, self.earlier), target)
 
     def _online(self, student: OnlineStudent, drafter: Drafter) -> Online | None:
         learning, target, accelerator = self.config.learning, self.target, self.accelerator

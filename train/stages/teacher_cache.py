@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.shared_vocabulary import SharedVocabulary
+from distill.students.shared_vocabulary_student import SharedVocabulary
 from distill.teacher.teacher_signal import LiveTeacher, TopK, require_linear_logits, split_model
 from distill.teacher.top_k_cache import (
     CachedTeacher,
@@ -25,7 +25,6 @@ from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.chat_tokens import Sample
 from train.engines.answers.answer_top_k import AnswerTopK
 from train.loop.estimates import forward_bytes
-from train.loop.student_and_teacher import shared_vocabulary
 from train.stages.text_stages import CacheStage, TextConfig, size
 
 
@@ -143,10 +142,9 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     def _vocabulary(self, samples: Sequence[Sample]) -> tuple[Tensor | None, dict[str, float]]:
         """The draft vocabulary, which is also written, and its coverage."""
         if self._shared is not None:
-            vocabulary, coverage = (
-                self._shared.target_ids,
-                self.shared_coverage(self._shared, samples),
-            )
+            vocabulary = self._shared.target_ids
+            covered = self._shared.coverage((sample.tokens, sample.mask) for sample in samples)
+            coverage = self.coverage(samples, vocabulary, covered, "shared vocabulary")
         elif self.config.draft_vocabulary is None:
             return None, {}
         else:
@@ -191,7 +189,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     def _shared(self) -> SharedVocabulary | None:
         """What the target shares with the model of `shared_with`."""
         name = self.config.shared_with
-        return None if name is None else shared_vocabulary(name, self.target)
+        return None if name is None else SharedVocabulary.of_model(name, self.target)
 
 
 def _require_stored(config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:

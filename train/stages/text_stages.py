@@ -14,8 +14,8 @@ from torch import Tensor
 from decode.base.artifact import recover, remove_directory, require_space
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
+from distill.choose_vocabulary import most_frequent
 from distill.losses import WeightedLoss
-from distill.shared_vocabulary import SharedVocabulary
 from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
 from distill.teacher.feature_sources import LiveFeatures
 from train.base.schema import Losses, StageConfig, closest_stage
@@ -33,7 +33,7 @@ from train.data.stored_samples import (
 )
 from train.loop.live_window import LiveWindow
 from train.loop.optimizer import OptimizerConfig
-from train.loop.student_and_teacher import frequent_tokens, lost_mass
+from train.loop.teachers import lost_mass
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
 from train.report.format_figures import format_share
@@ -190,31 +190,37 @@ class TextStage(Stage[T]):
         self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
         return samples, counts
 
+    def coverage(
+        self,
+        samples: Sequence[Sample],
+        ids: Tensor,
+        covered: float,
+        what: str = "draft vocabulary",
+    ) -> dict[str, float]:
+        """How a draft vocabulary fits the samples' text, for the stage's summary. Also prints it.
+
+        ids: int64 [n], the target's ids. covered: the share of the text that they cover. what: the
+        name of the vocabulary.
+        """
+        lost = lost_mass(self.target, samples, ids)
+        self.reporter.say(
+            f"  {what}: {len(ids)} tokens cover {covered:.2%} of the text; on this text the target "
+            f"gives {lost:.2%} of its probability to other tokens"
+        )
+        return {"draft_vocabulary_coverage": covered, "draft_vocabulary_lost_mass": lost}
+
     def frequent_tokens(
         self, samples: Sequence[Sample], count: int
     ) -> tuple[Tensor, dict[str, float]]:
-        """The `count` most frequent tokens of the samples' text, and their coverage for the stage's
-        summary; see `frequent_tokens`. Also prints the coverage."""
-        ids, coverage, lost = frequent_tokens(self.target, samples, count)
-        self.reporter.say(
-            f"  draft vocabulary: {len(ids)} tokens cover {coverage:.2%} of the text; on this text "
-            f"the target gives {lost:.2%} of its probability to other tokens"
+        """The `count` most frequent tokens of the samples' text, int64 ascending, always with the
+        end-of-text tokens; and their `coverage`."""
+        ids, covered = most_frequent(
+            (sample.tokens for sample in samples),
+            count,
+            self.target.vocab_size,
+            always=self.target.eos_token_ids,
         )
-        return ids, {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
-
-    def shared_coverage(
-        self, shared: SharedVocabulary, samples: Sequence[Sample]
-    ) -> dict[str, float]:
-        """The coverage of the samples' text by the tokens that a student with another tokenizer
-        shares with the target, for the stage's summary. Also prints it. Raises UserError as
-        `SharedVocabulary.coverage`."""
-        coverage = shared.coverage((sample.tokens, sample.mask) for sample in samples)
-        lost = lost_mass(self.target, samples, shared.target_ids)
-        self.reporter.say(
-            f"  shared vocabulary: {len(shared.target_ids)} tokens are {coverage:.2%} of the text; "
-            f"on this text the target gives {lost:.2%} of its probability to other tokens"
-        )
-        return {"draft_vocabulary_coverage": coverage, "draft_vocabulary_lost_mass": lost}
+        return ids, self.coverage(samples, ids, covered)
 
 
 class CacheStage(TextStage[T]):

@@ -1,9 +1,8 @@
 """The memory of the stages that train heads and small language models, for their plans."""
 
-from transformers import PreTrainedModel
-
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
+from distill.students import Student
 from heads.heads_module import Heads
 from train.base.stage import Memory
 from train.loop.estimates import (
@@ -63,8 +62,7 @@ def heads_memory(
 
 def distill_memory(
     config: DistillConfig,
-    model: PreTrainedModel,
-    target: Target,
+    student: Student,
     *,
     target_bytes: int,
     parameters: int,
@@ -75,14 +73,13 @@ def distill_memory(
 ) -> Memory:
     """The memory of one of `processes`.
 
-    model: the student. parameters: all of its weights, with an adapter's. trained: those that are
-    trained. remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize
-    of the matrix products' precision.
+    parameters: all of the student's weights, with an adapter's. trained: those that are trained.
+    remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize of the
+    matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
-    tokens = batch
-    if config.parallel is not None:
-        tokens = int(batch * config.parallel.tokens_per_text_token)
+    model, target = student.model, student.target
+    tokens = int(batch * student.tokens_per_text_token)
     layers = model.config.get_text_config().num_hidden_layers
     recompute = config.gradient_checkpointing
     memory = Memory(
@@ -93,11 +90,11 @@ def distill_memory(
         # Of student and teacher, for one chunk.
         logits=2 * 4 * config.chunk_tokens * target.vocab_size,
     )
-    if config.parallel is not None:
-        # Attention makes the additive form again in each layer.
-        copies, pairs = 1 if recompute else layers, config.parallel.tokens_per_text_token**2
-        masks = mask_bytes(batch, config.max_length, pairs, copies, itemsize)
-        memory += Memory(activations=masks)
+    # Attention makes the additive form of a mask again in each layer.
+    copies = 1 if recompute else layers
+    memory += Memory(
+        activations=mask_bytes(batch, config.max_length, student.mask_pairs, copies, itemsize)
+    )
     if config.teacher != "live":
         return memory
     return memory + source_memory(

@@ -12,8 +12,8 @@ from pydantic import Field
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from train.base.config_file import dotted
-from train.base.schema import Strict
 
 ID_FILE = "tracking.json"
 ID_LENGTH = 21  # what swanlab takes; wandb takes up to 64

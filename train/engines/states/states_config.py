@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from train.base.schema import Strict
+from decode.base.strict import Strict
 from train.engines.server_config import EngineServer
 
 # Of vLLM, and set here: which states it writes, and where.

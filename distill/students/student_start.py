@@ -1,47 +1,24 @@
-"""A stage's student and its teacher."""
+"""Where a small language model that is trained starts."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import model_validator
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, load_target
-from decode.model.sharded import shard_layers
-from decode.model.without_weights import load_shapes, load_tokenizer
+from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
-from distill.choose_vocabulary import most_frequent
-from distill.shared_vocabulary import SharedVocabulary
-from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import (
-    LiveTeacher,
-    StatesTeacher,
-    TeacherSource,
-    split_model,
-)
-from distill.teacher.top_k_cache import CachedTeacher
 from distill.untrained_student import student_from_config, student_from_layers
-from train.base.schema import Strict
-from train.data.batches import collate, inputs
-from train.data.chat_tokens import Sample
-from train.data.read import spread
-from train.loop.live_window import LiveWindow
-from train.loop.open_caches import Cache
-from train.loop.trainer import Clock
 
 # Kinds of stages that make small language models, which later stages can continue to train.
 DRAFTER_STAGES = ("distill", "online")
-# Number of samples for measuring the probability mass that a draft vocabulary loses.
-LOST_MASS_SAMPLES = 16
 
 
 class StudentConfig(Strict):
@@ -89,7 +66,7 @@ def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:
     return start.model_dump(exclude_none=True)
 
 
-def make_student(
+def start_model(
     start: StudentConfig, target: Target, earlier: Mapping[str, Path]
 ) -> tuple[PreTrainedModel, ReducedVocabulary | None]:
     """The model to train, float32 on the CPU, and its reduced draft vocabulary, if it has one. It
@@ -120,13 +97,6 @@ def make_student(
     if start.vocabulary is None:
         _require_target_tokens(drafter, target, spec)
     return loaded.model.train(), load_vocabulary(Path(spec), loaded.model)
-
-
-def shared_vocabulary(spec: str, target: Target) -> SharedVocabulary:
-    """What the target shares with a model that has another tokenizer. spec: names the model. Raises
-    UserError as `SharedVocabulary.of`."""
-    tokenizer, identity = load_tokenizer(spec)
-    return SharedVocabulary.of(target, tokenizer, identity.vocab_size, f"drafter {spec}")
 
 
 def _require_target_tokens(drafter: Fingerprint, target: Target, spec: str) -> None:
@@ -160,85 +130,3 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
     # The embeddings may be frozen, but a checkpointed layer needs an input with a gradient.
     model.enable_input_require_grads()
-
-
-def frequent_tokens(
-    target: Target, samples: Sequence[Sample], count: int
-) -> tuple[Tensor, float, float]:
-    """The `count` most frequent tokens of the samples' text, int64 ascending, always including the
-    end-of-text tokens; the share of the text that they cover; and their `lost_mass` on a few
-    samples."""
-    ids, coverage = most_frequent(
-        (sample.tokens for sample in samples),
-        count,
-        target.vocab_size,
-        always=target.eos_token_ids,
-    )
-    return ids, coverage, lost_mass(target, samples, ids)
-
-
-@torch.no_grad()
-def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
-    """The target's mean probability of tokens outside `ids`, over the predicted tokens of a few of
-    the samples. A drafter with this vocabulary has an expected acceptance of at most 1 − this
-    value."""
-    teacher = LiveTeacher(split_model(target.model))
-    kept = ids.to(target.device)
-    lost, count = 0.0, 0
-    for sample in spread(samples, LOST_MASS_SAMPLES):
-        batch = collate([sample], target.tokenizer.pad_token_id or 0)
-        predicted = sum(sample.mask[1:])
-        signal = teacher.signal(**inputs(batch, target.device), ids=batch["ids"])
-        logits = signal(slice(0, predicted)).logits
-        lost += float((1 - logits.float().softmax(-1)[:, kept].sum(-1)).sum())
-        count += predicted
-    return lost / count
-
-
-@contextmanager
-def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
-    """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
-    complete model stays in CPU memory inside this context."""
-    if not shard:
-        yield target.model
-        return
-    device = target.device
-    target.model.to("cpu")
-    try:
-        sharded = copy.deepcopy(target.model)
-        shard_layers(sharded.base_model, device.type, "shard_teacher")
-        yield sharded.to(device)
-    finally:
-        target.model.to(device)
-
-
-def teacher_of(
-    target: PreTrainedModel,
-    source: LiveWindow | LiveFeatures | Cache | None,
-    vocabulary: Tensor | None,
-    *,
-    tokens: int,
-    remember: bool,
-    clock: Clock,
-) -> TeacherSource:
-    """The teacher: on the results of `source` if there is one, otherwise the live target. A target
-    with an encoder needs a source.
-
-    vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
-    of the output layer. remember: keep the live target's results after their first use. clock:
-    records the teacher's time as `teacher`.
-    """
-    if isinstance(source, CachedTeacher):
-        return source
-    model = split_model(target)
-    if source is not None:
-        return StatesTeacher(
-            model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
-        )
-    return LiveTeacher(
-        model,
-        remember=remember,
-        vocabulary=vocabulary,
-        tokens=tokens,
-        timed=partial(clock, "teacher"),
-    )

@@ -1,6 +1,6 @@
-"""Distillation into a student whose tokenizer is not the target's, over the tokens of both.
+"""The student whose tokenizer is not the target's: it learns over the tokens of both.
 
-The student is trained as it is asked when it drafts with `vocabulary=shared` (token-level
+It is trained as it is asked when it drafts with `vocabulary=shared` (token-level
 intersection, TLI, 2502.05202; `decode.drafters.tokenizers.shared_tokens`). It reads the
 target's tokens: each as the same token, or as the longest tokens that spell it. Its hidden state
 after a token of the target predicts the target's next token. Both distributions are over the shared
@@ -13,8 +13,9 @@ Shapes: B rows, T tokens of the target per row, R tokens of the student per row,
 target's output layer, n shared tokens, H hidden size.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +23,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.drafters.draft_vocabulary import reduce_output
+from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.tokenizers.token_texts import compared_texts, shared_tokens, spelled
 from decode.model.loading import Target
+from decode.model.without_weights import load_tokenizer
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
+from distill.students import STUDENTS, Student
+from distill.teacher.top_k_cache import CachedTeacher
 
 # A drafter of fewer shared tokens has nothing to choose from.
 FEWEST_TOKENS = 2
@@ -74,6 +81,13 @@ class SharedVocabulary:
             theirs.prefix[0] if theirs.prefix else None,
         )
 
+    @classmethod
+    def of_model(cls, spec: str, target: Target) -> "SharedVocabulary":
+        """What the target shares with a model that has another tokenizer. spec: names the model.
+        Raises UserError as `of`."""
+        tokenizer, identity = load_tokenizer(spec)
+        return cls.of(target, tokenizer, identity.vocab_size, f"drafter {spec}")
+
     def coverage(self, texts: Iterable[tuple[Sequence[int], Sequence[bool]]]) -> float:
         """The share of the predicted tokens of texts, (tokens, mask) each, that are shared. Raises
         UserError if it is less than `LEAST_COVERAGE`."""
@@ -97,6 +111,79 @@ class SharedVocabulary:
         """How many tokens the student reads for each of these texts, in the target's tokens."""
         prefixed = self.prefix is not None
         return [int(self.counts[torch.tensor(text)].sum()) + prefixed for text in texts]
+
+
+OTHER_TOKENIZER = "the drafter has another tokenizer than the target"
+
+
+@STUDENTS.register("shared_vocabulary")
+class SharedVocabularyStudent(Student):
+    """Drafts the tokens that its tokenizer shares with the target's."""
+
+    drafter_kind = "shared_vocabulary"
+    refused = {
+        "on_policy": f"{OTHER_TOKENIZER}, and learns from the target's tokens only",
+        "parallel": f"{OTHER_TOKENIZER}, and its drafts in one pass are not trained",
+        "draft_vocabulary": f"{OTHER_TOKENIZER}, and the tokens of both are its draft vocabulary",
+    }
+    vocabulary_in_words = "shared vocabulary"
+    has_flops = False
+
+    def __init__(self, settings: Any, target: Target, earlier: Mapping[str, Path]) -> None:
+        super().__init__(settings, target, earlier)
+        self.spec = settings.drafter.spec(earlier)
+        self.shared = SharedVocabulary.of_model(self.spec, target)
+        self.tokenizer = self.shared.tokenizer
+
+    @classmethod
+    def is_wanted(cls, settings: Any, *, encoder: bool) -> bool:
+        return settings.drafter.vocabulary is not None
+
+    @property
+    def target_ids(self) -> Tensor:
+        return self.shared.target_ids
+
+    @property
+    def in_words(self) -> str:
+        return f"{super().in_words}; {len(self.shared.target_ids)} shared tokens"
+
+    def prepare(self, texts: Sequence[Any], cache: CachedTeacher | None) -> float:
+        """As `Student.prepare`: the output layer gets the rows of the shared tokens only."""
+        coverage = self.shared.coverage((text.tokens, text.mask) for text in texts)
+        name, ids = self.settings.name, self.shared.drafter_ids
+        if cache is not None and (
+            cache.vocabulary is None or not torch.equal(cache.vocabulary, self.target_ids)
+        ):
+            raise UserError(
+                f"stage {name}: the teacher cache {cache.directory} is not over the tokens that "
+                f"the drafter {self.spec} shares with the target; make the cache with "
+                "shared_with, and name there the model that the drafter starts from"
+            )
+        if self.vocabulary is None:
+            self.vocabulary = reduce_output(self.model, ids)
+        elif not torch.equal(self.vocabulary.ids, ids):
+            raise UserError(
+                f"stage {name}: the drafter {self.spec} has a draft vocabulary of "
+                f"{len(self.vocabulary.ids)} tokens, which are not the {len(ids)} that it shares "
+                "with the target; start from a model with its complete output layer"
+            )
+        return coverage
+
+    def read(self, texts: Sequence[Any]) -> None:
+        positions = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = max(self.shared.lengths(text.tokens for text in texts))
+        if positions is not None and longest > positions:
+            raise UserError(
+                f"stage {self.settings.name}: the longest sample has {longest} tokens as the "
+                f"drafter reads it, but {type(self.model).__name__} has a context of {positions}; "
+                "set a lower max_length"
+            )
+
+    def module(self, loss: WeightedLoss, vocabulary: Tensor | None, chunk: int) -> Distillation:
+        return SharedVocabularyDistillation(self.model, loss, self.shared, chunk=chunk)
+
+    def _drafter(self, model: PreTrainedModel, ids: Tensor | None) -> Drafter:
+        return SharedVocabularyDrafter.of_models(model, self.tokenizer, self.target, ids)
 
 
 class _Reader(nn.Module):
