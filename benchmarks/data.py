@@ -41,7 +41,8 @@ from train.data.chat_tokens import Sample
 from train.data.corpus import SHARE_EXAMPLES
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import split_off, without_duplicates
-from train.data.stored_samples import PART, StoredSamples, sizes, write_samples
+from train.data.stored_samples import PART, StoredSamples, sizes
+from train.data.write_samples import write_samples
 from train.run.run import make_directory
 
 LISTS = 20_000  # conversations that are kept as lists, and that the slower passes read

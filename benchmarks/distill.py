@@ -50,7 +50,8 @@ from benchmarks.shared.distill_settings import Settings
 from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, resident_memory
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from train.base.console import Reporter
 from train.report.plots import LIGHT, SERIES
 

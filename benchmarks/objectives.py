@@ -52,7 +52,8 @@ from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_model_and_tokenizer
 from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.top_k_cache import bytes_per_token, top_k
 from train.base.console import Reporter
 from train.data.batches import collate, inputs

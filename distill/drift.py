@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from distill.teacher.teacher_signal import SplitModel
+from distill.teacher.live_teacher import SplitModel
 
 
 @dataclass(frozen=True)

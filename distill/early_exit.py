@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import Recorder, layer_list_name
-from distill.distillation_loss import chunked_loss
+from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher
 

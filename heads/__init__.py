@@ -9,6 +9,7 @@ Importing this package registers all kinds of heads and their drafters by name: 
 from heads import (
     dflash_heads,
     dspark_heads,
+    eagle_drafter,
     eagle_heads,
     hydra_heads,
     in_tree,
@@ -23,6 +24,7 @@ __all__ = [
     "HEADS",
     "dflash_heads",
     "dspark_heads",
+    "eagle_drafter",
     "eagle_heads",
     "hydra_heads",
     "in_tree",

@@ -31,7 +31,8 @@ from decode.model.forward.lean_forward import Attend
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.row_numbers import row_numbers
-from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
 from heads.layers.llama_layer import LayerSettings, Rotary, layer_config

@@ -1,11 +1,15 @@
-"""EAGLE's drafters. EAGLE-1 (2401.15077) predicts the target's next feature, and a token from it.
-
+"""EAGLE's heads. EAGLE-1 (2401.15077) predicts the target's next feature, and a token from it.
 EAGLE-3 (2503.01840) reads features of several layers and trains on its own states.
+
+One step reads a hidden state and the embedding of the next token. It returns the next hidden state,
+which predicts the token after that. The first state comes from the target, the later ones from the
+heads. Steps attend to the text, or to a window of it. `heads.eagle_drafter` drafts with them.
 
 Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
 """
 
-from collections.abc import Sequence
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,17 +20,108 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from decode.base.errors import UserError
-from decode.drafters import DRAFTERS
 from decode.model.hidden_states import FINAL
+from distill.flops import TextFlops, attention_flops, products_flops
 from distill.row_numbers import row_numbers
-from heads.autoregressive_heads import (
-    AutoregressiveDrafter,
-    AutoregressiveHeads,
-    AutoregressiveOptions,
+from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.heads_module import (
+    HEADS,
+    HeadBatch,
+    Prediction,
+    TokenHeads,
+    shift_left,
+    trained_positions,
 )
-from heads.heads_module import HEADS, HeadBatch, shift_left
-from heads.layers.llama_layer import Attend, DraftLayer
+from heads.layers.llama_layer import Attend, DraftLayer, LayerSettings, Rotary, layer_config
 from heads.layers.target_layers import copy_norm, require_layers
+from heads.layers.unrolled_attention import UnrolledAttention
+
+
+class AutoregressiveOptions(AttendingOptions):
+    """Options of all autoregressive heads."""
+
+    layer: LayerSettings | None = None
+    """Settings of the decoder layer that differ from the target's. None: it has the target's."""
+
+
+class AutoregressiveHeads(TokenHeads, AttendingHeads):
+    """Heads that draft step by step. A subclass defines one step in `advance`.
+
+    "Head" d is step d after the last token with features. It drafts at depth d and has its own loss
+    and figures.
+
+    config: a one-layer llama config that describes the drafter. Engines get it unchanged.
+    """
+
+    def __init__(
+        self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
+    ) -> None:
+        super().__init__(options, depth, model, vocabulary)
+        self.config = layer_config(model, options.layer)
+        self._rotary = Rotary(self.config)
+
+    @abstractmethod
+    def advance(
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        """Return the next states [B, n, H].
+
+        states: [B, n, H]. embedded: [B, n, H], the embeddings of the next tokens.
+        position_embeddings: cos and sin of the positions.
+        """
+
+    def readout(self, states: Tensor) -> Tensor:
+        """[..., H]: the input of the output layer, computed from states [..., H]."""
+        return states
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        """[B, T, F]: the features used in training, possibly with noise added."""
+        return features
+
+    def extra_loss(
+        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
+    ) -> Tensor | None:
+        """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `positions`.
+
+        positions: bool [B, T] with n True values.
+        """
+        return None
+
+    def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the next states [B, n, H].
+
+        states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
+        [1, n], the positions of `states`.
+        """
+        dtype = self.dtype
+        states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
+        return self.advance(states, embedded, self._rotary(positions, states), attend)
+
+    def body_flops(self) -> TextFlops:
+        """Each of the `parts` steps goes through all weights but those of `fuse`."""
+        parts = [part for name, part in self.named_children() if name not in ("output", "fc")]
+        per_token = products_flops(self.get_submodule("fc")) + self.parts * products_flops(*parts)
+        width = self.parts * self.config.num_attention_heads * self.config.head_dim
+        return TextFlops(per_token) + attention_flops(width, trained=True)
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        features = batch.of(self.captured_layers).to(self.dtype)
+        states = self.fuse(self.with_noise(features))
+        attention = UnrolledAttention(self.window)
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+        for depth in range(1, max(depths) + 1):
+            tokens = shift_left(batch.input_ids, depth)
+            attend = attention.at(depth)
+            states = self.recomputed(self.step, states, tokens, positions + depth - 1, attend)
+            if depth in depths:
+                trained = trained_positions(batch.loss_mask, depth)
+                trained_states = states[trained]
+                extra_loss = self.extra_loss(trained_states, batch, depth, trained)
+                yield Prediction(depth, trained, self.readout(trained_states), extra_loss)
 
 
 class Eagle1Options(AutoregressiveOptions):
@@ -117,11 +212,6 @@ class Eagle1Heads(AutoregressiveHeads):
         features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
         losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
         return self.options.regression * losses.mean(-1).sum()
-
-
-@DRAFTERS.register("eagle1")
-class Eagle1Drafter(AutoregressiveDrafter):
-    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`."""
 
 
 class Eagle3Options(AutoregressiveOptions):
@@ -280,8 +370,3 @@ class Eagle3Heads(AutoregressiveHeads):
 
     def readout(self, states: Tensor) -> Tensor:
         return states if self.options.norm_output else self.norm(states)
-
-
-@DRAFTERS.register("eagle3")
-class Eagle3Drafter(AutoregressiveDrafter):
-    """EAGLE-3, in any shape. The paper uses EAGLE-2's trees, `dynamic`."""

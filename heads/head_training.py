@@ -1,7 +1,6 @@
 """Heads and their losses as one module, so any engine can wrap the whole computation.
 
-`HeadTraining` trains heads on a frozen target. `JointTraining` also trains the target: Medusa-2,
-and Blockwise's fine-tuned variant.
+Here the target is frozen. `heads.joint_training` trains it too.
 
 Shapes: B rows, T tokens, n trained tokens, H hidden size, V' draft vocabulary.
 """
@@ -15,12 +14,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits, linear
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.model.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import FINAL
 from distill.choose_vocabulary import rows_of_tokens
-from distill.distillation_loss import chunked_loss
+from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
-from distill.teacher.teacher_signal import Teacher, TeacherLogits, output_rows
+from distill.teacher.live_teacher import output_rows
+from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from heads.heads_module import (
     HeadBatch,
     Heads,
@@ -282,78 +282,3 @@ def require_losses(heads: Heads, weighted_loss: WeightedLoss) -> None:
 
 def _detached(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return weight.detach(), None if bias is None else bias.detach()
-
-
-class JointTraining(nn.Module):
-    """L = L_backbone + λ₀ · L_heads (2401.10774, section 2.2.2).
-
-    The heads read the current hidden states of the backbone, so their loss also trains the
-    backbone.
-
-    weighted_loss: the backbone's loss. Its terms compare its next-token distribution with the text
-    or with the distribution of the original target. Raises UserError for a backbone without a
-    linear output layer. An output layer with an adapter counts as not linear.
-    """
-
-    def __init__(
-        self,
-        backbone: PreTrainedModel,
-        heads: HeadTraining,
-        weighted_loss: WeightedLoss,
-        *,
-        chunk: int = 256,
-    ) -> None:
-        super().__init__()
-        output_layer(backbone)
-        self.backbone, self.heads, self.chunk = backbone, heads, chunk
-        self.weighted_loss = weighted_loss
-        self._recorder = Recorder(backbone, heads.captured_layers)
-
-    @property
-    def sums(self) -> list[str]:
-        """Names of the sums of `forward`, in order: first the heads', then the backbone's."""
-        names = ("tokens", *self.weighted_loss.names)
-        return [*self.heads.sums, *(f"backbone/{name}" for name in names)]
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        loss_mask: Tensor,
-        losses: Mapping[int, float],
-        weight: float,
-        teacher: Teacher | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """The combined loss summed over tokens, and `sums`, float64.
-
-        input_ids, attention_mask: int64 [B, T]. loss_mask: bool [B, T]. losses: as for
-        `HeadTraining`. weight: λ₀. teacher(slice): the teacher signal of the original target for
-        the n predicted tokens; needed only if a term reads it.
-        """
-        with self._recorder.recording() as features:
-            hidden = self.backbone.base_model(
-                input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-            ).last_hidden_state
-        layer = output_layer(self.backbone)
-        predicted = loss_mask[:, 1:]
-        labels = input_ids[:, 1:][predicted]
-        backbone_loss, term_sums = chunked_loss(
-            hidden[:, :-1][predicted],
-            layer.weight,
-            layer.bias,
-            teacher,
-            labels,
-            self.weighted_loss,
-            chunk=self.chunk,
-        )
-        # Use the layer here, not outside: engines that shard weights gather them only in a forward.
-        with self.heads.following(layer):
-            heads_loss, sums = self.heads(input_ids, loss_mask, features, losses)
-        count = term_sums.new_tensor([len(labels)])
-        return backbone_loss + weight * heads_loss, torch.cat([sums, count, term_sums])
-
-    def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
-        """Like `HeadTraining.figures`, plus the mean of each of the backbone's terms."""
-        count = sums["backbone/tokens"]
-        names = [f"backbone/{name}" for name in self.weighted_loss.names] if count else []
-        return self.heads.figures(sums, tokens) | {name: sums[name] / count for name in names}

@@ -15,7 +15,6 @@ from typing import Self
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.device import to_device
@@ -31,8 +30,9 @@ from decode.model.hidden_states import Features
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
 from decode.verification import Verification
+from heads.attending_heads import AttendingHeads
 from heads.heads_directory import load_heads
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import Heads
 
 
 class HeadsDrafter(ShapedDrafter):
@@ -140,58 +140,6 @@ def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
     before = old[:first] if old.ndim == new.ndim else new[:0]
     missing = new.new_zeros(first - len(before), new.shape[1])
     return torch.cat([before, missing, new])
-
-
-class AttendingOptions(HeadOptions):
-    """Options of heads with layers that attend to the text."""
-
-    window: int | None = Field(None, ge=1)
-    """The number of tokens that the heads' layers see, in training and in drafts: the last ones,
-    the token itself included. At least the length of a draft. None: all of the text."""
-    sinks: int = Field(0, ge=0)
-    """With `window`, the first tokens of the text that they see besides (2309.17453)."""
-
-    @property
-    def longest_draft(self) -> int:
-        """The max number of tokens of a draft. A window must hold them."""
-        return 1
-
-    def for_target(self, target: Target) -> Self:
-        self.require_window()
-        return self
-
-    def require_window(self) -> None:
-        """Raise UserError for a window that does not hold a draft, or sinks without a window."""
-        if self.window is None and self.sinks:
-            raise UserError(f"sinks is {self.sinks}, but there is no window; set window")
-        if self.window is not None and self.window < self.longest_draft:
-            raise UserError(
-                f"a window of {self.window} tokens is shorter than the longest draft of these "
-                f"{self.type} heads; expected at least {self.longest_draft}"
-            )
-
-
-class AttendingHeads(Heads):
-    """Heads with layers that attend to the text. A subclass defines their input in `fuse`.
-
-    attending_layers: how many of them have keys and values. stacked_layers: how many of them read
-    the output of the one below at each token of the text. spare_slots: the slots that a draft uses
-    after the room for the text.
-    """
-
-    attending_layers: int = 1
-    stacked_layers: int = 1
-    spare_slots: int = 0
-
-    @property
-    def window(self) -> SlidingWindow | None:
-        """What the layers see of the text. None: all of it."""
-        options = self.options
-        return None if options.window is None else SlidingWindow(options.window, options.sinks)
-
-    def fuse(self, features: Tensor) -> Tensor:
-        """[..., H]: the layer's first input states, computed from the features [..., F]."""
-        return features
 
 
 class AttendingDrafter(HeadsDrafter):

@@ -24,7 +24,8 @@ from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions, HeadsDrafter
+from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.heads_drafter import AttendingDrafter, HeadsDrafter
 from heads.heads_module import (
     HEADS,
     HeadBatch,

@@ -28,7 +28,8 @@ from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import (
     HEADS,
     HeadBatch,

@@ -19,7 +19,7 @@ from decode.drafters.trained import require_weights
 from decode.model.loading import Target
 from decode.shapes.structure import Structure
 from distill.choose_vocabulary import rows_of_tokens
-from distill.distillation_loss import chunked_loss
+from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, require_same_ids
 from distill.replay.replay_buffer import (

@@ -31,8 +31,9 @@ from decode.model.forward.lean_forward import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_depths, kept_share
+from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.eagle_heads import Eagle3Layer, captured_outputs
-from heads.heads_drafter import AttendingDrafter, AttendingHeads, AttendingOptions
+from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
 from heads.layers.llama_layer import Attend, DraftLayer, LayerSettings, Rotary, layer_config
 from heads.layers.target_layers import copy_norm

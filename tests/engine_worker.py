@@ -22,7 +22,7 @@ from distill.losses import WeightedLoss
 from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
-from train.loop import parallel
+from train.loop import parallel, rank_weights
 from train.loop.optimizer import OptimizerConfig, take_step
 from train.loop.trainer import Trainer
 
@@ -48,7 +48,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     config = OptimizerConfig(clip=0.5, warmup_steps=0, schedule="constant")
     module, optimizer = parallel.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
     clip = partial(parallel.clip_gradients, accelerator, module)
-    average = [share.clone() for share in parallel.local_weights(accelerator, module)]
+    average = [share.clone() for share in rank_weights.local_weights(accelerator, module)]
     held = sum(share.numel() for share in average)
     rank, world = accelerator.process_index, accelerator.num_processes
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
         norms.append(take_step(optimizer, config, step=step, total=6, clip=clip)[0])
         if step < 5:
             for share, now in zip(
-                average, parallel.local_weights(accelerator, module), strict=True
+                average, rank_weights.local_weights(accelerator, module), strict=True
             ):
                 share.lerp_(now, 0.5)
     resident = sum(
@@ -75,10 +75,10 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     )
     with torch.no_grad():  # leaves weights gathered under FSDP2
         module(ids, mask, mask.bool())
-    weights = parallel.gathered_weights(accelerator, module, "student.")
-    with parallel.exchanged(accelerator, module, average):
-        averaged = parallel.gathered_weights(accelerator, module, "student.")
-    again = parallel.gathered_weights(accelerator, module, "student.")
+    weights = rank_weights.gathered_weights(accelerator, module, "student.")
+    with rank_weights.exchanged(accelerator, module, average):
+        averaged = rank_weights.gathered_weights(accelerator, module, "student.")
+    again = rank_weights.gathered_weights(accelerator, module, "student.")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
     # Every rank has them, and together with a plain copy they make the model.
     missing, unexpected = plain.load_state_dict(weights, strict=False)

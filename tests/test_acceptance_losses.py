@@ -16,7 +16,9 @@ from decode.drafters.draft_vocabulary import reduce_output
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads

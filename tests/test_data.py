@@ -16,7 +16,7 @@ from train.data.batches import Batches, bucket_batches, collate, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.sources import name_and_split
-from train.data.stored_samples import fit, require_kept
+from train.data.write_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
 

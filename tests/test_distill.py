@@ -15,12 +15,9 @@ from decode.model.pretrained import decoder_config
 from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import (
-    LiveTeacher,
-    TeacherLogits,
-    require_linear_logits,
-    split_model,
-)
+from distill.teacher.linear_logits import require_linear_logits, split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.tiny import FAMILIES, padded, tiny_llama, tiny_model

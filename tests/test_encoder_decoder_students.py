@@ -24,7 +24,9 @@ from distill.losses import WeightedLoss
 from distill.students.encoder_decoder_student import EncoderDecoderDistillation
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import FINAL, StatesTeacher, TeacherLogits, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import StatesTeacher
+from distill.teacher.teacher_signal import FINAL, TeacherLogits
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.test_encoder_decoder import (

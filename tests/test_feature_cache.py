@@ -20,7 +20,8 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher import cache_parts
-from distill.teacher.feature_sources import CachedFeatures, LiveFeatures
+from distill.teacher.cached_features import CachedFeatures
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.read_ahead import ReadAhead
 from draftsmith.cli.main import app
 from tests.stages import (

@@ -27,11 +27,13 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes import Chain
 from distill.drift import measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from draftsmith.cli.main import app
-from heads.head_training import HeadTraining, JointTraining
+from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions, shift_left, trained_positions
+from heads.joint_training import JointTraining
 from tests.stages import (
     LOOP,
     WORDS,

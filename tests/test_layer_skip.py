@@ -22,7 +22,8 @@ from decode.model.loading import load_target
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from tests.stages import (
     LOOP,
     WORDS,

@@ -25,15 +25,9 @@ from train.data.chat_tokens import Sample
 from train.data.corpus import answers_of, read_answers, write_answers
 from train.data.read import Examples, read_examples
 from train.data.splits import require_same, split_off
-from train.data.stored_samples import (
-    StoredSamples,
-    require_kept,
-    sample_ids,
-    sizes,
-    take,
-    write_samples,
-)
+from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
 from train.data.usable_rows import UsableRows
+from train.data.write_samples import require_kept, write_samples
 from train.stages.generate import GenerateStage
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.distillation_loss import chunked_loss, eager_loss
+from distill.chunked_loss import chunked_loss, eager_loss
 from distill.losses import LOSSES, Loss, Rows, WeightedLoss
 from distill.teacher.teacher_signal import Signal, TeacherLogits, TopK
 
@@ -216,7 +216,7 @@ def test_a_tail_without_mass_is_finite():
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 @pytest.mark.parametrize("losses", [{"forward_kl": 1.0}, {"cross_entropy": 2.0}, ALL])
 def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, float], monkeypatch):
-    monkeypatch.setattr("distill.distillation_loss.CPU_BLOCK", 3 * 53)
+    monkeypatch.setattr("distill.chunked_loss.CPU_BLOCK", 3 * 53)
     h, w, b, teacher, labels = problem()
     terms = WeightedLoss(losses)
     value = eager_loss(h, w, b, TeacherLogits(teacher), labels, terms)
@@ -257,7 +257,7 @@ def test_a_frozen_output_layer_gets_no_gradient_and_the_same_one_flows_back():
 
 def test_no_large_float32_tensor_is_ever_made(monkeypatch):
     """bfloat16 logits of one chunk, and float32 rows for a few tokens at a time: never [n, V]."""
-    monkeypatch.setattr("distill.distillation_loss.CPU_BLOCK", 4 * 500)
+    monkeypatch.setattr("distill.chunked_loss.CPU_BLOCK", 4 * 500)
     g = torch.Generator().manual_seed(0)
     h = torch.randn(64, 8, generator=g).bfloat16().requires_grad_()
     w = torch.randn(500, 8, generator=g).bfloat16().requires_grad_()

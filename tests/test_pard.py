@@ -22,7 +22,9 @@ from distill.losses import WeightedLoss
 from distill.masked_copies import MaskedCopies, ParallelConfig
 from distill.row_numbers import row_numbers
 from distill.students.parallel_student import ParallelDistillation
-from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TeacherLogits
 from distill.teacher.top_k_cache import top_k
 from tests.stages import (
     DRAFTER,

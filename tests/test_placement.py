@@ -35,7 +35,7 @@ from decode.model.without_weights import load_shapes
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import split_model
+from distill.teacher.linear_logits import split_model
 from distill.untrained_student import student_from_layers
 from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads

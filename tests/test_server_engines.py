@@ -39,7 +39,7 @@ from tests.upstream import served
 from train.base.stage import StageInputs
 from train.data.batches import collate, inputs
 from train.data.corpus import write_answers
-from train.data.stored_samples import fit
+from train.data.write_samples import fit
 from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
 from train.engines.child_process import python_of
 from train.engines.launch import launched

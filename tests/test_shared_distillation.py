@@ -20,7 +20,9 @@ from distill.students.shared_vocabulary_student import (
     SharedVocabulary,
     SharedVocabularyDistillation,
 )
-from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TeacherLogits
 from tests.other_tokenizers import as_target, byte_level, sentencepiece, shuffled, with_rows, words
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import padded, tiny_model, tiny_target, tiny_tokenizer

@@ -16,7 +16,9 @@ from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from distill.teacher.cache_parts import text_sha256
-from distill.teacher.teacher_signal import LiveTeacher, TeacherLogits, TopK, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TeacherLogits, TopK
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,

@@ -42,7 +42,7 @@ from tests.training import (
     two_ranks,
 )
 from train.base.shared_disk import require_shared
-from train.loop import parallel
+from train.loop.accelerator import launched_accelerator
 from train.loop.checkpoint import Checkpoints
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -71,7 +71,7 @@ def train(directory: Path, engine: str, rank: int, *, breaks: bool, **settings: 
     """A rank's part of a training. The first one leaves the figures, the weights that a drafter is
     made of, and a number that each batch drew (as heads draw which of them to train)."""
     os.environ |= FSDP if engine == "fsdp2" else {}
-    accelerator = Accelerator(cpu=True) if engine == "ddp" else parallel.start(cpu=False)
+    accelerator = Accelerator(cpu=True) if engine == "ddp" else launched_accelerator(cpu=False)
     torch.manual_seed(1)
     drawn: list[float] = []
     dies = at_batch(DIE_IN if breaks else 0, die)

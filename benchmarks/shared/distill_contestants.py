@@ -26,7 +26,9 @@ from benchmarks.shared.process_memory import forget_peak, resident_memory
 from decode.model.loading import Target, load_target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, Teacher, TeacherLogits, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import Teacher, TeacherLogits
 from train.base.console import Bar, Reporter, quieten
 from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens
@@ -233,7 +235,7 @@ def fit(
 class EagerDistillation(Distillation):
     """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
 
-    Like `distill.distillation_loss.eager_loss`, but logits become float32 after the product, as
+    Like `distill.chunked_loss.eager_loss`, but logits become float32 after the product, as
     TRL's do under autocast.
     """
 

@@ -2,7 +2,7 @@
 
 The `value` of a loss is its definition, and in float64 the oracle. Its `fused` computes value and
 gradient together in closed form, without autograd's copies of [n, V].
-`distill.distillation_loss.chunked_loss` calls `fused` on a few tokens at a time.
+`distill.chunked_loss.chunked_loss` calls `fused` on a few tokens at a time.
 
 p is the target's distribution for a token, q is the drafter's. The acceptance rate of speculative
 sampling is α = Σ min(p, q) = 1 − TV(p, q) (Leviathan et al., 2211.17192, eq. 3). So every loss here

@@ -28,7 +28,7 @@ from distill.choose_vocabulary import most_frequent
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.students.student_start import start_model
-from distill.teacher.teacher_signal import require_linear_logits
+from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable
 

@@ -8,7 +8,7 @@ Caches may have terabytes, so opening one hashes only the small files, and compa
 others. `check_parts` hashes the tensors. `checked.json` notes the size and the time of each file
 that was hashed, so a file is hashed again only after it changed.
 
-`distill.teacher.top_k_cache` (log-probabilities) and `distill.teacher.feature_sources` (hidden
+`distill.teacher.top_k_cache` (log-probabilities) and `distill.teacher.cached_features` (hidden
 states) define the tensors.
 """
 

@@ -4,16 +4,21 @@ gives its hidden states. `train.loop.trained_backbone` trains the target too."""
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from decode.model.loading import Target
 from decode.model.pretrained import is_sharded
-from distill.teacher.feature_sources import CachedFeatures, FeatureSource, LiveFeatures
-from heads.head_training import HeadTraining, JointTraining
+from distill.teacher.cached_features import CachedFeatures
+from distill.teacher.feature_sources import FeatureSource, LiveFeatures
+from heads.head_training import HeadTraining
+from heads.heads_module import Heads
+from heads.joint_training import JointTraining
 from train.data.batches import Inputs
 from train.engines.states.served_states import ServedStates
 from train.loop.live_window import LiveWindow, look_ahead_of
-from train.loop.training_task import LookAhead
+from train.loop.trainer import Trainer
+from train.loop.training_task import LookAhead, Step
 
 # Of a frozen target's hidden states.
 Source = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
@@ -22,10 +27,12 @@ Source = LiveFeatures | LiveWindow | ServedStates | CachedFeatures
 class Backbone(ABC):
     """The target under the heads in their training: its hidden states, and the module to train.
 
-    weights_prefix: the prefix of the heads' weights in that module.
+    weights_prefix: the prefix of the heads' weights in that module. trainer: runs the
+    training; set before the first step.
     """
 
     weights_prefix: str
+    trainer: Trainer
 
     @abstractmethod
     def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining | JointTraining:
@@ -48,6 +55,20 @@ class Backbone(ABC):
         ids: the ids of the batch's samples. losses: the loss weights by head. done: the share of
         the training's steps that are done, in [0, 1].
         """
+
+    def step_of(self, heads: Heads) -> Step:
+        """What the trainer runs in each step."""
+
+        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+            # Draws from torch's random state, which checkpoints store. It is the same on all ranks
+            # (except after draws for an adapter's dropout).
+            losses = heads.loss_weights(float(torch.rand(())))
+            # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
+            # rounding errors, and Adam takes full steps even for tiny gradients.
+            done = self.trainer.done_share(self.trainer.progress.step + 1)
+            return self.forward(module, batch, ids, losses, done)
+
+        return step
 
     @property
     def look_ahead(self) -> LookAhead | None:

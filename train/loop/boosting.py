@@ -30,7 +30,8 @@ from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
 from distill.students.student_start import DRAFTER_STAGES
 from distill.teacher.cache_parts import text_sha256
-from distill.teacher.teacher_signal import LiveTeacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
 from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample

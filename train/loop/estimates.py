@@ -15,7 +15,7 @@ from decode.base.errors import UserError
 from decode.model.kinds.layer_kinds import recurrent_layers
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
-from distill.teacher.feature_sources import bytes_per_token
+from distill.teacher.cached_features import bytes_per_token
 from heads.heads_module import Heads
 from heads.layers.llama_layer import layer_config
 from train.base.stage import Memory, StagePlan

@@ -11,7 +11,7 @@ from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.cache_parts import check_parts, note_checked, part_directories
-from distill.teacher.feature_sources import CachedFeatures, holds_features
+from distill.teacher.cached_features import CachedFeatures, holds_features
 from distill.teacher.top_k_cache import CachedTeacher
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import texts

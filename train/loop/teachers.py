@@ -1,30 +1,34 @@
-"""The target as a teacher, and what a draft vocabulary loses of its distribution."""
+"""A step of a distillation, its teachers, and what a draft vocabulary loses of the teacher."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
+from decode.model.pretrained import is_sharded
 from decode.model.sharded import shard_layers
+from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import (
-    LiveTeacher,
-    StatesTeacher,
-    TeacherSource,
-    split_model,
-)
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher, StatesTeacher, TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
-from train.data.batches import collate, inputs
+from train.data.batches import Inputs, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
+from train.loop.boosting import TokenWeights
 from train.loop.live_window import LiveWindow
 from train.loop.open_caches import Cache
 from train.loop.trainer import Clock
+from train.loop.training_task import Step
+
+Sources = Mapping[str, Sequence[int]]  # what an encoder reads, by the id of the sample
 
 # Number of samples for measuring the probability mass that a draft vocabulary loses.
 LOST_MASS_SAMPLES = 16
@@ -95,3 +99,39 @@ def teacher_of(
         tokens=tokens,
         timed=partial(clock, "teacher"),
     )
+
+
+def dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:
+    """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
+    # All ranks must run a sharded target together, so a rank must not skip it by remembering.
+    remember = not is_sharded(model)
+    if sources is None:
+        return LiveTeacher(split_model(model), remember=remember)
+    states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
+    return StatesTeacher(split_model(model), states)
+
+
+def step_of(
+    teacher: TeacherSource | None,
+    weights: TokenWeights | None,
+    sources: Sources | None,
+    clock: Clock,
+) -> Step:
+    """What the trainer runs in each step: the teacher's signal, then the loss. weights: of the
+    tokens in the loss. sources: what the encoders read; None: there are none."""
+
+    def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
+        signal, device = None, batch["input_ids"].device
+        if teacher is not None:
+            with clock("teacher"):
+                signal = teacher.signal(**batch, ids=ids)
+        of_tokens = None if weights is None else weights.of(ids, device)
+        read = padded(sources, ids, device)
+        return module(**batch, teacher=signal, weights=of_tokens, **read)
+
+    return step
+
+
+def padded(sources: Sources | None, ids: Sequence[str], device: torch.device) -> dict[str, Any]:
+    """What the encoders read for a batch of samples, by the name of the argument."""
+    return {} if sources is None else {"sources": padded_sources(sources, ids, device)}

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
-from heads.head_training import HeadTraining, JointTraining
+from heads.head_training import HeadTraining
+from heads.joint_training import JointTraining
 from train.base.schema import Losses, StageConfig
 from train.data.batches import Inputs
 from train.data.corpus import Corpus

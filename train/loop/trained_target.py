@@ -19,7 +19,9 @@ from decode.base.strict import Strict
 from decode.model.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
-from distill.teacher.teacher_signal import LiveTeacher, Teacher, split_model
+from distill.teacher.linear_logits import split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import Teacher
 from distill.trainable_model import LoraConfig, Trainable
 from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Batches, Inputs, collate, inputs

@@ -20,7 +20,7 @@ from train.base.console import Reporter
 from train.data.batches import Batches, RankText, collate, inputs, padding_share
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes
-from train.loop import parallel
+from train.loop import parallel, rank_weights
 from train.loop.best_version import BestVersion
 from train.loop.checkpoint import Checkpoints, Stopped, StopRequest
 from train.loop.meters.peak_flops import device_peak
@@ -143,7 +143,7 @@ class Trainer:
         )
         self.average = None
         if optimizer.ema is not None:
-            self.average = EMA(parallel.local_weights(accelerator, self.module), optimizer.ema)
+            self.average = EMA(rank_weights.local_weights(accelerator, self.module), optimizer.ema)
         self.checkpoints = Checkpoints(
             accelerator,
             directory / CHECKPOINTS,
@@ -262,7 +262,7 @@ class Trainer:
         if self.average is None:
             yield
             return
-        with parallel.exchanged(self.accelerator, self.module, self.average.shares):
+        with rank_weights.exchanged(self.accelerator, self.module, self.average.shares):
             yield
 
     def drafter_weights(self, prefix: str = "") -> dict[str, Tensor]:
@@ -281,7 +281,7 @@ class Trainer:
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
         """The complete trained weights whose names begin with `prefix`, on the CPU of every rank.
         The prefix is removed from the names. Every rank must call this."""
-        return parallel.gathered_weights(self.accelerator, self.module, prefix)
+        return rank_weights.gathered_weights(self.accelerator, self.module, prefix)
 
     def _optimizer_step(
         self, progress: TrainingProgress, current: _Round, request: StopRequest
@@ -333,7 +333,7 @@ class Trainer:
         entry |= {"gradient_norm": norm, "lr": lr}
         _require_finite(entry, progress.step + 1, step_ids)
         if self.average:
-            shares = parallel.local_weights(accelerator, self.module)
+            shares = rank_weights.local_weights(accelerator, self.module)
             self.average.update(shares, progress.step + 1)
         progress.step += 1
         progress.batch, progress.tokens = last, progress.tokens + tokens
@@ -378,12 +378,12 @@ class Trainer:
     def _save_average(self, directory: Path) -> None:
         if self.average:
             shares = self.average.shares
-            parallel.save_shares(self.accelerator, self.module, shares, directory / AVERAGE)
+            rank_weights.save_shares(self.accelerator, self.module, shares, directory / AVERAGE)
 
     def _load_average(self, directory: Path) -> None:
         if self.average:
             shares = self.average.shares
-            parallel.load_shares(self.accelerator, self.module, shares, directory / AVERAGE)
+            rank_weights.load_shares(self.accelerator, self.module, shares, directory / AVERAGE)
 
     def padding_share(self) -> float:
         """The share of padding among the batch positions of the newest round."""

@@ -21,7 +21,7 @@ from train.base.config_file import ConfigSource, read_config
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores, end_with_launcher, local_processes
 from train.base.tracking.trackers import chosen_trackers
-from train.loop import parallel
+from train.loop.accelerator import launched_accelerator
 from train.run.config import RunConfig, build_config, dump_config
 from train.run.run import Run
 
@@ -126,7 +126,7 @@ def start_accelerator(settings: RunConfig) -> Accelerator:
     launcher. Raises UserError for a tracker that is not installed."""
     trackers = chosen_trackers(settings.trackers)
     end_with_launcher()
-    accelerator = parallel.start(
+    accelerator = launched_accelerator(
         # accelerate would choose Apple's mps, which targets do not use (`decode.model.loading`).
         cpu=settings.target.device == "cpu" or torch.backends.mps.is_available(),
         mixed_precision=mixed_precision(settings),

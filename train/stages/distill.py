@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +12,11 @@ from decode.drafters import Drafter
 from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
-from decode.model.pretrained import is_sharded
 from distill.distillation_loss import Distillation
 from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
-from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.teacher_signal import LiveTeacher, StatesTeacher, TeacherSource, split_model
+from distill.teacher.live_teacher import TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable
 from train.base.schema import StageConfig
@@ -43,14 +40,19 @@ from train.loop.estimates import (
 from train.loop.live_window import LiveWindow, look_ahead_of
 from train.loop.meters.stage_flops import distill_flops
 from train.loop.open_caches import Cache, open_cache
-from train.loop.teachers import teacher_of, teaching_model
+from train.loop.teachers import (
+    Sources,
+    dev_teacher,
+    padded,
+    step_of,
+    teacher_of,
+    teaching_model,
+)
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
 from train.stages.distill_config import DistillConfig, check_settings
 from train.stages.text_stages import TrainingStage, complete_target_part
 from train.stages.training_memory import distill_memory
-
-Sources = Mapping[str, Sequence[int]]  # what an encoder reads, by the id of the sample
 
 
 @STAGES.register("distill")
@@ -233,15 +235,6 @@ class DistillStage(TrainingStage[DistillConfig]):
                 clock=clock,
             )
 
-        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
-            signal = None
-            if teacher is not None:
-                with clock("teacher"):
-                    signal = teacher.signal(**batch, ids=ids)
-            of_tokens = None if weights is None else weights.of(ids, device)
-            read = _padded(sources, ids, device)
-            return module(**batch, teacher=signal, weights=of_tokens, **read)
-
         module = student.module(loss, vocabulary, config.chunk_tokens)
         dev = None
         if config.dev is not None:
@@ -249,7 +242,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         task = TrainingTask(
             config.name,
             module,
-            step,
+            step_of(teacher, weights, sources, clock),
             loss.names,
             self._text(trained, samples),
             self.target.tokenizer.pad_token_id or 0,
@@ -314,7 +307,7 @@ class DistillStage(TrainingStage[DistillConfig]):
 
         def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
             signal, device = teacher.signal(**batch, ids=ids), self.accelerator.device
-            read = _padded(sources, ids, device)
+            read = padded(sources, ids, device)
             return module(**batch, agreement_with=signal, **read)[1]
 
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
@@ -325,20 +318,5 @@ class DistillStage(TrainingStage[DistillConfig]):
             config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
         )
         sources = student.read(dev.samples)
-        teacher = _dev_teacher(model, sources)
+        teacher = dev_teacher(model, sources)
         return dev
-
-
-def _padded(sources: Sources | None, ids: Sequence[str], device: torch.device) -> dict[str, Any]:
-    """What the encoders read for a batch of samples, by the name of the argument."""
-    return {} if sources is None else {"sources": padded_sources(sources, ids, device)}
-
-
-def _dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:
-    """The teacher of figures on dev text. sources: what the encoder reads; None: it has none."""
-    # All ranks must run a sharded target together, so a rank must not skip it by remembering.
-    remember = not is_sharded(model)
-    if sources is None:
-        return LiveTeacher(split_model(model), remember=remember)
-    states = LiveFeatures(model, [FINAL], remember=remember, sources=sources)
-    return StatesTeacher(split_model(model), states)

@@ -10,7 +10,7 @@ from decode.base.errors import UserError
 from distill.masked_copies import ParallelConfig
 from distill.students import refuse, student_kind
 from distill.students.student_start import DRAFTER_STAGES, StudentConfig
-from distill.teacher.feature_sources import holds_features
+from distill.teacher.cached_features import holds_features
 from distill.trainable_model import LoraConfig
 from train.base.schema import Losses, StageConfig, closest_stage
 from train.data.corpus import stages_of

@@ -11,15 +11,14 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL, Recorder
 from decode.model.pretrained import require_present
-from distill.teacher.feature_sources import (
+from distill.teacher.cached_features import (
     CachedFeatures,
-    LiveFeatures,
     bytes_per_token,
     describe_source,
-    split_rows,
     write_features,
 )
-from distill.teacher.teacher_signal import require_linear_logits
+from distill.teacher.feature_sources import LiveFeatures, split_rows
+from distill.teacher.linear_logits import require_linear_logits
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.chat_tokens import Sample
@@ -42,7 +41,7 @@ class FeatureCacheConfig(TextConfig):
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
-    """Writes part-0, part-1, … (`distill.teacher.feature_sources`)."""
+    """Writes part-0, part-1, … (`distill.teacher.cached_features`)."""
 
     Config = FeatureCacheConfig
     takes_device_map = True

@@ -24,10 +24,11 @@ from decode.opening.directory import describe_drafter
 from decode.shapes.static import store_tree
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
-from distill.teacher.teacher_signal import require_linear_logits
-from heads.head_training import HeadTraining, JointTraining, require_losses
+from distill.teacher.linear_logits import require_linear_logits
+from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
+from heads.joint_training import JointTraining
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
@@ -233,23 +234,13 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         clock: Clock,
     ) -> Trainer:
         config = self.config
-
-        def step(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> tuple[Tensor, Tensor]:
-            # Draws from torch's random state, which checkpoints store. It is the same on all ranks
-            # (except after draws for an adapter's dropout).
-            losses = heads.loss_weights(float(torch.rand(())))
-            # Never 0: self-distillation begins with a loss of 0, so the gradient would be only
-            # rounding errors, and Adam takes full steps even for tiny gradients.
-            done = trainer.done_share(trainer.progress.step + 1)
-            return backbone.forward(module, batch, ids, losses, done)
-
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
         task = TrainingTask(
             config.name,
             module,
-            step,
+            backbone.step_of(heads),
             module.sums,
             FixedText(samples),
             self.target.tokenizer.pad_token_id or 0,
@@ -269,6 +260,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             ),
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
+        backbone.trainer = trainer
         return trainer
 
     def _dev_slice(

@@ -5,7 +5,8 @@ from contextlib import ExitStack
 from functools import partial
 
 from decode.model.loading import Target
-from distill.teacher.feature_sources import LiveFeatures, bytes_per_token
+from distill.teacher.cached_features import bytes_per_token
+from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.read_ahead import READ_AHEAD
 from heads.head_training import captured_with
 from heads.heads_module import Heads

@@ -16,7 +16,7 @@ from decode.model.kinds.layer_kinds import require_no_states
 from decode.opening.directory import save_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.row_numbers import row_numbers
-from distill.teacher.teacher_signal import require_linear_logits
+from distill.teacher.linear_logits import require_linear_logits
 from train.base.schema import Losses, StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs

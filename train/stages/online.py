@@ -20,7 +20,7 @@ from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent
 from distill.replay.replay_buffer import bytes_per_draft, bytes_per_position
 from distill.students.student_start import choose_trained, start_model, start_provenance
-from distill.teacher.teacher_signal import require_linear_logits
+from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
 from train.base.schema import StageConfig

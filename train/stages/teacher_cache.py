@@ -11,7 +11,9 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from distill.students.shared_vocabulary_student import SharedVocabulary
-from distill.teacher.teacher_signal import LiveTeacher, TopK, require_linear_logits, split_model
+from distill.teacher.linear_logits import require_linear_logits, split_model
+from distill.teacher.live_teacher import LiveTeacher
+from distill.teacher.teacher_signal import TopK
 from distill.teacher.top_k_cache import (
     CachedTeacher,
     bytes_per_token,

@@ -25,12 +25,8 @@ from train.data.chat_tokens import Sample
 from train.data.corpus import stages_of
 from train.data.read import spread
 from train.data.splits import require_same
-from train.data.stored_samples import (
-    StoredSamples,
-    require_kept,
-    sample_part,
-    write_samples,
-)
+from train.data.stored_samples import StoredSamples, sample_part
+from train.data.write_samples import require_kept, write_samples
 from train.loop.live_window import LiveWindow
 from train.loop.optimizer import OptimizerConfig
 from train.loop.teachers import lost_mass

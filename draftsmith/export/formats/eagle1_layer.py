@@ -13,7 +13,8 @@ from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
 from draftsmith.export.published import Checkpoint
-from heads.eagle_heads import Eagle1Drafter, Eagle1Options
+from heads.eagle_drafter import Eagle1Drafter
+from heads.eagle_heads import Eagle1Options
 from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
 

@@ -51,7 +51,8 @@ from draftsmith.export.trained_drafter import (
     require_fitting_target,
     stored_dtype,
 )
-from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.eagle_drafter import Eagle3Drafter
+from heads.eagle_heads import Eagle3Options
 from heads.heads_directory import stored_options
 
 ARCH = "eagle3"

@@ -36,7 +36,8 @@ from draftsmith.export.formats.published_layer import (
     vocabulary_maps,
 )
 from draftsmith.export.published import Checkpoint
-from heads.eagle_heads import Eagle3Drafter, Eagle3Options
+from heads.eagle_drafter import Eagle3Drafter
+from heads.eagle_heads import Eagle3Options
 from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions

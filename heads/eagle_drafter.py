@@ -1,0 +1,113 @@
+"""Drafts of EAGLE heads: each token is computed from the drafter's last state.
+
+In the decode loop the drafter keeps its own key-value cache. Entries of committed tokens are
+computed from the target's features, entries of draft tokens from the drafter's states, which are
+dropped after each draft.
+
+Shapes: B rows, n tokens, H hidden size.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.device import to_device
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.draw.sampling import Sampling
+from decode.shapes import Growth
+from heads.eagle_heads import AutoregressiveHeads
+from heads.heads_drafter import AttendingDrafter
+from heads.layers.llama_layer import Attend
+
+
+class AutoregressiveDrafter(AttendingDrafter):
+    """Drafts in any shape, at most `depth` deep.
+
+    Entry i of a row's cache is a step that reads the features of token i and the embedding of token
+    i + 1. So the last entry predicts the next token of the text. Draft nodes use the slots after
+    the last entry.
+    """
+
+    heads: AutoregressiveHeads
+
+    def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
+        return _Growth(self, contexts, sampling, max_depth)
+
+    def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
+        tokens = np.take_along_axis(contexts.tokens, columns + 1, axis=1)
+        device = states.device
+        return self.heads.step(
+            states,
+            to_device(tokens, device),
+            to_device(columns, device),
+            self.attention(columns[:, 0], columns.shape[1]),
+        )
+
+
+class _Growth(Growth):
+    """states: [B, 1 + m, H], the states of the end of the text and of the m fed nodes.
+
+    The steps of their children read these states.
+    """
+
+    def __init__(
+        self,
+        drafter: AutoregressiveDrafter,
+        contexts: Contexts,
+        sampling: Sampling,
+        max_depth: int,
+    ) -> None:
+        heads = drafter.heads
+        super().__init__(
+            contexts, sampling, drafter.states.device, drafter.vocab_size, heads.vocabulary
+        )
+        self.drafter, self.heads = drafter, heads
+        self.entries = contexts.lengths - 1  # [B]
+        self.first_B1 = to_device(self.entries, self.device)[:, None]
+        self.states = drafter.newest(contexts)[:, None]
+        drafter.place_chain(self.entries, max_depth)
+
+    def _first(self) -> Tensor:
+        return self._logits(self.states)[:, 0]
+
+    def _extend(self, count: int) -> Tensor:
+        before = self.fed.shape[1] - count
+        if self.ancestors is None:
+            # In a chain, each step reads the output of the previous step.
+            for node in range(before, before + count):
+                attend = self.drafter.chain_attention(self.entries, self.first_B1, node)
+                token = self.fed[:, node : node + 1]
+                self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
+        else:
+            visible = self.ancestors[:, before:]
+            order = torch.arange(visible.shape[2], device=self.device)
+            # The parent is the ancestor that was fed last. 0 is the root.
+            parents = torch.where(visible & (order < order[before:, None]), order + 1, 0).amax(2)
+            rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
+            positions = self.first_B1 + visible.sum(2) - 1
+            attend = self.drafter.attention(self.entries + before, count, self.entries, visible)
+            self._feed(self.states[rows_B1, parents], self.fed[:, before:], positions, attend)
+        return self._logits(self.states[:, -count:])
+
+    def _feed(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> None:
+        """Run the steps of n more nodes and append their states.
+
+        states: [B, n, H], the states of their parents. Keys and values go to the slots after the
+        last entry.
+        """
+        new_states = self.heads.step(states, tokens, positions, attend)
+        self.states = torch.cat([self.states, new_states], 1)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.heads.output.at(1, self.heads.readout(states))
+
+
+@DRAFTERS.register("eagle1")
+class Eagle1Drafter(AutoregressiveDrafter):
+    """EAGLE, in any shape: EAGLE-1 with `static` trees, EAGLE-2 (2406.16858) with `dynamic`."""
+
+
+@DRAFTERS.register("eagle3")
+class Eagle3Drafter(AutoregressiveDrafter):
+    """EAGLE-3, in any shape. The paper uses EAGLE-2's trees, `dynamic`."""
