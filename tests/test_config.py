@@ -13,8 +13,8 @@ import yaml
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
+from decode.draw.sampling_config import SamplingConfig
 from decode.loop.parts import make_rule
-from train.base.schema import SamplingConfig
 from train.data.training_text import OnPolicyConfig
 from train.run.config import differences, dump_config, load_config, validate_config
 

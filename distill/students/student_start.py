@@ -17,9 +17,6 @@ from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
 from distill.untrained_student import student_from_config, student_from_layers
 
-# Kinds of stages that make small language models, which later stages can continue to train.
-DRAFTER_STAGES = ("distill", "online")
-
 
 class StudentConfig(Strict):
     """Where the drafter starts: exactly one of these settings."""

@@ -268,8 +268,7 @@ class ServiceLearner(RowWatch):
             self._save_version()
             return
         self._progress = saved
-        online.restore(self.target, saved.buffers[0])
-        online.resume(saved.online[0], versions.moments(saved.version))
+        versions.resume(online, saved)
 
     def _note(self, learnt: Round) -> None:
         """Record a round, and write its version."""
@@ -287,10 +286,9 @@ class ServiceLearner(RowWatch):
         provenance: dict[str, Any] = {
             "start": str(Path(self.name).expanduser().resolve()),
             "settings": self.options.config.model_dump(mode="json"),
-            "version": online.version,
-            "round": progress.rounds[-1] if progress.rounds else None,
         }
-        self._versions.save_version(online.version, online.student, online.moments(), provenance)
+        progress.version, progress.served = online.version, online.collector.requests
+        self._versions.save_version(progress, online.student, online, provenance)
 
     def _save(self) -> None:
         """Bring the directory up to date."""

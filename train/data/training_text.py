@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 from decode.base.artifact import remove_directory, verify_directory, write_directory
 from decode.base.strict import Strict
 from decode.drafters import DRAFTERS
+from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
 from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from distill.trainable_model import Trainable
-from train.base.schema import SamplingConfig
 from train.data.batches import permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus

@@ -28,15 +28,19 @@ from decode.model.identity import require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
-from distill.students.student_start import DRAFTER_STAGES
 from distill.teacher.cache_parts import text_sha256
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
+from train.base.drafter_stages import (
+    DRAFTER_STAGES,
+    drafts_in_parallel,
+    has_other_tokenizer,
+    heads_stage,
+)
 from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes, take, texts
-from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 
 FILE = "right.npy"  # whether tokens are guessed, eight in a byte
 

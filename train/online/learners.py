@@ -2,10 +2,8 @@
 device and in its dtype, and the learning copy, in float32 on any device."""
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,14 +17,11 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes.static import stored_shape
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, SmallLMStudent
-from distill.students.student_start import DRAFTER_STAGES, choose_trained
+from distill.students.student_start import choose_trained
 from heads.heads_directory import read_heads
 from heads.heads_module import HEADS
 from heads.online_heads import HeadStudent
-from train.base.schema import StageConfig, closest_stage
 
-# Kinds of stages whose drafters can continue to learn.
-STARTS = ("heads", *DRAFTER_STAGES)
 # Why a drafter with another tokenizer does not learn while it serves.
 OTHER_TOKENIZER = (
     "has another tokenizer than the target, and rejected tokens are stored in the target's tokens; "
@@ -37,38 +32,6 @@ PARALLEL = (
     "drafts all tokens in one pass, and learning from rejected tokens would train it to draft one "
     "token after the other; train a drafter without `parallel`"
 )
-
-
-def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None:
-    """The `heads` stage that the drafter of stage `name` comes from, directly or through other
-    stages. None if the drafter is a small language model. Raises UserError if there is no such
-    stage."""
-    closest_stage(name, earlier, *STARTS)
-    by_name = {stage.name: stage for stage in earlier}
-    while name in by_name:
-        stage: Any = by_name[name]
-        if stage.kind == "heads":
-            return by_name[name]
-        name = stage.drafter.stage or ""
-    return None
-
-
-def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:
-    """Whether the drafter of stage `name`, a small language model, drafts all tokens in one pass:
-    this stage, or one that it continues, has `parallel`."""
-    by_name: dict[str, Any] = {stage.name: stage for stage in earlier}
-    while name in by_name:
-        if getattr(by_name[name], "parallel", None) is not None:
-            return True
-        name = by_name[name].drafter.stage or ""
-    return False
-
-
-def has_other_tokenizer(name: str, earlier: Sequence[StageConfig]) -> bool:
-    """Whether the drafter of stage `name`, a small language model, has another tokenizer than the
-    target. A stage that continues such a drafter says so too."""
-    stage: Any = next((stage for stage in earlier if stage.name == name), None)
-    return stage is not None and stage.drafter.vocabulary is not None
 
 
 @dataclass

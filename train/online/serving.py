@@ -13,13 +13,14 @@ from accelerate.utils import gather_object
 from pydantic import Field, model_validator
 
 from decode.drafters import Drafter
+from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.rules import RULES
 from distill.replay.online_student import OnlineStudent
 from distill.students.student_start import StudentConfig
 from train.base.console import Reporter
-from train.base.schema import Losses, SamplingConfig, StageConfig, name_in
+from train.base.schema import Losses, StageConfig, name_in
 from train.loop.checkpoint import Stopped, StopRequest
 from train.online.learning import Online, OnlineConfig, Round
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate
@@ -271,14 +272,7 @@ class Serving:
         """Save the learning copy's weights as version `progress.version`."""
         if not self.accelerator.is_main_process:
             return
-        progress = self.progress
-        provenance = self.provenance | {
-            "served": progress.served,
-            "version": progress.version,
-            "round": progress.rounds[-1] if progress.rounds else None,
-        }
-        moments = self.online.moments() if self.online else {}
-        self.versions.save_version(progress.version, self.student, moments, provenance)
+        self.versions.save_version(self.progress, self.student, self.online, self.provenance)
 
     def _save(self) -> None:
         progress, online = self.progress, self.online

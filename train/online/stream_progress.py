@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from decode.base.artifact import (
     ReadFailure,
@@ -36,6 +35,7 @@ from decode.opening.directory import describe_drafter, save_drafter
 from decode.stats import finite
 from distill.replay.online_student import OnlineStudent
 from train.base.console import Reporter
+from train.online.learning import Online
 
 # For each request: verification passes, emitted tokens, positions reached, accepted tokens.
 COUNTS = ("steps", "emitted", "reached", "accepted")
@@ -200,12 +200,22 @@ class Versions:
 
     def save_version(
         self,
-        version: int,
+        progress: StreamProgress,
         student: OnlineStudent,
-        moments: dict[str, Tensor],
+        online: Online | None,
         provenance: dict[str, Any],
     ) -> None:
-        """Write the student's weights as a drafter directory."""
+        """Write the student's weights as the drafter directory of version `progress.version`.
+
+        online: has the optimizer's moments; None: nothing is learnt. provenance: without the
+        progress.
+        """
+        moments = {} if online is None else online.moments()
+        provenance = provenance | {
+            "served": progress.served,
+            "version": progress.version,
+            "round": progress.rounds[-1] if progress.rounds else None,
+        }
 
         def write(directory: Path) -> None:
             student.write(directory)
@@ -214,7 +224,11 @@ class Versions:
             )
 
         save_drafter(
-            self.path(version), student.kind, write, target=self.target, provenance=provenance
+            self.path(progress.version),
+            student.kind,
+            write,
+            target=self.target,
+            provenance=provenance,
         )
 
     def save_progress(self, progress: StreamProgress) -> None:
@@ -235,6 +249,15 @@ class Versions:
         for old in numbers_of(self.versions, VERSION):
             if old not in needed:
                 remove_directory(self.path(old))
+
+    def resume(self, online: Online, progress: StreamProgress, rank: int = 0) -> None:
+        """Have `online` go on after a save, whose weights its student has."""
+        if rank < len(progress.online):
+            online.restore(self.target, progress.buffers[rank])
+        if progress.online:
+            state = progress.online[min(rank, len(progress.online) - 1)]
+            moments = load_file(self.path(progress.version) / MOMENTS)
+            online.resume(state, moments)
 
     def load(self) -> StreamProgress | None:
         """The newest complete save with a complete version, or None if nothing was saved yet.
@@ -269,6 +292,3 @@ class Versions:
     def _say(self, damaged: list[Any]) -> None:
         for error in damaged:
             self.reporter.say(f"  skipping a damaged save: {error}")
-
-    def moments(self, version: int) -> dict[str, Tensor]:
-        return load_file(self.path(version) / MOMENTS)

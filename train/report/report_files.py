@@ -14,13 +14,13 @@ from markupsafe import Markup
 
 from decode.base.artifact import write_file
 from train.base.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
+from train.base.stage import STAGES
 from train.report.drafter_table import COLUMNS, DETAILS, is_baseline, row_labels, without_gamma
 from train.report.format_figures import MISSING, format_duration, format_number, format_share
 from train.report.plots import DARK, LIGHT, REFERENCE, SERIES, css_variables
 from train.report.plots.bar_plots import bar_plot, interval_plot, stacked_bar_plot
 from train.report.plots.line_plots import FEW, position_plot
 from train.report.report_summary import footnotes, headline
-from train.stages import STAGES
 
 FORMAT = 1
 NOTES_FILE = "data_notes.json"

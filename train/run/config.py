@@ -9,6 +9,7 @@ from pydantic import Field, ValidationError, model_validator
 from decode.base.errors import UserError, nearest
 from decode.base.strict import Strict
 from decode.drafters import DRAFTERS
+from decode.draw.sampling_config import SamplingConfig
 from decode.lengths import POLICIES
 from decode.loop.parts import make_rule
 from decode.model.loading import require_sound_map
@@ -16,10 +17,10 @@ from decode.rules import RULES
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES
 from train.base.config_file import ConfigSource, read_config
-from train.base.schema import SamplingConfig, Seed, StageConfig, name_in, one_of, part_of
+from train.base.drafter_stages import heads_stage
+from train.base.schema import Seed, StageConfig, name_in, one_of, part_of
 from train.base.tracking.trackers import Tracker, TrackingConfig
 from train.data.sources import name_and_split
-from train.online.learners import heads_stage
 from train.stages import STAGES
 
 # Words that stand where a stage's name could, the kinds of these stages, and what they mean there.

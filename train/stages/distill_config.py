@@ -9,9 +9,15 @@ from pydantic import Field
 from decode.base.errors import UserError
 from distill.masked_copies import ParallelConfig
 from distill.students import refuse, student_kind
-from distill.students.student_start import DRAFTER_STAGES, StudentConfig
+from distill.students.student_start import StudentConfig
 from distill.teacher.cached_features import holds_features
 from distill.trainable_model import LoraConfig
+from train.base.drafter_stages import (
+    DRAFTER_STAGES,
+    drafts_in_parallel,
+    has_other_tokenizer,
+    heads_stage,
+)
 from train.base.schema import Losses, StageConfig, closest_stage
 from train.data.corpus import stages_of
 from train.data.training_text import OnPolicyConfig
@@ -19,7 +25,6 @@ from train.loop.boosting import BoostConfig, check_boost
 from train.loop.dev_slice import DevConfig
 from train.loop.optimizer import OptimizerConfig
 from train.loop.training_task import LoopConfig
-from train.online.learners import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.stages.text_stages import LossConfig
 
 

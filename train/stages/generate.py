@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
+from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
 from decode.measure.ranks import Ranks
 from decode.model.generation_config import (
@@ -23,7 +24,7 @@ from decode.model.generation_config import (
 )
 from decode.model.loading import Target
 from train.base.console import Bar
-from train.base.schema import SamplingConfig, Seed, StageConfig
+from train.base.schema import Seed, StageConfig
 from train.base.stage import STAGES, Outcome, Stage, StagePlan
 from train.data.corpus import (
     PART,

@@ -23,6 +23,7 @@ from distill.students.student_start import choose_trained, start_model, start_pr
 from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
+from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
 from train.data.read import Example, select, spread
@@ -34,14 +35,7 @@ from train.loop.estimates import (
     prompt_length,
     training_disk_bytes,
 )
-from train.online.learners import (
-    OTHER_TOKENIZER,
-    PARALLEL,
-    Learning,
-    drafts_in_parallel,
-    has_other_tokenizer,
-    heads_stage,
-)
+from train.online.learners import OTHER_TOKENIZER, PARALLEL, Learning
 from train.online.learning import Online, OnlineConfig
 from train.online.serving import OnlineStageConfig, Request, Serving
 from train.online.stream_progress import History, StreamProgress, Versions
@@ -194,7 +188,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
         if saved is None:
             serving.save_version()
         elif online is not None:
-            self._resume(online, saved, versions)
+            versions.resume(online, saved, self.accelerator.process_index)
         return serving
 
     def _save(self, serving: Serving) -> Outcome:
@@ -319,14 +313,6 @@ class OnlineStage(Stage[OnlineStageConfig]):
             reduce=partial(accelerator.reduce, reduction="sum"),
             autocast=partial(torch.autocast, student.device.type, torch.bfloat16, lower),
         )
-
-    def _resume(self, online: Online, progress: StreamProgress, versions: Versions) -> None:
-        rank = self.accelerator.process_index
-        if rank < len(progress.online):
-            online.restore(self.target, progress.buffers[rank])
-        if progress.online:
-            state = progress.online[min(rank, len(progress.online) - 1)]
-            online.resume(state, versions.moments(progress.version))
 
     def _buffer_figures(self, online: Online) -> dict[str, Any]:
         target, student = self.target, online.student

@@ -1,0 +1,43 @@
+"""Which kind of drafter an earlier stage makes, from the settings of the stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from train.base.schema import StageConfig, closest_stage
+
+# Kinds of stages that make small language models, which later stages can continue to train.
+DRAFTER_STAGES = ("distill", "online")
+# Kinds of stages whose drafters can continue to learn.
+STARTS = ("heads", *DRAFTER_STAGES)
+
+
+def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None:
+    """The `heads` stage that the drafter of stage `name` comes from, directly or through other
+    stages. None if the drafter is a small language model. Raises UserError if there is no such
+    stage."""
+    closest_stage(name, earlier, *STARTS)
+    by_name = {stage.name: stage for stage in earlier}
+    while name in by_name:
+        stage: Any = by_name[name]
+        if stage.kind == "heads":
+            return by_name[name]
+        name = stage.drafter.stage or ""
+    return None
+
+
+def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:
+    """Whether the drafter of stage `name`, a small language model, drafts all tokens in one pass:
+    this stage, or one that it continues, has `parallel`."""
+    by_name: dict[str, Any] = {stage.name: stage for stage in earlier}
+    while name in by_name:
+        if getattr(by_name[name], "parallel", None) is not None:
+            return True
+        name = by_name[name].drafter.stage or ""
+    return False
+
+
+def has_other_tokenizer(name: str, earlier: Sequence[StageConfig]) -> bool:
+    """Whether the drafter of stage `name`, a small language model, has another tokenizer than the
+    target. A stage that continues such a drafter says so too."""
+    stage: Any = next((stage for stage in earlier if stage.name == name), None)
+    return stage is not None and stage.drafter.vocabulary is not None
