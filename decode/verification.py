@@ -18,7 +18,7 @@ from decode.draft import Contexts, Draft
 from decode.draw.logits import LogitsProcessor, penalise, process, tokens_before
 from decode.draw.sampling import Sampling
 from decode.model.cache.probes import Probes
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.text_stream import Stop
 
 

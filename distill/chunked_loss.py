@@ -65,19 +65,6 @@ def chunked_loss(
     return loss, totals
 
 
-def eager_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    signal: Signal | None,
-    labels: Tensor,
-    weighted_loss: WeightedLoss,
-) -> Tensor:
-    """The same weighted sum, from all logits [n, V] at once: the oracle of `chunked_loss`."""
-    logits = F.linear(hidden, weight, bias)
-    return weighted_loss.weigh(weighted_loss.values(logits, signal, labels).sum(-1))
-
-
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(

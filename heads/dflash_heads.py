@@ -35,7 +35,8 @@ from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
-from heads.layers.llama_layer import LayerSettings, Rotary, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.llama_layer import Rotary
 from heads.layers.target_layers import copy_norm, require_layers
 
 

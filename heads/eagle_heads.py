@@ -32,7 +32,8 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, DraftLayer, LayerSettings, Rotary, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary
 from heads.layers.target_layers import copy_norm, require_layers
 from heads.layers.unrolled_attention import UnrolledAttention
 

@@ -25,8 +25,8 @@ from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
+from decode.model.features import Features
 from decode.model.forward.lean_forward import AttentionMask, SlotAttention
-from decode.model.hidden_states import Features
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
 from decode.verification import Verification

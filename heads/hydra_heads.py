@@ -35,7 +35,8 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, DraftLayer, Rotary, layer_config
+from heads.layers.layer_config import layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary
 from heads.layers.unrolled_attention import causal_attention
 
 

@@ -37,7 +37,8 @@ from heads.heads_module import (
     shift_left,
     trained_positions,
 )
-from heads.layers.llama_layer import Attend, Attention, Rotary, layer_config
+from heads.layers.layer_config import layer_config
+from heads.layers.llama_layer import Attend, Attention, Rotary
 from heads.layers.target_layers import copy_norm
 from heads.layers.unrolled_attention import causal_attention
 

@@ -35,7 +35,8 @@ from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
-from heads.layers.llama_layer import Attend, DraftLayer, LayerSettings, Rotary, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary
 from heads.layers.target_layers import copy_norm
 
 

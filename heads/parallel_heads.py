@@ -24,7 +24,7 @@ from decode.draw.sampling import Sampling
 from decode.shapes import Growth
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, trained_positions
-from heads.layers.llama_layer import feed_forward_size
+from heads.layers.layer_config import feed_forward_size
 
 
 class ParallelHeads(Heads):

@@ -23,7 +23,8 @@ from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
 from train.loop import parallel, rank_weights
-from train.loop.optimizer import OptimizerConfig, take_step
+from train.loop.optimizer import OptimizerConfig
+from train.loop.optimizer_step import take_step
 from train.loop.trainer import Trainer
 
 SHARDED = "stages.frozen.shard_teacher=true"

@@ -23,7 +23,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.model.features import Features
+from decode.model.hidden_states import FINAL, Recorder
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES

@@ -21,7 +21,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.model.features import Features
+from decode.model.hidden_states import FINAL, Recorder
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
@@ -33,7 +34,8 @@ from heads.eagle_heads import auxiliary_layers
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
-from heads.layers.llama_layer import Rotary, layer_config
+from heads.layers.layer_config import layer_config
+from heads.layers.llama_layer import Rotary
 from tests.stages import (
     LOOP,
     drafter_weights,

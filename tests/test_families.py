@@ -17,7 +17,7 @@ from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.forward import recognition
 from decode.model.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.model.memory import slot_bytes
-from heads.layers.llama_layer import layer_config
+from heads.layers.layer_config import layer_config
 from tests.families import own_text
 from tests.tiny import sharpen, tiny_model
 

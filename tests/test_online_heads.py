@@ -20,7 +20,8 @@ from decode.drafters import DRAFTERS, NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder
-from decode.model.hidden_states import FINAL, Features, Recorder
+from decode.model.features import Features
+from decode.model.hidden_states import FINAL, Recorder
 from decode.opening.directory import open_drafter, save_drafter
 from decode.shapes.static import Static
 from decode.verification import Verification

@@ -64,13 +64,8 @@ from tests.training import (
 from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
-from train.loop.optimizer import (
-    EMA,
-    GroupConfig,
-    OptimizerConfig,
-    learning_rate_factor,
-    make_optimizer,
-)
+from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.loop.optimizer_step import EMA, learning_rate_factor
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import LoopConfig, steps_in
 

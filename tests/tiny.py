@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import CounterRNG, Sampling
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import EMBEDDED, Target, load_target
 from decode.rules import Rule

@@ -21,7 +21,7 @@ from decode.drafters import DRAFTERS
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.model.loading import Target
 from decode.opening.directory import split_window
 from heads.heads_directory import make_ready, new_heads

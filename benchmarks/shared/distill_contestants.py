@@ -235,7 +235,7 @@ def fit(
 class EagerDistillation(Distillation):
     """`Distillation` with the logits of all n tokens at once, [n, V], and autograd's backward.
 
-    Like `distill.chunked_loss.eager_loss`, but logits become float32 after the product, as
+    Logits become float32 after the product, as
     TRL's do under autocast.
     """
 

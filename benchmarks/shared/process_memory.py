@@ -45,6 +45,6 @@ def peak_resident_memory(device: str = "cpu") -> int:
     if peak is not None:
         return int(peak[1]) * 1024
     # Imported here, because the environment of another library lacks it.
-    from train.loop.trainer import peak_memory
+    from train.loop.meters.peak_memory import peak_memory
 
     return peak_memory()

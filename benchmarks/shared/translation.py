@@ -23,7 +23,8 @@ from transformers import PreTrainedTokenizerFast, T5Config, T5ForConditionalGene
 
 from decode.base.artifact import verify_directory, write_directory
 from train.base.console import Reporter
-from train.loop.optimizer import OptimizerConfig, make_optimizer, take_step
+from train.loop.optimizer import OptimizerConfig, make_optimizer
+from train.loop.optimizer_step import take_step
 
 # The words of a sentence in the order of the source, and how often each comes.
 CLAUSES = (

@@ -18,7 +18,7 @@ from decode.loop.rows import Rows, RowSettings, require_prompts, token_ids
 from decode.loop.start import new_rows, start_drafter
 from decode.loop.step import OnEnd, OnError, OnTokens, RunningRows
 from decode.loop.waiting_rows import shares
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.rules import Rule
 from decode.stats import Counts, Tally, Timing
 from decode.verification import Verification

@@ -15,7 +15,7 @@ from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings, require_prompts
 from decode.loop.waiting_rows import Reading
 from decode.model.cache.cached_model import CachedLM
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.rules import used_rule
 from decode.rules.exact import ExactMatch
 from decode.verification import Verification

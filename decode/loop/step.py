@@ -20,7 +20,7 @@ from decode.loop.rows import Rows, compacted
 from decode.loop.start import start_drafter
 from decode.loop.waiting_rows import WaitingRows
 from decode.model.cache.probes import Probes
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.rules import Rule, used_rule
 from decode.rules.exact import ExactMatch
 from decode.stats import Timing

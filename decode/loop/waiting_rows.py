@@ -15,7 +15,7 @@ from decode.draft import Contexts, Draft
 from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, RowSettings
 from decode.model.cache.long_read import LongRead
-from decode.model.hidden_states import Features
+from decode.model.features import Features
 from decode.rules import used_rule
 from decode.rules.exact import ExactMatch
 from decode.verification import Scores, Verification

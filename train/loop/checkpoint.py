@@ -31,6 +31,7 @@ from decode.base.artifact import (
     numbers_of,
     recover,
     remove_directory,
+    require_space,
     verify_directory,
     write_directory,
 )
@@ -145,6 +146,17 @@ class Checkpoints:
     def count(self) -> int:
         """The number of checkpoints."""
         return len(numbers_of(self.parent, PREFIX))
+
+    def require_space(self, module: Any, optimizer: Any, *, average: bool, best: bool) -> None:
+        """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
+        written, and the drafter. average, best: the EMA, or the best version, is kept too."""
+        weights = sum(p.nbytes for p in module.parameters())
+        trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
+        moments = 3 if average else 2  # AdamW's two, and the EMA
+        needed = max(self.keep + 1 - self.count(), 1) * (weights + moments * trained) + weights
+        if best:
+            needed += (self.keep + 2) * trained
+        require_space(self.parent, needed, "this stage's checkpoints and its drafter")
 
     def stored(self) -> Iterator[dict[str, Any]]:
         """The `progress` of each checkpoint. Damaged ones are left out."""

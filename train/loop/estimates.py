@@ -17,7 +17,7 @@ from decode.model.loading import Target
 from decode.model.memory import slot_bytes
 from distill.teacher.cached_features import bytes_per_token
 from heads.heads_module import Heads
-from heads.layers.llama_layer import layer_config
+from heads.layers.layer_config import layer_config
 from train.base.stage import Memory, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example

@@ -1,19 +1,16 @@
 """The training loop of every training stage, built on accelerate, and what it measures."""
 
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from decode.base.artifact import require_space
 from decode.base.errors import UserError
 from distill.flops import TextFlops
 from train.base.console import Reporter
@@ -24,9 +21,11 @@ from train.loop import parallel, rank_weights
 from train.loop.best_version import BestVersion
 from train.loop.checkpoint import Checkpoints, Stopped, StopRequest
 from train.loop.meters.peak_flops import device_peak
+from train.loop.meters.peak_memory import peak_memory
 from train.loop.meters.profiler import StepProfiler
 from train.loop.meters.throughput import Throughput, flops_of, in_words
-from train.loop.optimizer import EMA, OptimizerConfig, make_optimizer, take_step
+from train.loop.optimizer import OptimizerConfig, make_optimizer
+from train.loop.optimizer_step import EMA, take_step
 from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training stage
@@ -76,30 +75,14 @@ class Clock:
         return {name: seconds / total for name, seconds in self.seconds.items()} if total else {}
 
 
-def peak_memory() -> int:
-    """The most bytes that this process has used so far (on CUDA: on the device)."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    try:
-        import resource
-    except ImportError:  # Windows
-        return psutil.Process().memory_info().rss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
 class _Round:
-    """One round's samples, grouped into batches."""
+    """One round's samples in batches."""
 
     def __init__(self, number: int, samples: Sequence[Sample], loop: LoopConfig) -> None:
         self.number, self.samples = number, samples
         self.lengths, self.predicted = sizes(samples)
-        self.batches = Batches(
-            self.lengths,
-            tokens_per_batch=loop.tokens_per_batch,
-            seed=loop.seed,
-            epoch=number,
-        )
+        size, seed = loop.tokens_per_batch, loop.seed
+        self.batches = Batches(self.lengths, tokens_per_batch=size, seed=seed, epoch=number)
 
     def flops(self, rule: TextFlops | None, numbers: Iterable[int]) -> float:
         """The FLOPs of these batches by `rule`; 0 without one."""
@@ -183,7 +166,8 @@ class Trainer:
         if stored:
             self.reporter.say(f"  continuing after step {progress.step} of {self.total_steps}")
         if not self._ended():
-            self._require_space()
+            average, best = self.average is not None, self.best is not None
+            self.checkpoints.require_space(self.module, self.optimizer, average=average, best=best)
         request = StopRequest()
         self.module.train()
         with (
@@ -241,19 +225,6 @@ class Trainer:
         if progress.step >= self.total_steps or progress.time_share >= 1:
             return True
         return self.loop.patience is not None and progress.without_gain >= self.loop.patience
-
-    def _require_space(self) -> None:
-        """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
-        written, and the drafter."""
-        weights = sum(p.nbytes for p in self.module.parameters())
-        # AdamW's two moments, and the EMA.
-        kept = 3 if self.average else 2
-        trained = sum(p.nbytes for group in self.optimizer.param_groups for p in group["params"])
-        missing = max(self.loop.keep_checkpoints + 1 - self.checkpoints.count(), 1)
-        needed = missing * (weights + kept * trained) + weights
-        if self.best is not None:
-            needed += (self.loop.keep_checkpoints + 2) * trained
-        require_space(self.checkpoints.parent, needed, "this stage's checkpoints and its drafter")
 
     @contextmanager
     def final_weights(self) -> Iterator[None]:

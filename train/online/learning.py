@@ -37,7 +37,8 @@ from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer
 from train.data.batches import permutation
-from train.loop.optimizer import OptimizerConfig, make_optimizer, take_step
+from train.loop.optimizer import OptimizerConfig, make_optimizer
+from train.loop.optimizer_step import take_step
 
 # Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]

@@ -41,7 +41,8 @@ from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.data.usable_rows import UsableRows
-from train.loop.trainer import CHECKPOINTS, peak_memory
+from train.loop.meters.peak_memory import peak_memory
+from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
 from train.run.config import SPLITS, RunConfig, differences, dump_config, validate_config
 from train.run.run_evaluation import RunEvaluation

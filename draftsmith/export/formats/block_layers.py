@@ -70,7 +70,7 @@ from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
 from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
-from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"

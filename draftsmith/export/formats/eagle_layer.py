@@ -42,7 +42,7 @@ from draftsmith.export.trained_drafter import (
 )
 from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
-from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
 
 
 class EagleLayer(LayerFormat):

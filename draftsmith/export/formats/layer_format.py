@@ -28,7 +28,7 @@ from draftsmith.export.file_schema import (
 from draftsmith.export.formats import ExportJob, Format
 from draftsmith.export.trained_drafter import copy_to_cpu, read_heads_for, stored_dtype
 from heads.heads_drafter import HeadsDrafter
-from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
 
 WEIGHTS = "model.safetensors"
 SIZES = (

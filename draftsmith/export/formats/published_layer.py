@@ -26,7 +26,7 @@ from decode.model.loading import Target
 from decode.model.pretrained import explained
 from draftsmith.export.file_schema import TensorSpec, is_count, is_positive
 from heads.eagle_heads import auxiliary_layers
-from heads.layers.llama_layer import LayerSettings, layer_config
+from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 
 Convention = Literal["inputs", "outputs"]
