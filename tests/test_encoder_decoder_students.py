@@ -18,6 +18,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.measure.check_lossless import FAR, distance
+from decode.model.hidden_states import FINAL
 from decode.opening.directory import open_drafter
 from decode.shapes.static import Static
 from distill.losses import WeightedLoss
@@ -26,7 +27,7 @@ from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import StatesTeacher
-from distill.teacher.teacher_signal import FINAL, TeacherLogits
+from distill.teacher.teacher_signal import TeacherLogits
 from distill.untrained_student import student_from_config, student_from_layers
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.test_encoder_decoder import (
