@@ -69,7 +69,12 @@ def make_heads(
 
 
 def make_taught(
-    path: Path, target: Target, options: dict[str, Any], reduced: bool = False, **stored: Any
+    path: Path,
+    target: Target,
+    options: dict[str, Any],
+    reduced: bool = False,
+    steps: int = 150,
+    **stored: Any,
 ) -> None:
     """A drafter directory of heads that learnt the target's own texts of PROMPTS by heart, so that
     most of what they draft is accepted, and less if anything of them is read wrongly. reduced: to
@@ -81,7 +86,7 @@ def make_taught(
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
-    _teach(heads, target, ids, mask, steps=150)
+    _teach(heads, target, ids, mask, steps=steps)
     save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
 
 

@@ -32,7 +32,8 @@ NEW_TARGETS = ("both", "tuned", "skip")
 SHARED_MEAN = "pard"
 # In these every step is clipped.
 CLIPPED = ("tied", "reduced", "frozen")
-# Every engine trains these. FSDP2, which hides most from a module, trains all kinds.
+# The other engines train these. FSDP2, which hides most from a module, trains all kinds; DDP is
+# under test_run, test_training and test_world_size too.
 FEW = ("tied", "reduced", "frozen", "own", "medusa", "both")
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
 CLIP = 0.5
@@ -305,7 +306,6 @@ def stage_directories(run: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("engine", "few"),
     [
-        ("ddp", True),
         ("fsdp2", False),
         ("zero2", True),
         ("zero3", True),

@@ -86,12 +86,16 @@ def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch, go
     monkeypatch.chdir(place)
     assert write(place, goal, "--machine", "cpu").exit_code == 0
     small = [
-        *("evaluation.timed_prompts=2", "evaluation.max_new_tokens=8", "evaluation.prompts=6"),
-        *("data.limit=40", "trackers=[]", "threads=1"),
+        *("evaluation.timed_prompts=2", "evaluation.timed_tokens=8", "evaluation.prompts=2"),
+        *("evaluation.max_new_tokens=8", "evaluation.baseline_gammas=[2]"),
+        *("data.limit=40", "trackers=[]", "threads=1", "stages.answers.max_new_tokens=8"),
         *{
-            "small-lm": ["stages.answers.max_new_tokens=8"],
-            "heads": ["stages.answers.max_new_tokens=8", "stages.heads.tree.prompts=2"],
-            "online": ["stages.answers.max_new_tokens=8", "stages.online.max_new_tokens=8"],
+            "small-lm": ["stages.dev-answers.max_new_tokens=8"],
+            "heads": [
+                "stages.dev-answers.max_new_tokens=8",
+                *("stages.heads.tree.prompts=2", "stages.heads.tree.max_new_tokens=8"),
+            ],
+            "online": ["stages.online.max_new_tokens=8"],
         }[goal],
     ]
     trained = command("train", f"{goal}.yaml", *small)
