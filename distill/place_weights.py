@@ -46,9 +46,9 @@ def label_shares(
 ) -> Tensor:
     """float32 [n]: the drafter's probability of each label, 0 for a label of −100.
 
-    states: [n, H]. weight, bias: of the output layer, [V', H] and [V']. labels: int64 [n], its
-    rows. chunk: the number of predictions whose logits exist at once. added: rows [n, R] and weight
-    [V', R], whose product is added to the logits.
+    states: [n, H]. weight, bias: those of the output layer, [V', H] and [V']. labels: int64 [n],
+    its rows. chunk: the number of predictions whose logits exist at once. added: rows [n, R] and
+    weight [V', R], whose product is added to the logits.
     """
     shares = torch.zeros(labels.shape, device=labels.device)
     for begin in range(0, len(labels), chunk):

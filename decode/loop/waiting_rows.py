@@ -50,7 +50,7 @@ class Reading:
 
     @property
     def numbers(self) -> list[int]:
-        """Those of the rows that stay."""
+        """The numbers of the rows that stay."""
         numbers: list[int] = self.new.numbers[self.stays].tolist()
         return numbers
 
@@ -177,12 +177,12 @@ class WaitingRows:
 
     @property
     def settings(self) -> list[RowSettings]:
-        """Those of all rows."""
+        """The settings of all rows."""
         return [one for rows in self for one in rows.settings]
 
     @property
     def numbers(self) -> list[int]:
-        """Those of all rows that are not given up."""
+        """The numbers of all rows that are not given up."""
         return [row for reading in self.readings for row in reading.numbers]
 
     def begin(self, new: Rows, running: Rows) -> None:

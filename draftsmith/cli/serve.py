@@ -175,7 +175,7 @@ def serve(
     key = key_from("--api-key-env", api_key_env)
     admin_key = key_from("--admin-key-env", admin_key_env)
     if drafters is not None and not drafters.is_dir():
-        raise UserError(f"--drafters is {drafters}, which is no directory; expected one")
+        raise UserError(f"--drafters is {drafters}, which is not a directory; expected one")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
     if prefix_cache is not None and prefix_cache < 0:

@@ -27,8 +27,8 @@ class RemoteTarget(Target):
     def __init__(
         self, link: Link, tokenizer: Any, fingerprint: Fingerprint, *, dtype: str, device: str
     ) -> None:
-        """fingerprint: the fingerprint of the tokenizer here. dtype, device: of drafters, as for
-        `load_target`. Raises UserError if the server's target has another vocabulary."""
+        """fingerprint: the fingerprint of the tokenizer here. dtype, device: where drafters run, as
+        for `load_target`. Raises UserError if the server's target has another vocabulary."""
         link.ready()
         expected = Fingerprint.from_dict(link.welcome["fingerprint"])
         require_same_vocabulary(fingerprint, expected, "the tokenizer at the edge", padding=True)

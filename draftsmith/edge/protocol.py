@@ -21,8 +21,8 @@ Message = dict[str, Any]
 class ProtocolError(Exception):
     """A message that cannot be served.
 
-    code: what is wrong, a key of `CODES`. req, seq: of the request and the draft it is about, −1
-    for none. retry_ms: when to try again, 0 if that does not help.
+    code: what is wrong, a key of `CODES`. req, seq: the numbers of the request and the draft it is
+    about, −1 for none. retry_ms: when to try again, 0 if that does not help.
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class EdgeRound:
     req, seq: the text, and the number of the draft in it. k: draft tokens. la_k: accepted / k, None
     for k = 0. wall_ms: from the draft to the verdict. queue_ms, prefill_ms, verify_ms: at the
     server: waiting, reading the text, the pass. rtt_ms: wall_ms without the server's time.
-    bytes_up, bytes_down: of the messages, those that opened the text included.
+    bytes_up, bytes_down: the bytes of the messages, those that opened the text included.
     """
 
     req: int
@@ -54,7 +54,8 @@ class EdgeRound:
 
 @dataclass(frozen=True)
 class Opening:
-    """A text that is about to join. end: its largest length. seed, row: of its random numbers."""
+    """A text that is about to join. end: its largest length. seed, row: what its random numbers are
+    made from."""
 
     prompt: Sequence[int]
     max_new_tokens: int

@@ -51,8 +51,8 @@ class EngineRefused(Exception):
 
 
 class TenantLearner:
-    """One tenant's learner. engine_key: that the engines ask for. sleep, clock: of `time`, for
-    tests."""
+    """One tenant's learner. engine_key: the key that the engines ask for. sleep, clock: those of
+    `time`, for tests."""
 
     def __init__(
         self,

@@ -37,7 +37,7 @@ class Engines(ABC):
 
 
 class EngineProcesses(Engines):
-    """Engines as processes of this machine, made from a command. key: that they ask for."""
+    """Engines as processes of this machine, made from a command. key: the key that they ask for."""
 
     def __init__(self, config: EngineConfig, gamma: int, key: str = "") -> None:
         self.config, self.gamma, self._key = config, gamma, key

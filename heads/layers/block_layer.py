@@ -126,7 +126,7 @@ class BlockMask:
             self._parts.append((part.shape[1], seen, AttentionMask(visible[:, None], dtype)))
 
     def attention(self, keys: Tensor, values: Tensor) -> Attend:
-        """The attention of one layer. keys, values: of its context, [B, G, T, D]."""
+        """The attention of one layer. keys, values: those of its context, [B, G, T, D]."""
 
         def attend(queries: Tensor, block_keys: Tensor, block_values: Tensor) -> Tensor:
             outputs: list[Tensor] = []

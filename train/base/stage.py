@@ -54,8 +54,8 @@ class StagePlan:
     tokens: the most tokens that it writes or learns from. text_tokens: the tokens of the text that
     it writes, prompts included. max_seconds: the limit of its time, if it has one. memory: the
     memory of one of the processes, which shards nothing but, with `target.sharded`, the target's
-    layers. disk_bytes: the bytes on disk of its directory. drafters: that it leaves for the
-    evaluation, the one before its training included.
+    layers. disk_bytes: the bytes on disk of its directory. drafters: the drafters that it leaves
+    for the evaluation, the one before its training included.
     """
 
     what: str
@@ -74,9 +74,9 @@ class StageInputs:
 
     directory: this stage's directory. earlier: the directories of earlier stages by name. corpus:
     the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
-    with other settings or another number of ranks. processes: that a plan is for; None: those that
-    run now. sharded: whether they share the target's layers. profile_steps: the number of steps of
-    each training to profile; None: no profile.
+    with other settings or another number of ranks. processes: the number that a plan is for; None:
+    those that run now. sharded: whether they share the target's layers. profile_steps: the number
+    of steps of each training to profile; None: no profile.
     """
 
     target: Target

@@ -21,8 +21,9 @@ from train.data.read import Example, select
 class UsableRows:
     """Finds the rows that can be used, and remembers them.
 
-    positions, vocab_size: of the target. on_bad, max_bad_rate: of the data; bad rows are left out
-    under "skip". ranks: the processes that share the work. say: called with what was left out.
+    positions, vocab_size: the target's. on_bad, max_bad_rate: the settings of the data; bad rows
+    are left out under "skip". ranks: the processes that share the work. say: called with what was
+    left out.
     """
 
     positions: int

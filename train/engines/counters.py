@@ -80,8 +80,8 @@ def parse_counters(text: str) -> DraftCounts | None:
 
 
 def read_counters(url: str, key: str = "") -> DraftCounts:
-    """The counters of the engine at `url`. key: that the engine asks for. Raises NoAnswer, and
-    UserError if the engine refuses the key or has no such counters."""
+    """The counters of the engine at `url`. key: the key that the engine asks for. Raises NoAnswer,
+    and UserError if the engine refuses the key or has no such counters."""
     counts = parse_counters(ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace"))
     if counts is None:
         raise UserError(

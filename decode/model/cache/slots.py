@@ -192,7 +192,7 @@ class SlotStates:
     count: int
 
     def first(self, count: int) -> "SlotStates":
-        """Those of fewer tokens. Shares the memory."""
+        """The slots of fewer tokens. Shares the memory."""
         return SlotStates(self.keys, self.values, count)
 
     @property

@@ -180,7 +180,7 @@ FORMATS: Registry[Format] = Registry("export format")
 def vllm_serving(
     method: str, target: str, repository: str, gamma: int, **options: Any
 ) -> tuple[str, str, str]:
-    """Return how vLLM serves a drafter, as `Format.serving` does. method, options: of its
+    """Return how vLLM serves a drafter, as `Format.serving` does. method, options: those of its
     speculative_config."""
     speculative = json.dumps(
         {"method": method, "model": repository, "num_speculative_tokens": gamma, **options}

@@ -179,8 +179,8 @@ class RequestBounds(BatchBounds):
     """What a service holds at most.
 
     max_waiting: texts that may wait besides. max_wait: seconds until the first text of a request
-    has a row. max_seconds: from the row of its last text to its end. held_tokens: the tokens of
-    prompts that wait for a row. A longer prompt may wait if it is the only one.
+    has a row. max_seconds: the time from the row of its last text to its end. held_tokens: the
+    tokens of prompts that wait for a row. A longer prompt may wait if it is the only one.
 
     Raises UserError for a number that is out of range."""
 

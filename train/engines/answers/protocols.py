@@ -202,7 +202,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class AnswerReader:
-    """Makes answers of replies. vocab_size, token_count: of the target."""
+    """Makes answers of replies. vocab_size, token_count: the target's."""
 
     tokenizer: Any
     vocab_size: int
