@@ -56,8 +56,8 @@ from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from train.data.read import read_examples
-from train.engines.child_process import environment_of
-from train.engines.counters import ask, read_counters
+from train.engines.child_process import ask, environment_of
+from train.engines.counters import read_counters
 
 DRIFT = "You are the assistant of a shop. Answer in one short sentence."
 KEY, RECORDED = "DRAFTSMITH_BENCHMARK_KEY", "records-allowed"

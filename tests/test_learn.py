@@ -52,8 +52,8 @@ from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
 from tests.training import Killed
 from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.base.console import Reporter
-from train.engines.child_process import environment_of
-from train.engines.counters import DraftCounts, ask, parse_counters, read_counters
+from train.engines.child_process import ask, environment_of
+from train.engines.counters import DraftCounts, parse_counters, read_counters
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -22,7 +22,7 @@ from draftsmith.learn.learn_state import CycleOutcome, LearnState, Swap
 from draftsmith.learn.swap import Engines, RecorderSwitch
 from tests.training import Lines
 from tests.upstream import ADMIN_KEY, FakeEngine, recorded, served
-from train.engines.counters import NoAnswer
+from train.engines.child_process import NoAnswer
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is a drafter?"}]}
 LEARN = """

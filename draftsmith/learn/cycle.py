@@ -38,7 +38,8 @@ from draftsmith.learn.record.records import LEARNT_FILE, Records
 from draftsmith.learn.swap import Engines, RecorderSwitch
 from draftsmith.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
 from train.base.console import Reporter
-from train.engines.counters import DraftCounts, NoAnswer, read_counters, smoke_counts
+from train.engines.child_process import NoAnswer
+from train.engines.counters import DraftCounts, read_counters, smoke_counts
 from train.run.config import RunConfig
 
 SMOKE_PROMPTS, SMOKE_TOKENS = 4, 32

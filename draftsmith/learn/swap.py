@@ -13,8 +13,7 @@ import psutil
 
 from decode.base.errors import UserError
 from draftsmith.learn.learn_config import EngineConfig
-from train.engines.child_process import free_port, log_ending, start_process
-from train.engines.counters import ask
+from train.engines.child_process import ask, free_port, log_ending, start_process
 
 STOP_SECONDS = 30.0
 PID_FILE, LOG_FILE = "engine.pid", "engine.log"

@@ -2,14 +2,11 @@
 
 import copy
 import random
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
-
-import uvicorn
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
@@ -19,6 +16,7 @@ from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
+from draftsmith.net.http_server import HttpServer
 from draftsmith.net.listen import bind as bind
 from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
@@ -104,7 +102,7 @@ def make_service(
     )
 
 
-class ServiceServer(uvicorn.Server):
+class ServiceServer(HttpServer):
     """Ends after the batcher has: the first SIGTERM or Ctrl-C lets running texts end, for at most
     `drain_seconds`, and new requests get status 503. A second signal ends it at once.
 
@@ -114,21 +112,10 @@ class ServiceServer(uvicorn.Server):
     def __init__(
         self, service: Service, drain_seconds: float, started_up: Callable[[], None] = lambda: None
     ) -> None:
-        config = uvicorn.Config(
-            service.guarded(),
-            lifespan="off",
-            log_level="warning",
-            server_header=False,
-            limit_concurrency=_CONNECTIONS + service.batcher.bounds.capacity,
-            timeout_graceful_shutdown=_CLOSING_SECONDS,
-        )
-        super().__init__(config)
+        capacity = _CONNECTIONS + service.batcher.bounds.capacity
+        app = service.guarded()
+        super().__init__(app, _CLOSING_SECONDS, started_up, limit_concurrency=capacity)
         self._batcher, self._drain_seconds = service.batcher, drain_seconds
-        self._started_up = started_up
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._started_up()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._batcher.draining:

@@ -2,17 +2,16 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from draftsmith.net.access import LOCAL
+from draftsmith.net.http_server import HttpServer
 from draftsmith.serve.static_files import HEADERS, file_routes
 from draftsmith.watch.run_state import RunState
 
@@ -22,7 +21,7 @@ _SECONDS = 1.0  # between two looks at the files
 _CLOSING_SECONDS = 1
 
 
-class WatchServer(uvicorn.Server):
+class WatchServer(HttpServer):
     """Sends the page at `/`, and at `/live` the state of a run once a second, as server-sent
     events. started_up: called when it listens."""
 
@@ -34,20 +33,8 @@ class WatchServer(uvicorn.Server):
             )
 
         app = Starlette(routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])])
-        config = uvicorn.Config(
-            LOCAL.around(app),
-            lifespan="off",
-            log_level="warning",
-            server_header=False,
-            timeout_graceful_shutdown=_CLOSING_SECONDS,
-        )
-        super().__init__(config)
-        self._state, self._started_up = state, started_up
-        self._reading = asyncio.Lock()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._started_up()
+        super().__init__(LOCAL.around(app), _CLOSING_SECONDS, started_up)
+        self._state, self._reading = state, asyncio.Lock()
 
     async def _states(self) -> AsyncIterator[bytes]:
         while not self.should_exit:

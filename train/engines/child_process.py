@@ -20,6 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException, InvalidURL
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,39 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 # Without the proxy of the environment, which cannot reach a server of this machine.
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+
+
+class NoAnswer(UserError):
+    """A server that cannot be reached, breaks off its answer, or has a fault of its own (status
+    5xx). It may answer later; any other UserError stays."""
+
+
+def ask(
+    url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ANSWER_SECONDS
+) -> bytes:
+    """POST `body` as JSON, or GET without one; the body of the answer. Raises NoAnswer, and
+    UserError for a status 4xx or an invalid address."""
+    data = None if body is None else json.dumps(body).encode()
+    try:
+        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+        if key:
+            request.add_header("Authorization", f"Bearer {key}")
+        with OPENER.open(request, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        detail = b""
+        with suppress(OSError, HTTPException):
+            detail = error.read()[:300]
+        reason = f"{url} does not answer: {error}: {detail.decode(errors='replace')}"
+        if error.code >= 500:
+            raise NoAnswer(reason) from error
+        if error.code in (401, 403):
+            reason += ". Check the key: engine.key_env and recorder.key_env name its variable"
+        raise UserError(reason) from error
+    except (ValueError, InvalidURL) as error:
+        raise UserError(f"{url!r} is no address: {error}; expected http://HOST:PORT") from error
+    except (OSError, HTTPException) as error:
+        raise NoAnswer(f"{url} does not answer: {str(error) or type(error).__name__}") from error
 
 
 def start_process(
@@ -103,19 +137,11 @@ class Server:
     def ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """POST `body`, or GET without one, and return the JSON answer. Raises UserError with the
         last lines of the log if the server has died or does not answer in time."""
-        data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", data, {"Content-Type": "application/json"}
-        )
         try:
-            with OPENER.open(request, timeout=ANSWER_SECONDS) as answer:
-                return json.loads(answer.read())
-        except (OSError, ValueError) as error:
-            reason = error
-            if isinstance(error, urllib.error.HTTPError):
-                reason = ValueError(f"{error}: {error.read()[:500].decode(errors='replace')}")
+            return json.loads(ask(f"http://127.0.0.1:{self.port}{path}", body))
+        except (UserError, ValueError) as error:
             raise UserError(
-                f"{self.name} did not answer ({reason}). {log_ending(self._log)}"
+                f"{self.name} did not answer ({error}). {log_ending(self._log)}"
             ) from error
 
     def wait(self, health: str, seconds: float | None = None) -> None:

@@ -1,20 +1,14 @@
 """Reads an engine's own counters of drafted and accepted tokens, and asks it for a few answers."""
 
-import contextlib
 import json
 import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from http.client import HTTPException, InvalidURL
-from typing import Any
 
 from decode.base.errors import UserError
-from train.engines.child_process import OPENER
+from train.engines.child_process import ask
 
-ASK_SECONDS = 300.0
 # vLLM, llama-server and draftsmith have the same names, each behind its prefix.
 _SAMPLE = re.compile(
     r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
@@ -30,11 +24,6 @@ _SGLANG = re.compile(
 )
 # An engine may add to its counters a moment after its answer.
 _SETTLE_SECONDS = 10.0
-
-
-class NoAnswer(UserError):
-    """A server that cannot be reached, breaks off its answer, or has a fault of its own (status
-    5xx). It may answer later; any other UserError stays."""
 
 
 @dataclass(frozen=True)
@@ -89,34 +78,6 @@ def read_counters(url: str, key: str = "") -> DraftCounts:
             "(--metrics), SGLang (--enable-metrics) or draftsmith serve, started with a drafter"
         )
     return counts
-
-
-def ask(
-    url: str, body: Mapping[str, Any] | None = None, key: str = "", seconds: float = ASK_SECONDS
-) -> bytes:
-    """POST `body` as JSON, or GET without one; the body of the answer. Raises NoAnswer, and
-    UserError for a status 4xx or an invalid address."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-        if key:
-            request.add_header("Authorization", f"Bearer {key}")
-        with OPENER.open(request, timeout=seconds) as answer:
-            return bytes(answer.read())
-    except urllib.error.HTTPError as error:
-        detail = b""
-        with contextlib.suppress(OSError, HTTPException):
-            detail = error.read()[:300]
-        reason = f"{url} does not answer: {error}: {detail.decode(errors='replace')}"
-        if error.code >= 500:
-            raise NoAnswer(reason) from error
-        if error.code in (401, 403):
-            reason += ". Check the key: engine.key_env and recorder.key_env name its variable"
-        raise UserError(reason) from error
-    except (ValueError, InvalidURL) as error:
-        raise UserError(f"{url!r} is no address: {error}; expected http://HOST:PORT") from error
-    except (OSError, HTTPException) as error:
-        raise NoAnswer(f"{url} does not answer: {str(error) or type(error).__name__}") from error
 
 
 def smoke_counts(
