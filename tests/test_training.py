@@ -378,7 +378,7 @@ def test_a_full_disk_leaves_the_checkpoints_there_are(tmp_path, half_trained, mo
             patch.setattr(torch, "save", disk(torch.save))
             for module in (
                 "accelerate.utils.other.safe_save_file",
-                "train.loop.parallel.save_file",
+                "train.loop.rank_weights.save_file",
             ):
                 patch.setattr(module, disk(save_file))
             patch.setattr(Path, "write_text", disk(Path.write_text))
