@@ -51,6 +51,7 @@ class Student:
     # {setting: the reason why it cannot be set for this kind}.
     refused: ClassVar[Mapping[str, str]] = {}
     vocabulary_in_words = "draft vocabulary"
+    has_mask_token = False
     # Whether the FLOPs of a step are known from the shapes of the model.
     has_flops = True
     # The tokens that are read in training for each token of a text, and the entries of a mask of
@@ -62,7 +63,12 @@ class Student:
         self.settings, self.target = settings, target
         self.tokenizer: Any = target.tokenizer
         self.model, self.vocabulary = start_model(settings.drafter, target, earlier)
-        self._require_kind()
+        if not self.has_mask_token and stored_mask_token(self.model.config) is not None:
+            raise UserError(
+                f"stage {settings.name}: the drafter starts as one that drafts in parallel (its "
+                "config has pard_token), and this stage would train it to draft one token after "
+                "the other; set parallel"
+            )
 
     @classmethod
     def is_wanted(cls, settings: Any, *, encoder: bool) -> bool:
@@ -78,15 +84,6 @@ class Student:
     def in_words(self) -> str:
         """For the plan, such as 'LlamaForCausalLM of 1.2M parameters'."""
         return f"{type(self.model).__name__} of {self.model.num_parameters() / 1e6:.1f}M parameters"
-
-    def _require_kind(self) -> None:
-        """Raise UserError if the model starts as a drafter of another kind."""
-        if stored_mask_token(self.model.config) is not None:
-            raise UserError(
-                f"stage {self.settings.name}: the drafter starts as one that drafts in parallel "
-                "(its config has pard_token), and this stage would train it to draft one token "
-                "after the other; set parallel"
-            )
 
     @classmethod
     def check_teacher(cls, target: Target) -> None:

@@ -46,32 +46,31 @@ class ParallelStudent(Student):
     drafter_kind = "pard"
     drafter_class = ParallelLMDrafter
     has_flops = False
+    has_mask_token = True
 
     def __init__(self, settings: Any, target: Target, earlier: Mapping[str, Path]) -> None:
         super().__init__(settings, target, earlier)
-        assert settings.parallel is not None
-        self.parallel = settings.parallel
+        self.parallel: ParallelConfig = settings.parallel
         self.tokens_per_text_token = self.parallel.tokens_per_text_token
         self.mask_pairs = self.tokens_per_text_token**2
+        self.mask_token = self._mask_token()
+        mark_parallel(self.model.config, self.mask_token)
 
     @classmethod
     def is_wanted(cls, settings: Any, *, encoder: bool) -> bool:
         return settings.parallel is not None
 
-    def _require_kind(self) -> None:
-        """Choose the mask token, and write it into the model's config. Raises UserError for a token
-        in use."""
-        parallel, config = self.settings.parallel, self.model.config
-        assert parallel is not None
+    def _mask_token(self) -> int:
+        """The wanted mask token, that of the model's start, or an unused one. Raises UserError for
+        a token in use."""
+        wanted, config = self.parallel.mask_token, self.model.config
         stored = stored_mask_token(config)
-        if parallel.mask_token is not None or stored is None:
-            rows = config.get_text_config().vocab_size
-            try:
-                stored = unused_token(parallel.mask_token, self.target, rows)
-            except UserError as error:
-                raise UserError(f"stage {self.settings.name}: parallel: {error}") from error
-        self.mask_token = stored
-        mark_parallel(config, stored)
+        if wanted is None and stored is not None:
+            return stored
+        try:
+            return unused_token(wanted, self.target, config.get_text_config().vocab_size)
+        except UserError as error:
+            raise UserError(f"stage {self.settings.name}: parallel: {error}") from error
 
     def check(self) -> None:
         super().check()

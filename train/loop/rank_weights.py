@@ -1,6 +1,6 @@
 """The trained weights of an engine: complete copies, and the share of one rank.
 
-DDP, FSDP2 and DeepSpeed keep them in other places.
+DDP, FSDP2 and DeepSpeed keep them in different places.
 """
 
 from collections.abc import Iterator, Sequence
