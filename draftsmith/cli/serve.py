@@ -23,6 +23,7 @@ from train.base.console import quieten
 
 if TYPE_CHECKING:
     from draftsmith.serve.api import Service
+    from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.learner import LearnOptions
 
 CLOSING_SECONDS = 10.0  # for what was learnt, at least
@@ -90,6 +91,56 @@ class LearnOptionGroup:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """What a service holds at most, and for how long."""
+
+    max_rows: Annotated[int, typer.Option(help="texts that decode together")] = 16
+    max_waiting: Annotated[
+        int, typer.Option(help="texts that may wait besides; more get status 503")
+    ] = 64
+    max_wait: Annotated[
+        float,
+        typer.Option(
+            help="seconds that a request waits for its first row; then it gets status 429"
+        ),
+    ] = 60.0
+    max_seconds: Annotated[
+        float,
+        typer.Option(
+            help="seconds from the row of a request's last text to its end; then it gets status 504"
+        ),
+    ] = 600.0
+    max_held_tokens: Annotated[
+        int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")
+    ] = 1 << 18
+    prefill_tokens: Annotated[
+        int, typer.Option(help="tokens of new prompts that are read between two passes")
+    ] = 512
+    row_tokens: Annotated[
+        int,
+        typer.Option(
+            help="tokens of prompt and answer that each row has memory for from the start; a "
+            "longer text copies all rows into more memory"
+        ),
+    ] = 2048
+
+    @property
+    def bounds(self) -> "RequestBounds":
+        """Raises UserError for a number that is out of range."""
+        from draftsmith.serve.batching.requests import RequestBounds
+
+        return RequestBounds(
+            max_rows=self.max_rows,
+            prefill_tokens=self.prefill_tokens,
+            row_tokens=self.row_tokens,
+            max_waiting=self.max_waiting,
+            max_wait=self.max_wait,
+            max_seconds=self.max_seconds,
+            held_tokens=self.max_held_tokens,
+        )
+
+
 @shows_errors
 @takes_groups
 def serve(
@@ -129,35 +180,7 @@ def serve(
         int | None,
         typer.Option(help="largest length of an answer, in tokens; default: the target's context"),
     ] = None,
-    max_rows: Annotated[int, typer.Option(help="texts that decode together")] = 16,
-    max_waiting: Annotated[
-        int, typer.Option(help="texts that may wait besides; more get status 503")
-    ] = 64,
-    max_wait: Annotated[
-        float,
-        typer.Option(
-            help="seconds that a request waits for its first row; then it gets status 429"
-        ),
-    ] = 60.0,
-    max_seconds: Annotated[
-        float,
-        typer.Option(
-            help="seconds from the row of a request's last text to its end; then it gets status 504"
-        ),
-    ] = 600.0,
-    max_held_tokens: Annotated[
-        int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")
-    ] = 1 << 18,
-    prefill_tokens: Annotated[
-        int, typer.Option(help="tokens of new prompts that are read between two passes")
-    ] = 512,
-    row_tokens: Annotated[
-        int,
-        typer.Option(
-            help="tokens of prompt and answer that each row has memory for from the start; a "
-            "longer text copies all rows into more memory"
-        ),
-    ] = 2048,
+    limits: LimitOptions,
     prefix_cache: Annotated[
         float | None,
         typer.Option(
@@ -188,7 +211,6 @@ def serve(
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from draftsmith.net.listen import address_of, bind
-    from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.dynamic_lenience import require_low
     from draftsmith.serve.server import ServiceServer, make_service
 
@@ -196,15 +218,7 @@ def serve(
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
     settings = DecodeSettings(**decoding.settings)
-    bounds = RequestBounds(
-        max_rows=max_rows,
-        max_waiting=max_waiting,
-        max_wait=max_wait,
-        max_seconds=max_seconds,
-        prefill_tokens=prefill_tokens,
-        row_tokens=row_tokens,
-        held_tokens=max_held_tokens,
-    )
+    bounds = limits.bounds
     require_low(dynamic_lenience)
     learn = learning.options
 
