@@ -60,7 +60,7 @@ class Costs:
     def verify(self, width: Sequence[int] | np.ndarray | int) -> np.ndarray:
         """v at these widths, float64, same shape as `width`. Linear between measured widths and
         beyond the last."""
-        return straight_on(np.asarray(width), np.array(self.widths), np.array(self.v))
+        return extrapolated(np.asarray(width), np.array(self.widths), np.array(self.v))
 
     def to_dict(self) -> dict[str, object]:
         """Converts to JSON values."""
@@ -94,7 +94,7 @@ def draft_parts(depths: Sequence[int], costs: Sequence[float]) -> tuple[float, f
     return 0.0, float((depth @ cost) / (depth @ depth))
 
 
-def straight_on(x: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:
+def extrapolated(x: np.ndarray, known: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Values at x of a function that never falls. It is linear between the known places
     (ascending), and continues beyond the last with the mean slope over all of them."""
     rising = np.maximum.accumulate(values)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.device import settled, to_device
+from decode.base.device import surely_none, to_device
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
@@ -63,14 +63,14 @@ class Contexts:
         last = np.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)
         return to_device(last, device)
 
-    def standing(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    def unchanged_lengths(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """int [B]: how many first tokens of each text are still those of an earlier state. In that
         state, the first lengths[b] tokens, int [B], were followed by tokens[b], int64 [B, D]."""
         columns = lengths[:, None] + np.arange(tokens.shape[1])
         same = np.take_along_axis(self.tokens, columns, axis=1) == tokens
         return np.minimum(lengths + same.cumprod(1).sum(1), self.lengths)
 
-    def since(self, first: int) -> "Contexts":
+    def rows_from(self, first: int) -> "Contexts":
         """The rows from `first` on. Shares the memory of the tokens."""
         sources = None if self.sources is None else self.sources[first:]
         labels = None if self.labels is None else self.labels[first:]
@@ -266,7 +266,7 @@ class Draft:
             return q, one
         order = torch.arange(self.tokens.shape[1], device=row.device)
         elder = (self.parents == self.parents[row, nodes][:, None]) & (order < nodes[:, None])
-        if settled(elder):
+        if surely_none(elder):
             return q, one
         gone = torch.zeros_like(q).scatter_reduce_(1, self.tokens, elder.to(q.dtype), "amax")
         q = q.masked_fill(gone > 0, 0.0)
@@ -383,91 +383,3 @@ class Draft:
         """The (row, node) of each node that is not padding."""
         row, node = np.nonzero(np.arange(self.tokens.shape[1]) < self.sizes[:, None])
         return row, node
-
-
-@dataclass
-class Packed:
-    """The kept nodes of trees, in the same order.
-
-    order: int64 [B, n], the old index of the node at each new index. n is the largest size of a
-    row. Indices past a row's size are padding. parents: int64 [B, n]. host_parents: the same on the
-    host. sizes: int [B] on the host.
-    """
-
-    order: Tensor
-    parents: Tensor
-    host_parents: np.ndarray
-    sizes: np.ndarray
-
-    def draft(
-        self,
-        tokens: Tensor,
-        q: Tensor | None = None,
-        q_rows: Tensor | None = None,
-        drawn: Drawn = "independent",
-        chosen: np.ndarray | None = None,
-    ) -> Draft:
-        """The draft of the kept nodes. tokens, q_rows: [B, N], of all nodes."""
-        return Draft(
-            tokens.gather(1, self.order),
-            self.sizes,
-            q,
-            self.parents,
-            None if q_rows is None else q_rows.gather(1, self.order),
-            drawn,
-            chosen,
-            _host_parents=self.host_parents,
-        )
-
-
-def pack(keep: Tensor, parents: Tensor) -> Packed:
-    """Leaves out the nodes that are not kept. Reads their structure from a device, once.
-
-    keep: bool [B, N]. A node may be kept only with its parent. parents: int64 [B, N].
-    """
-    order = keep.logical_not().long().sort(dim=1, stable=True).indices
-    new_index = keep.long().cumsum(1) - 1
-    above = parents.gather(1, order)
-    new_parents = new_index.gather(1, above.clamp(min=0)) if order.shape[1] else above
-    # The parent of padding can be any kept node. The root is always kept.
-    stands = keep.gather(1, order) & (above >= 0)
-    new_parents = torch.where(stands, new_parents, -1)
-    host = torch.cat([keep.sum(1, keepdim=True), new_parents], 1).cpu().numpy()
-    sizes = host[:, 0]
-    n = int(sizes.max(initial=0))
-    return Packed(order[:, :n], new_parents[:, :n], host[:, 1 : n + 1], sizes)
-
-
-def first_equal(tokens: Tensor, parents: Tensor, depth: int) -> Tensor:
-    """int64 [B, N]: the first node with the same token path as node i; i itself if it is the first.
-
-    tokens: int64 [B, N], parents before children. depth: no node is deeper.
-    """
-    nodes = tokens.shape[1]
-    order = torch.arange(nodes, device=tokens.device)
-    first = order.expand_as(tokens)
-    alike = (tokens[:, :, None] == tokens[:, None, :]) & (order <= order[:, None])
-    # Nodes at depth d are final after d rounds, because those above them are final earlier.
-    for _ in range(depth):
-        above = renumbered(parents, first)
-        first = (alike & (above[:, :, None] == above[:, None, :])).long().argmax(2)
-    return first
-
-
-def renumbered(parents: Tensor, numbers: Tensor) -> Tensor:
-    """int64 [B, N]: the parents, where node i is now called numbers[b, i]. −1, the root, stays."""
-    return torch.where(parents < 0, -1, numbers.gather(1, parents.clamp(min=0)))
-
-
-def best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
-    """bool [B, N]: the `count` allowed nodes of each row with the highest scores.
-
-    scores: [B, N]. A child's score is at most its parent's. Parents come before children, so that
-    a parent is taken first if scores are equal. A node with score −inf is not allowed.
-    """
-    allowed = allowed & (scores > -torch.inf)
-    order = (
-        scores.masked_fill(~allowed, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    )
-    taken = torch.zeros_like(allowed).scatter_(1, order[:, :count], True)
-    return taken & allowed

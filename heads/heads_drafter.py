@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -48,6 +49,8 @@ class HeadsDrafter(ShapedDrafter):
 
     trained = True
     vocab_size: int
+    per_row = MappingProxyType({"_has_features": False})
+    _has_features: np.ndarray  # [B]
 
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(vocab_size, shape, depth_limit=heads.depth)
@@ -55,7 +58,6 @@ class HeadsDrafter(ShapedDrafter):
         self.captured_layers = heads.captured_layers
         require_depth(self.shape, heads)
         self.newest_features = torch.zeros(0)  # [B, F]
-        self._has_features = np.zeros(0, dtype=bool)  # [B]
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> Self:
@@ -74,7 +76,7 @@ class HeadsDrafter(ShapedDrafter):
         return type(self)(self.heads, self.vocab_size, shape)
 
     def start(self, contexts: Contexts) -> None:
-        self._has_features = np.zeros(len(contexts.lengths), dtype=bool)
+        super().start(contexts)
         self.newest_features = torch.zeros(0)
 
     def observe(self, verification: Verification) -> None:
@@ -83,7 +85,7 @@ class HeadsDrafter(ShapedDrafter):
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         first = len(self._has_features)
-        self._has_features = np.pad(self._has_features, (0, len(contexts.lengths) - first))
+        super().add_rows(contexts, verification)
         if verification.features is not None:
             self.read(verification.features, first)
         elif self.newest_features.ndim == 2:
@@ -118,7 +120,7 @@ class HeadsDrafter(ShapedDrafter):
         take_weights(self.heads, weights)
 
     def keep_rows(self, rows: Tensor) -> None:
-        self._has_features = self._has_features[rows.cpu().numpy()]
+        super().keep_rows(rows)
         if len(self.newest_features):
             self.newest_features = self.newest_features.index_select(
                 0, rows.to(self.newest_features.device)
@@ -156,6 +158,9 @@ class AttendingDrafter(HeadsDrafter):
     """
 
     decoder_only = True
+    per_row = MappingProxyType(HeadsDrafter.per_row | {"stored_features": 0, "cached_entries": 0})
+    stored_features: np.ndarray  # [B]: tokens with stored features
+    cached_entries: np.ndarray  # [B]: entries in the cache
     heads: AttendingHeads
     _static_step: int | None = None  # of static slots, the number that attention gets more of
 
@@ -186,8 +191,6 @@ class AttendingDrafter(HeadsDrafter):
             step=self._static_step or 1,
             static=self._static_step is not None,
         )
-        self.stored_features = np.zeros(rows, dtype=np.int64)  # [B]: tokens with stored features
-        self.cached_entries = np.zeros(rows, dtype=np.int64)  # [B]: entries in the cache
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         rows, capacity = contexts.tokens.shape
@@ -196,8 +199,6 @@ class AttendingDrafter(HeadsDrafter):
         self.slots.add_rows(new, capacity + self.heads.spare_slots)
         wider = (0, 0, 0, max(capacity - self.states.shape[1], 0), 0, new)
         self.states = torch.nn.functional.pad(self.states, wider)
-        self.stored_features = np.pad(self.stored_features, (0, new))
-        self.cached_entries = np.pad(self.cached_entries, (0, new))
         super().add_rows(contexts, verification)
 
     def read(self, features: Features, first: int = 0) -> None:
@@ -281,7 +282,7 @@ class AttendingDrafter(HeadsDrafter):
         if not columns.shape[1]:
             return states, first
         with self.slots.only(since, len(contexts.lengths)):
-            return self.layer(contexts.since(since), columns, states), first
+            return self.layer(contexts.rows_from(since), columns, states), first
 
     def take_missing(self, entries: np.ndarray, since: int = 0) -> tuple[np.ndarray, Tensor]:
         """The missing entries before entry `entries`, int [B], of each row from `since` on, which
@@ -373,8 +374,3 @@ class AttendingDrafter(HeadsDrafter):
         device_rows = rows.to(self.states.device)
         self.states = self.states.index_select(0, device_rows)
         self.slots.keep_rows(device_rows)
-        host_rows = rows.cpu().numpy()
-        self.stored_features, self.cached_entries = (
-            self.stored_features[host_rows],
-            self.cached_entries[host_rows],
-        )

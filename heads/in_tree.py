@@ -5,6 +5,7 @@ Shapes: B rows, P places of a draft, k look-ahead tokens, H hidden size.
 """
 
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -46,7 +47,8 @@ class InTreeDrafter(PassDrafter):
     distribution, so it is accepted.
     """
 
-    has_probes = True
+    per_row = MappingProxyType({"_lengths": -1})
+    _lengths: np.ndarray  # [B]: the length of the text that the states continue; −1 without states
 
     def __init__(
         self,
@@ -66,23 +68,24 @@ class InTreeDrafter(PassDrafter):
         self.start(Contexts.of((), 0))
 
     def start(self, contexts: Contexts) -> None:
+        self._probes: Probes | None = None  # of this pass
         self._states = torch.zeros(0)  # [B, k, H]
-        # The length of the text that the states continue, [B]; −1 without states.
-        self._lengths = np.full(len(contexts.lengths), -1)
+        super().start(contexts)
 
-    def max_probes(self, gamma: int, nodes: int) -> int:
-        return Probes.count(min(self.tokens, gamma), self.places, nodes)
+    def room(self, nodes: int, gamma: int) -> int:
+        return nodes + Probes.count(min(self.tokens, gamma), self.places, nodes)
 
     def probes(self, max_depth: int) -> Probes:
         view = self._view
         assert view is not None, "attach() comes before probes()"
         count = min(self.tokens, max_depth)
         ids = view.vocab_size + torch.arange(count, device=view.device)
-        return Probes(view, ids, self.places)
+        self._probes = Probes(view, ids, self.places)
+        return self._probes
 
     def observe(self, verification: Verification) -> None:
-        probes = verification.probes
-        if probes is None or probes.view is not self._view:
+        probes, self._probes = self._probes, None
+        if probes is None:
             return  # the texts have grown, so what there is continues them no more
         columns, accepted = verification.columns().numpy(), verification.accepted
         place = np.take_along_axis(columns, accepted[:, None], axis=1)[:, 0]
@@ -104,13 +107,13 @@ class InTreeDrafter(PassDrafter):
         self._lengths = np.where(lengths < self._lengths, -1, self._lengths)
 
     def keep_rows(self, rows: Tensor) -> None:
-        self._lengths = self._lengths[rows.cpu().numpy()]
+        super().keep_rows(rows)
         if len(self._states):
             self._states = self._states.index_select(0, rows.to(self._states.device))
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         new = len(contexts.lengths) - len(self._lengths)
-        self._lengths = np.pad(self._lengths, (0, new), constant_values=-1)
+        super().add_rows(contexts, verification)
         if len(self._states):
             self._states = pad(self._states, (0, 0, 0, 0, 0, new))
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.base.device import compute_apart
+from decode.base.device import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.loop.parts import Part
@@ -58,7 +58,7 @@ def serving(
     with bind("127.0.0.1", port) as bound:
         verifier = Verifier(served or target(), rule, SessionBounds(**bounds))
         server = VerifyServer(verifier, bound, Guard(key=key))
-        done = compute_apart(server.run, "server")
+        done = run_in_thread(server.run, "server")
         server.wait()
         try:
             yield Serving(server, verifier)

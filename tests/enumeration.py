@@ -25,7 +25,8 @@ from decode.draft import Draft, Siblings
 from decode.draw import sampling
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import Rule
-from decode.verification import Scores, Verification
+from decode.verdict import Scores
+from decode.verification import Verification
 from tests.tiny import verify
 
 TOKENS = 3

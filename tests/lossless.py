@@ -33,7 +33,8 @@ from decode.model.forward.prepare_model import prepare
 from decode.rules import Rule
 from decode.shapes import Growth, Shape
 from decode.stats import Counts
-from decode.verification import Decision, Scores, Verification
+from decode.verdict import Decision, Scores
+from decode.verification import Verification
 from tests.tiny import padded, tiny_model
 
 VOCAB = 16

@@ -24,7 +24,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import SpeculativeSampling
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 class PlainSpeculative(SpeculativeSampling):

@@ -94,7 +94,7 @@ def test_rows_join_wait_and_get_another_drafter(name: str) -> None:
     decoding.set(drafter=make())
     decoding.step()
     decoding.admit(PROMPTS[4:], NEW)
-    decoding.step(np.arange(len(decoding.rows)) % 2 == 0)
+    decoding.step(np.where(np.arange(len(decoding.rows)) % 2 == 0, 99, -1))
     while not decoding.finished:
         decoding.step()
     done = decoding.result()

@@ -125,7 +125,7 @@ def test_rows_that_sit_out_stay_as_they_are(rule: str, policy: str) -> None:
         if turn == 4:
             apart.admit([PROMPTS[0]], 3, row_ids=[7], settings=settings)
             taking = np.append(taking, True)
-        apart.step(taking)
+        apart.step(np.where(taking, 99, -1))
         assert all(apart.outputs[row] == tokens for row, tokens in before.items())
     assert {row: apart.outputs[row] for row in range(3)} == together.outputs
     expected, counted = together.result().tally, apart.result().tally

@@ -15,6 +15,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.parts import room
 from decode.model.cache.cached_model import CachedLM, require_trees
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
@@ -130,11 +131,11 @@ def test_rows_join_wait_and_get_another_drafter() -> None:
         for prompt in REPEATED[:3]:
             decoding.admit([prompt], NEW)
             decoding.step()
-        decoding.step(np.arange(len(decoding.rows)) % 2 == 0)
+        decoding.step(np.where(np.arange(len(decoding.rows)) % 2 == 0, TOKENS, -1))
         decoding.set(drafter=make_drafter(drafters[1]))
         decoding.step()
         decoding.admit(REPEATED[3:], NEW)
-        decoding.step(plain=True)
+        decoding.step(0)
         while not decoding.finished:
             decoding.step()
         assert decoding.result().outputs == plain
@@ -185,7 +186,7 @@ def test_it_is_opened_by_name_and_refuses_what_does_not_fit(tmp_path: Path) -> N
     shaped = opened.with_shape(SHAPES.make("dynamic:width=2,nodes=6"))
     assert isinstance(shaped, InTreeDrafter)
     assert (shaped.places, shaped.branches) == (2, True)
-    assert shaped.room(3) == shaped.max_nodes(3) + 2 * TOKENS
+    assert room(shaped, 3) == shaped.max_nodes(3) + 2 * TOKENS
     with pytest.raises(UserError, match=r"target of the heads .*drafter"):
         open_drafter(f"in_tree:drafter={path}", tiny_target(seed=1))
     for spec, message in (

@@ -22,8 +22,9 @@ from decode.lengths import POLICIES
 from decode.loop.decoding import Decoded, Decoder
 from decode.stats import Counts
 from decode.trace import DraftedToken, drafted_tokens, format_trace
-from decode.verification import Decision, Observer, Scores, Verification
-from tests.tiny import FAMILIES, PAD_ID, VOCAB, tiny_model, tiny_tokenizer
+from decode.verdict import Decision, Scores
+from decode.verification import Observer, Verification
+from tests.tiny import FAMILIES, PAD_ID, VOCAB, judged, tiny_model, tiny_tokenizer
 
 # Ragged; the last one repeats itself, so that prompt lookup finds something at once.
 PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13, 14) * 3 + (11, 12))
@@ -468,7 +469,7 @@ def test_a_trace_follows_the_path_that_was_taken_among_equal_siblings() -> None:
     scores = Scores(torch.zeros(1, 4, 16), Sampling(), draft, contexts)
     two, nine = torch.tensor([2]), torch.tensor([9])
     path = torch.tensor([[1, 2]])
-    done = Verification.of(draft, scores, Decision(path, two, two, nine))
+    done = judged(draft, scores, Decision(path, two, two, nine))
     (nodes,) = drafted_tokens(done)
     assert [node.verdict for node in nodes] == ["rejected", "accepted", "accepted"]
     assert done.block.tolist() == [[7, 5, 9]]

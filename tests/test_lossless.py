@@ -35,7 +35,8 @@ from decode.loop.decoding import Decoder
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.shapes import SHAPES, Chain
-from decode.verification import Scores, Verification
+from decode.verdict import Scores
+from decode.verification import Verification
 from tests.controls import CONTROLS, Control
 from tests.lossless import (
     DEEPER,

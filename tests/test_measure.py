@@ -29,7 +29,7 @@ from decode.measure.timed_prompts import fastest_gamma, in_turns
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES, Chain
 from decode.stats import Counts, Tally, Timing, summary
-from decode.verification import Verification
+from decode.verification import Seconds, Verification
 from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, verification
 from train.base.provenance import describe_process
 from train.report.report_summary import footnotes
@@ -525,8 +525,7 @@ def test_a_step_and_a_summary_by_hand() -> None:
             drafted=np.array(drafted),
             width=1 + max(drafted),
             draft_steps=max(drafted),
-            draft_s=ms / 1000,
-            verify_s=2 * ms / 1000,
+            seconds=Seconds(ms / 1000, 2 * ms / 1000),
         )
 
     first, second = step([4, 2], [4, 0], [3, 0], 1.0), step([0, 2], [0, 2], [0, 2], 3.0)

@@ -29,7 +29,8 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder
 from decode.shapes.static import Static
-from decode.verification import Decision, Scores, Verification
+from decode.verdict import Decision, Scores
+from decode.verification import Verification
 from distill.losses import LOSSES, WeightedLoss
 from distill.replay import rejections
 from distill.replay.online_student import SmallLMStudent
@@ -37,7 +38,7 @@ from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer, bytes_per_position, recorded_signal
 from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
-from tests.tiny import tiny_llama, tiny_target
+from tests.tiny import judged, tiny_llama, tiny_target
 from train.online.learning import Online, OnlineConfig
 from train.online.routed_learners import RoutedLearning
 
@@ -68,7 +69,7 @@ def verified(
     kept, sizes = np.array(accepted), np.array([len(draft) for draft in drafts])
     contexts = Contexts(context, np.array([len(text) for text in texts]))
     draft = Draft(tokens, sizes)
-    done = Verification.of(
+    return judged(
         draft,
         Scores(logits, Sampling(), draft, contexts),
         Decision(
@@ -77,9 +78,8 @@ def verified(
             reached=torch.as_tensor(np.minimum(kept + 1, sizes)),
             next_token=torch.tensor(following),
         ),
+        contexts,
     )
-    done.rows, done.contexts, done.lengths = np.arange(len(texts)), contexts, contexts.lengths
-    return done
 
 
 def test_a_rejection_is_recorded_at_its_place_and_nothing_else() -> None:

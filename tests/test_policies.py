@@ -23,7 +23,7 @@ from decode.lengths.cost_model import CostModel
 from decode.lengths.feedback import Heuristic
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
-from decode.verification import Verification
+from decode.verification import Seconds, Verification
 from tests import lossless
 from tests.tiny import tiny_model, verification
 
@@ -39,6 +39,7 @@ def step(
     draft_s: float = 0.0,
     pass_s: float = 1.0,
     width: int | None = None,
+    signals: dict[str, np.ndarray] | None = None,
 ) -> Verification:
     """What the loop would report of chains so deep, of which so many tokens were accepted."""
     allowed, kept = np.array(depths), np.array(accepted)
@@ -52,8 +53,8 @@ def step(
         emitted=kept + 1,
         width=1 + max_depth if width is None else width,
         draft_steps=max_depth,
-        draft_s=draft_s,
-        verify_s=pass_s,
+        seconds=Seconds(draft_s, pass_s),
+        signals=signals or {},
     )
 
 
@@ -133,8 +134,7 @@ def test_confidence_is_the_largest_probability_at_temperature_1() -> None:
     # Below the threshold, not at it (1e-6: rounding).
     policy.threshold -= 1e-6
     assert ask(policy, 2, logits, [True, True, False]).tolist() == [False, True, False]
-    assert policy.watched == 3
-    told = step([4, 4, 1], [0, 1, 1], drafted=[4, 2, 1])
+    told = step([4, 4, 1], [0, 1, 1], drafted=[4, 2, 1], signals=policy.signals())
     policy.observe(told)
     # As far as a row was asked while it drafted, the place it stopped at included.
     assert np.isnan(told.signals["confidence"]).sum(1).tolist() == [0, 0, 2]
@@ -166,7 +166,7 @@ def test_entropy_average_goes_on_from_the_text_that_was_kept() -> None:
 
     told((0.4, 0.4), (0.8, 0.8), (0.0, 0.0))
     # Row 0 kept its first token: the third place, after a rejected token, does not count.
-    policy.observe(step([4, 4], [1, 2], drafted=[2, 2]))
+    policy.observe(step([4, 4], [1, 2], drafted=[2, 2], signals=policy.signals()))
     assert policy._past == pytest.approx([0.6, 0.3])
     policy.keep_rows(np.array([1]))
     assert policy._past == pytest.approx([0.3])
@@ -183,7 +183,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
         seen.append(confidence)
         policy.measure = lambda logits, estimate, c=confidence: torch.full((2,), c)
         ask(policy, 0, torch.zeros(2, 4))
-        policy.observe(step([1, 1], [int(confidence > 0.7)] * 2))
+        policy.observe(step([1, 1], [int(confidence > 0.7)] * 2, signals=policy.signals()))
     below, above = max(c for c in seen if c <= 0.7), min(c for c in seen if c > 0.7)
     assert policy.thresholds == pytest.approx([(below + above) / 2] * 2)
     policy.keep_rows(np.array([1]))
@@ -193,7 +193,7 @@ def test_adaptive_confidence_learns_where_drafting_pays() -> None:
         for confidence in seen:
             policy.measure = lambda logits, estimate, c=confidence: torch.full((1,), c)
             ask(policy, 0, torch.zeros(1, 4))
-            policy.observe(step([1], [accepted]))
+            policy.observe(step([1], [accepted], signals=policy.signals()))
         if accepted:
             assert policy.thresholds == pytest.approx([min(seen) / 2])
         else:
@@ -215,7 +215,7 @@ def test_adaptive_confidence_maximises_its_criterion() -> None:
             (1,), c, dtype=torch.float64
         )
         ask(policy, 0, torch.zeros(1, 4))
-        policy.observe(step([1], [accepted]))
+        policy.observe(step([1], [accepted], signals=policy.signals()))
 
     def worth(theta: float) -> float:
         return sum(accepted - 0.4 for confidence, accepted in pairs if confidence >= theta)

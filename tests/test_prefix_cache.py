@@ -14,7 +14,8 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.measure.evaluation import evaluate
 from decode.model.cache.prefix_cache import SHORTEST, PrefixCache, prefix_cache
-from decode.model.cache.slots import Slots, SlotStates
+from decode.model.cache.slot_memory import SlotStates
+from decode.model.cache.slots import Slots
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from decode.text import SpeculativeGenerator

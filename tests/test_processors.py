@@ -19,7 +19,8 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.rules.exact import ExactMatch
 from decode.shapes import Growth
-from decode.verification import Scores, Verification
+from decode.verdict import Scores
+from decode.verification import Verification
 from tests.test_loop import ChainDrafter, RandomTrees
 from tests.tiny import PAD_ID, VOCAB, tiny_model
 

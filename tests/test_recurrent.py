@@ -186,7 +186,7 @@ def test_rows_that_join_sit_out_and_leave() -> None:
     for row, prompt in enumerate(PROMPTS[1:], 1):
         (first, *_) = decoding.begin([prompt, prompt] if row == 4 else [prompt], NEW)
         while first in decoding.waiting:  # prompts are read in parts, with passes in between
-            decoding.step(np.arange(len(decoding.rows)) % 2 == row % 2)
+            decoding.step(np.where(np.arange(len(decoding.rows)) % 2 == row % 2, 8, -1))
             decoding.read(first, 4)
         decoding.step()
     decoding.drop(3)

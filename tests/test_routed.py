@@ -71,7 +71,7 @@ def test_labels_follow_their_rows() -> None:
     other.labels = ["de"]
     texts.add_rows(other)
     assert texts.labels == [None, None, "de"]
-    assert texts.since(1).labels == [None, "de"]
+    assert texts.rows_from(1).labels == [None, "de"]
     texts.keep_rows(np.array([2, 0]))
     assert texts.labels == ["de", None]
 

@@ -18,7 +18,8 @@ from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.rules import RULES, Rule
 from decode.rules.exact import ExactMatch
-from decode.verification import Scores, Verification
+from decode.verdict import Scores
+from decode.verification import Verification
 from tests.enumeration import (
     PLAIN,
     TOKENS,

@@ -13,12 +13,13 @@ import transformers
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.draft import Draft, Limits, Siblings, best, first_equal, pack, renumbered
+from decode.draft import Draft, Limits, Siblings
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure
+from decode.tree_nodes import best, first_equal, pack, renumbered
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
 from tests.tiny import FAMILIES, after, tiny_model
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft, Limits, Siblings, first_equal, pack
+from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import SeveralDrafters
@@ -26,7 +26,8 @@ from decode.loop.step import decided
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
 from decode.shapes import SHAPES, Growth, Shape
-from decode.verification import Decision, Scores
+from decode.tree_nodes import first_equal, pack
+from decode.verdict import Decision, Scores
 from tests.enumeration import (
     TOKENS,
     Contextual,

@@ -29,7 +29,7 @@ from decode.model.forward.recognition import lean_forward
 from decode.model.hidden_states import FINAL
 from decode.rules import RULES
 from decode.shapes import Growth, chain_of
-from decode.verification import Scores
+from decode.verdict import Scores
 from tests.test_device import LAYERS, headed
 from tests.test_packed import LEAN
 from tests.tiny import VOCAB, forbid_packing, tiny_model

@@ -24,15 +24,6 @@ OUTWARD = {
     ("train.engines.launch", "draftsmith.export.engines.llama_server"),
     ("train.engines.launch", "draftsmith.export.engines.vllm"),
 }
-# The circles that are left. A new one is an error.
-CIRCLES = [
-    {
-        "decode.model.cache.cached_model",
-        "decode.model.cache.long_read",
-        "decode.model.trials",
-    },
-    {"decode.model.identity", "decode.model.loading"},
-]
 
 
 def test_imports_run_from_the_outer_packages_to_the_inner_ones() -> None:
@@ -40,7 +31,7 @@ def test_imports_run_from_the_outer_packages_to_the_inner_ones() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    assert [circle for circle in circles() if not any(circle <= left for left in CIRCLES)] == []
+    assert circles() == []
 
 
 def test_no_folder_has_a_name_that_tools_take_for_build_output() -> None:
@@ -61,7 +52,7 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
 @pytest.mark.parametrize(
     ("walk", "most"),
     [
-        (walk_of_a_decode_step, 4700),
+        (walk_of_a_decode_step, 4750),
         (walk_of_a_distillation_step, 2100),
         (walk_of_a_heads_step, 3600),
     ],

@@ -10,7 +10,7 @@ from decode.base.errors import UserError
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES
-from decode.verification import Scores
+from decode.verdict import Scores
 from tests.tiny import verify
 
 # What the target says after the text and after each node: token 0 is likeliest, then 1, 2, 3.

@@ -13,7 +13,7 @@ from torch import Tensor
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES, Rule
-from decode.verification import Scores
+from decode.verdict import Scores
 
 ROWS, NODES, TOKENS, STEPS = 3, 4, 40, 3
 PLAIN = Sampling(temperature=1.0)

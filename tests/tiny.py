@@ -6,7 +6,9 @@ greedy decoding never ties, and text depends on all of its prefix.
 
 import copy
 import functools
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.sampling import CounterRNG
 from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import EMBEDDED, Target, load_target
 from decode.rules import Rule
-from decode.verification import Scores, Verification
+from decode.verdict import Decision, Scores, Verdict
+from decode.verification import Outcome, Verification
 
 # Ids 0, 1 and 2: padding, beginning and end of a turn.
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -239,22 +242,28 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
 def verification(accepted: Sequence[int], **fields: Any) -> Verification:
     """A verification pass that accepted so many tokens in each row, with other fields as given and
     no draft to look at."""
-    rows = len(accepted)
-    none = torch.zeros(rows, 0, dtype=torch.int64)
-    scores = Scores(torch.zeros(rows, 1, 1), Sampling())
-    kept, block = np.array(accepted), np.zeros((rows, 1), dtype=np.int64)
-    broken = np.zeros(rows, dtype=bool)
-    done = Verification(Draft.none(rows, "cpu"), scores, none, kept, kept, block, broken)
-    done.rows = np.arange(rows)
-    for name, value in fields.items():
-        assert hasattr(done, name)
-        setattr(done, name, value)
-    return done
+    rows, kept = len(accepted), np.array(accepted)
+    done = Verification.of_nothing(
+        np.arange(rows), Contexts.of([()] * rows, 0), torch.device("cpu")
+    )
+    block = np.zeros((rows, 1), dtype=np.int64)
+    return replace(done, **{"accepted": kept, "reached": kept, "block": block} | fields)
 
 
 def verify(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Verification:
     """What the rule decides, on the host."""
-    return Verification.of(draft, scores, rule.decide(draft, scores, rng))
+    return judged(draft, scores, rule.decide(draft, scores, rng))
+
+
+def judged(
+    draft: Draft, scores: Scores, decision: Decision, contexts: Contexts | None = None
+) -> Verification:
+    """The pass with this decision, in which no text ends. contexts: the texts, as they are now."""
+    verdict, rows = Verdict.read(draft, scores, decision), len(draft.sizes)
+    many, none = np.full(rows, sys.maxsize), np.zeros(0, dtype=np.int64)
+    outcome = Outcome.after(verdict, np.arange(rows), many, none, np.zeros(rows, dtype=bool))
+    texts = Contexts.of([()] * rows, 0) if contexts is None else contexts
+    return Verification.of(verdict, outcome, texts, rows=np.arange(rows))
 
 
 def after(contexts: Contexts, features: Features | None = None) -> Verification:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -61,16 +61,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def settled(open_: Tensor) -> bool:
-    """Whether no row of open_, bool [B], is still open, so that a pass over them can be skipped.
+def surely_none(rows: Tensor) -> bool:
+    """Whether none of `rows`, bool [B], is true, so that a pass over them can be skipped.
 
     False where a read is not free, because the check costs more than the pass.
     """
-    return reads_are_free(open_.device) and not open_.any()
+    return reads_are_free(rows.device) and not rows.any()
 
 
-def compute_apart(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
-    """Do `work` in a thread that ends with it. name: the name of the thread.
+def run_in_thread(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
+    """Do `work` in a thread that ends with it. name: of the thread.
 
     For what prepares a decode that another thread runs. A thread that has computed on a CPU keeps
     its OpenMP threads until it ends. While two threads have some, there are more of them than
@@ -89,18 +89,6 @@ def compute_apart(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
     return done
 
 
-# The fields of a record that get the time of a part.
-_FIELDS = {"draft": "draft_s", "verify": "verify_s", "overhead": "overhead_s"}
-
-
-class Timed(Protocol):
-    """A record of a pass that has the seconds of its parts."""
-
-    draft_s: float
-    verify_s: float
-    overhead_s: float
-
-
 @dataclass
 class _Span:
     """A part of a step between two moments: seconds, or events on a CUDA device."""
@@ -108,7 +96,7 @@ class _Span:
     part: str
     begin: Any
     end: Any
-    record: Timed | None = None
+    seconds: Any  # of the pass
 
 
 class Clock:
@@ -126,26 +114,25 @@ class Clock:
         self.timing = timing
         self._cuda = device.type == "cuda"
         self._spans: deque[_Span] = deque()
+        self._seconds: Any = None
         self._last = self._now()
 
-    def resume(self) -> None:
-        """A step begins. The time since the last mark is not counted."""
+    def resume(self, seconds: Any = None) -> None:
+        """A step begins. The time since the last mark is not counted. seconds: an object that gets
+        the seconds of the parts that it has attributes for, until `end_pass`."""
         while self._spans and (not self._cuda or self._spans[0].end.query()):
             self._add(self._spans.popleft())
-        self._first = len(self._spans)
-        self._last = self._now()
+        self._seconds, self._last = seconds, self._now()
 
     def mark(self, part: str) -> None:
         """The time since the last mark was spent on `part`."""
         begin, self._last = self._last, self._now()
-        self._spans.append(_Span(part, begin, self._last))
+        self._spans.append(_Span(part, begin, self._last, self._seconds))
 
-    def give(self, record: Timed, *, at_once: bool) -> None:
-        """The parts marked since `resume` belong to this pass: its draft_s, verify_s and
-        overhead_s. at_once: wait for them, if needed. Else a CUDA device sets them later, at the
-        latest in `finish`."""
-        for span in list(self._spans)[self._first :]:
-            span.record = record
+    def end_pass(self, *, at_once: bool) -> None:
+        """The parts marked from now on belong to no pass. at_once: wait for the times of the pass,
+        if needed. Else a CUDA device sets them later, at the latest in `finish`."""
+        self._seconds = None
         if at_once or not self._cuda:
             self.finish()
 
@@ -166,6 +153,6 @@ class Clock:
     def _add(self, span: _Span) -> None:
         begin, end = span.begin, span.end
         seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
-        setattr(self.timing, span.part, getattr(self.timing, span.part) + seconds)
-        if span.record is not None and span.part in _FIELDS:
-            setattr(span.record, _FIELDS[span.part], seconds)
+        for sums in (self.timing, span.seconds):
+            if hasattr(sums, span.part):
+                setattr(sums, span.part, getattr(sums, span.part) + seconds)

@@ -5,11 +5,15 @@ verification rules, and only the vocabulary of the target.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
+from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry
 from decode.draft import Contexts, Draft, Limits, Siblings
@@ -26,31 +30,30 @@ class Drafter(ABC):
     """Base class of drafters.
 
     Order of the calls in one decode: attach → start → observe → prefill →
-    (draft → probes → observe)*, with keep_rows and add_rows in between. `probes` only with
-    has_probes, then also in passes for which another drafter drafted. If passes without drafts come
-    first, `observe` is called more than once before `prefill`. If all rows have left and others
-    come, `start` follows again.
+    (draft → probes → observe)*, with keep_rows and add_rows in between. `probes` also in passes for
+    which another drafter drafted. If passes without drafts come first, `observe` is called more
+    than once before `prefill`. If all rows have left and others come, `start` follows again.
 
     captured_layers: the layers whose hidden states are captured for the drafter
     (`decode.model.hidden_states`). They come from the target's normal passes.
     reads_cache: its drafts read the target's keys and values of the text.
-    has_probes: it drafts from what the target reads behind a draft (`probes`).
     trained: the drafter can only be loaded from a directory.
     decoder_only: it cannot draft for a target with an encoder, because it would not know the
     source. Other drafters may read the sources in the contexts.
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
     learning: its weights are trained between the decodes.
+    per_row: the state that it keeps of each row (`decode.row_state`).
     estimates: whenever a draft-length policy is asked, it also gets an estimate of how likely the
     target accepts the next token.
     """
 
     captured_layers: tuple[int, ...] = ()
     reads_cache: bool = False
-    has_probes: bool = False
     vocab_size: int | None = None
     trained: bool = False
     decoder_only: bool = False
     learning: bool = False
+    per_row: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "Drafter":
@@ -77,7 +80,8 @@ class Drafter(ABC):
         """Whether it takes back tokens that it was shown (`rewind`). A drafter that keeps no state
         of a row has nothing to take back."""
         kind = type(self)
-        return kind.keep_rows is Drafter.keep_rows or kind.rewind is not Drafter.rewind
+        stateless = kind.keep_rows is Drafter.keep_rows and not self.per_row
+        return stateless or kind.rewind is not Drafter.rewind
 
     def siblings(self, sampling: Sampling) -> Siblings:
         """How this drafter picks the children of one node under `sampling`."""
@@ -92,15 +96,10 @@ class Drafter(ABC):
         """The max number of nodes in one row's draft. For trees it can be more than `gamma`."""
         return gamma
 
-    def max_probes(self, gamma: int, nodes: int) -> int:
-        """The max number of probes behind a draft of at most `nodes` nodes (`probes`), for drafts
-        at most `gamma` deep."""
-        return 0
-
-    def room(self, gamma: int) -> int:
-        """The max number of slots that one row's draft takes: its nodes, and probes behind them."""
-        nodes = self.max_nodes(gamma)
-        return nodes + self.max_probes(gamma, nodes)
+    def room(self, nodes: int, gamma: int) -> int:
+        """The max number of slots that a row's draft of at most `nodes` nodes takes, with the
+        probes behind them, for drafts at most `gamma` deep."""
+        return nodes
 
     def describe_drafts(self, max_depth: int | None = None) -> str:
         """A short description of its drafts, such as `chain`. max_depth: None: not limited."""
@@ -122,9 +121,9 @@ class Drafter(ABC):
         layers of the target. Raises UserError if the drafter does not fit it."""
         return None
 
-    @abstractmethod
     def start(self, contexts: Contexts) -> None:
         """A new batch begins. The contexts are the prompts. Drop all state of the last batch."""
+        row_state.begin(self, len(contexts.lengths), contexts)
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         """Reads the texts so far of the rows from `first` on, except the last token of each, before
@@ -141,11 +140,11 @@ class Drafter(ABC):
         `q` must be the distribution that the tokens were really drawn from.
         """
 
-    def probes(self, max_depth: int) -> Probes:
-        """Inputs that the target reads behind the draft of this pass, whichever drafter made it, to
-        draft the next one from. `observe` gets them with their states. max_depth: no draft is
-        deeper. Only for a drafter that `has_probes`."""
-        raise NotImplementedError
+    def probes(self, max_depth: int) -> Probes | None:
+        """Inputs that the target reads behind the draft of this pass, whichever drafter made it.
+        In `observe` they have their states, to draft the next tokens from. max_depth: no draft is
+        deeper. None: the target reads the draft only."""
+        return None
 
     def observe(self, verification: Verification) -> None:
         """Receives every pass once: after `start` the prefill (the verification of an empty draft),
@@ -176,15 +175,21 @@ class Drafter(ABC):
 
     def keep_rows(self, rows: torch.Tensor) -> None:
         """Keeps only these rows (int64 [B']), in this order."""
-        return None
+        if self.per_row:
+            row_state.keep(self, rows.cpu().numpy())
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         """Rows join the running ones, after them. contexts: all rows, perhaps with more space for
         tokens than before. verification: the prefill of the new rows alone. What `start` and
         `observe` do for the first rows, this does for the new ones.
 
-        Raises UserError for a drafter that keeps state of each row and does not define this."""
-        if type(self).keep_rows is not Drafter.keep_rows:
+        Raises UserError for a drafter that keeps state of each row outside of `per_row` and does
+        not define this."""
+        if self.per_row:
+            first = row_state.count(self)
+            row_state.add(self, len(contexts.lengths) - first, contexts.rows_from(first))
+        kind = type(self)
+        if kind.keep_rows is not Drafter.keep_rows and kind.add_rows is Drafter.add_rows:
             raise UserError(
                 f"{type(self).__name__} keeps state of each row and takes no rows into a running "
                 "decode; decode each batch to its end, or define `add_rows`"
@@ -197,9 +202,6 @@ DRAFTERS: Registry[type[Drafter]] = Registry("drafter")
 @DRAFTERS.register("none")
 class NoDrafter(Drafter):
     """Drafts nothing, so that each verification pass emits one token."""
-
-    def start(self, contexts: Contexts) -> None:
-        return None
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG

@@ -74,9 +74,6 @@ class SelfDrafter(ShapedDrafter):
         other.shape = shape
         return other
 
-    def start(self, contexts: Contexts) -> None:
-        return None
-
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -57,6 +58,10 @@ class SmallLMDrafter(VerifyingDrafter):
     trained = True
     feeds_chains = True  # whether the model reads the tokens of a chain that it drafts
     vocab_size: int
+    per_row = MappingProxyType({"_begin": 0, "_cached": 0})
+    _begin: np.ndarray  # [B]: the first token of the text that is read
+    # [B]: all committed tokens before this one are in the cache, or before `_begin`.
+    _cached: np.ndarray
 
     def __init__(
         self,
@@ -86,9 +91,6 @@ class SmallLMDrafter(VerifyingDrafter):
                 "included; make the tree shallower"
             )
         self._capacity = 0  # tokens of a row that the model can attend to
-        self._begin = np.zeros(0, dtype=np.int64)  # [B]: the first token of the text that is read
-        # [B]: all committed tokens before this one are in the cache, or before `_begin`.
-        self._cached = np.zeros(0, dtype=np.int64)
         # The last chain, its tokens that are in the cache, [B, n], and the lengths before them.
         self._fed: tuple[Draft, Tensor, np.ndarray] | None = None
         self._warned = False  # about a text that is longer than its context
@@ -184,24 +186,22 @@ class SmallLMDrafter(VerifyingDrafter):
         self.lm.reset(rows, slots)
         if self.shape.branches:
             require_trees(self.lm.model)
-        self._begin = np.zeros(rows, dtype=np.int64)
-        self._cached = np.zeros(rows, dtype=np.int64)
         self._fed = None
+        super().start(contexts)
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         rows, slots = self.read(contexts).tokens.shape
         new = rows - len(self._begin)
         self._capacity = min(slots, self.lm.max_positions)
         self.lm.add_rows(new, slots)
-        self._begin = np.pad(self._begin, (0, new))
-        self._cached = np.pad(self._cached, (0, new))
+        super().add_rows(contexts, verification)
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
         if self.lm.sources is not None:
             assert contexts.sources is not None
             self.lm.encode(contexts.sources[first:], first)
         # Only these rows: otherwise the others would feed as many tokens again.
-        part = self.read(contexts).since(first)
+        part = self.read(contexts).rows_from(first)
         begin, cached = self._begin, self._cached
         self._begin, self._cached = begin[first:], cached[first:]
         with self.lm.only(first, len(contexts.lengths)):
@@ -340,7 +340,7 @@ class SmallLMDrafter(VerifyingDrafter):
         # Beside another drafter, that one's tokens may have been accepted, and not those fed.
         _, fed, stays = last
         if reads_are_free(fed.device):
-            stays = text.standing(fed.cpu().numpy(), stays)
+            stays = text.unchanged_lengths(fed.cpu().numpy(), stays)
         # Elsewhere, a read would take longer than feeding these few tokens again.
         self._cached = np.minimum(self._cached, stays)
 
@@ -348,9 +348,8 @@ class SmallLMDrafter(VerifyingDrafter):
         self._cached, self._fed = np.minimum(self._cached, lengths), None
 
     def keep_rows(self, rows: torch.Tensor) -> None:
+        super().keep_rows(rows)
         self.lm.keep_rows(rows.to(self.lm.device))
-        kept = rows.cpu().numpy()
-        self._begin, self._cached = self._begin[kept], self._cached[kept]
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces some weights, also in the middle of texts: the cache is then computed again.

@@ -7,6 +7,7 @@ a text, C chunks that are kept, W slots that are gathered, D head size.
 
 import copy
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,10 @@ class SparseDrafter(VerifyingDrafter):
 
     reads_cache = True
     decoder_only = True  # the slots of a part have no sources
+    per_row = MappingProxyType({"_joined": lambda new: new.lengths - 1, "_turn": -1, "_copied": 0})
+    _joined: np.ndarray  # [B]: the last token when the row joined
+    _turn: np.ndarray  # [B]: the token that chose last, −1 for none
+    _copied: np.ndarray  # [B]: how many tokens of the text are gathered or copied
 
     def __init__(
         self, sinks: int = 4, recent: int = 128, chunk: int = 8, budget: int = 512, every: int = 64
@@ -165,14 +170,6 @@ class SparseDrafter(VerifyingDrafter):
         self._target: CachedLM | None = None
         self._reader: LayerView | None = None  # the target, whose queries choose
         self._lm: PartLM | None = None
-        self._begin(0)
-
-    def _begin(self, rows: int) -> None:
-        # [B] each. The last token when the row joined; the token that chose last, −1 for none; and
-        # how many tokens of the text are gathered or copied.
-        self._joined = np.zeros(rows, dtype=np.int64)
-        self._turn = np.full(rows, -1)
-        self._copied = np.zeros(rows, dtype=np.int64)
 
     @property
     def lm(self) -> PartLM:
@@ -212,8 +209,7 @@ class SparseDrafter(VerifyingDrafter):
 
     def start(self, contexts: Contexts) -> None:
         rows, room = contexts.tokens.shape
-        self._begin(rows)
-        self._joined = contexts.lengths - 1
+        super().start(contexts)
         self.lm.reset(rows, min(room, self.budget + self.chunk + self.every))
         self.lm.omitted = np.zeros(rows, dtype=np.int64)
 
@@ -298,16 +294,12 @@ class SparseDrafter(VerifyingDrafter):
         self._turn = np.where(self._turn < lengths, self._turn, -1)
 
     def keep_rows(self, rows: Tensor) -> None:
+        super().keep_rows(rows)
         self.lm.keep_rows(rows.to(self.device))
-        kept = rows.cpu().numpy()
-        self.lm.omitted = self.lm.omitted[kept]
-        self._joined, self._turn = self._joined[kept], self._turn[kept]
-        self._copied = self._copied[kept]
+        self.lm.omitted = self.lm.omitted[rows.cpu().numpy()]
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         new = len(contexts.lengths) - len(self._turn)
         self.lm.add_rows(new, 0)
         self.lm.omitted = np.pad(self.lm.omitted, (0, new))
-        self._joined = np.append(self._joined, contexts.lengths[len(self._turn) :] - 1)
-        self._turn = np.pad(self._turn, (0, new), constant_values=-1)
-        self._copied = np.pad(self._copied, (0, new))
+        super().add_rows(contexts, verification)

@@ -4,8 +4,9 @@
 Shapes: B rows, n tokens of a trial.
 """
 
+from types import MappingProxyType
+
 import numpy as np
-import torch
 
 from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
@@ -15,7 +16,6 @@ from decode.drafters.skip import SelfDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.sublayers import Sublayers
-from decode.verification import Verification
 
 # The paper's interval between sets that are not random.
 VARY_EVERY = 25
@@ -107,6 +107,9 @@ class SwiftDrafter(SelfDrafter):
     UserError for options out of range, and for a target of fewer than 3 layers.
     """
 
+    per_row = MappingProxyType({"_begins": lambda new: new.lengths.copy()})
+    _begins: np.ndarray  # [B]: where the emitted tokens begin
+
     def __init__(
         self,
         ratio: float = 0.45,
@@ -129,7 +132,6 @@ class SwiftDrafter(SelfDrafter):
         self.search: LayerSearch | None = None
         self._layers = 0
         self._drafts = 0
-        self._begins = np.zeros(0, dtype=np.int64)  # [B]: where the emitted tokens begin
 
     def attach(self, lm: CachedLM) -> None:
         layers = lm.layers
@@ -155,15 +157,6 @@ class SwiftDrafter(SelfDrafter):
 
     def forget(self) -> None:
         self.search = self.lm = None  # both begin again when the target is attached
-
-    def start(self, contexts: Contexts) -> None:
-        self._begins = contexts.lengths.copy()
-
-    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        self._begins = np.append(self._begins, contexts.lengths[len(self._begins) :])
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self._begins = self._begins[rows.cpu().numpy()]
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG

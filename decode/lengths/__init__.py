@@ -11,11 +11,15 @@ Its distribution never does.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry
 from decode.costs import Costs
@@ -23,16 +27,16 @@ from decode.verification import Verification
 
 
 class Policy(ABC):
-    """Call order within one decode: start → (depths → stops* → observe)*, with keep_rows and
-    add_rows in between.
+    """Call order within one decode: start → (depths → stops* → signals → observe)*, with keep_rows
+    and add_rows in between.
 
     max_depth: the max depth of a draft. watches: the drafter calls `stops` before each token of a
     chain.
     stops_after: a draft that `stops` ends still gets that token, and ends after it.
-    constant: all drafts have the same depth, so figures per draft length are meaningful. watched:
-    the number of tokens of the last draft for which `stops` was called; the drafter computed logits
-    for each of them. needs_costs: `use_costs` is worth the seconds that measuring takes.
+    constant: all drafts have the same depth, so figures per draft length are meaningful.
+    needs_costs: `use_costs` is worth the seconds that measuring takes.
     by_batch: it decides for the batch as a unit, or from the batches before.
+    per_row: the state that it keeps of each row (`decode.row_state`).
     reads_times: `observe` reads the seconds of the pass. The loop then waits for a CUDA device in
     each step. reads_estimates: `stops` needs the drafter's estimates of acceptance.
     """
@@ -44,7 +48,7 @@ class Policy(ABC):
     by_batch: bool = False
     reads_times: bool = False
     reads_estimates: bool = False
-    watched: int = 0
+    per_row: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, max_depth: int) -> None:
         if max_depth < 1:
@@ -57,6 +61,7 @@ class Policy(ABC):
     def start(self, rows: int) -> None:
         """A new batch of `rows` rows begins. The policy may keep the costs it has learnt."""
         self.rows = rows
+        row_state.begin(self, rows)
 
     @abstractmethod
     def depths(self) -> np.ndarray:
@@ -77,6 +82,12 @@ class Policy(ABC):
         """
         raise NotImplementedError
 
+    def signals(self) -> dict[str, np.ndarray]:
+        """The numbers that `stops` looked at for the last draft, float64 [B, D] by name, NaN where
+        it did not look. The drafter computed logits for each of the D tokens. Called when the
+        verdict on the draft is known."""
+        return {}
+
     def observe(self, verification: Verification) -> None:
         """Learn from the result of the draft."""
         return None
@@ -84,10 +95,12 @@ class Policy(ABC):
     def keep_rows(self, rows: np.ndarray) -> None:
         """Keep only these rows, in this order."""
         self.rows = len(rows)
+        row_state.keep(self, rows)
 
     def add_rows(self, count: int) -> None:
         """So many rows join, after the others. They begin like the rows of a new batch."""
         self.rows += count
+        row_state.add(self, count)
 
     def use_costs(self, costs: Costs) -> None:
         """Use costs that were measured before decoding begins."""
@@ -129,7 +142,6 @@ class Watcher(Policy):
         # By position: the number, float [B], NaN in rows it was not computed for.
         self._seen: list[Tensor] = []
         self._on_host: list[Tensor] = []  # the same, once the device has passed the draft
-        self.watched = 0
 
     def depths(self) -> np.ndarray:
         return np.full(self.rows, self.max_depth)
@@ -161,19 +173,21 @@ class Watcher(Policy):
         if position < len(self._seen):  # another drafter called before, for other rows
             seen = torch.where(drafting, value, self._seen[position].to(value))
         self._seen[position:] = [seen, *self._seen[position + 1 :]]
-        # The verdict on this draft is read after this copy, so `observe` waits for nothing.
+        # The verdict on this draft is read after this copy, so `signals` waits for nothing.
         copy = seen.to("cpu", non_blocking=True)
         self._on_host[position:] = [copy, *self._on_host[position + 1 :]]
-        self.watched = len(self._seen)
         ended = self.ends(position, value) & drafting
         shortest = position + self.stops_after  # the draft, if it ends here
         return ended if shortest >= self.min_depth else torch.zeros_like(ended)
 
+    def signals(self) -> dict[str, np.ndarray]:
+        seen = self._on_host
+        return {self.signal: torch.stack(seen, 1).double().numpy()} if seen else {}
+
     def observe(self, verification: Verification) -> None:
-        if not self._seen:
+        values = verification.signals.get(self.signal)
+        if values is None:
             return
-        values = torch.stack(self._on_host, 1).double().numpy()
-        verification.signals[self.signal] = values
         known = ~np.isnan(values)
         watched = np.where(known.any(1), values.shape[1] - known[:, ::-1].argmax(1), 0)
         self.learn(verification, values, watched)

@@ -65,6 +65,9 @@ class AdaptiveConfidence(ConfidenceWatcher):
     """
 
     WARM = 8  # with fewer pairs, `threshold` is used
+    thresholds: np.ndarray  # [B]
+    _confidence: np.ndarray  # [B, window]
+    _gain: np.ndarray  # [B, window]
 
     def __init__(
         self,
@@ -81,24 +84,12 @@ class AdaptiveConfidence(ConfidenceWatcher):
         if not 0 < price < 1:
             raise UserError(f"price is {price}; expected plain steps, above 0 and below 1")
         self.threshold, self.window, self.price = threshold, window, price
-        self._forget_rows()
-
-    def _forget_rows(self) -> None:
-        self.thresholds = np.zeros(0)
-        # The latest pairs of each row, oldest first; empty positions have confidence NaN.
-        self._confidence = np.zeros((0, self.window))
-        self._gain = np.zeros((0, self.window))
-
-    def _append(self, rows: int) -> None:
-        new, below = (0, rows), ((0, rows), (0, 0))
-        self.thresholds = np.pad(self.thresholds, new, constant_values=self.threshold)
-        self._confidence = np.pad(self._confidence, below, constant_values=np.nan)
-        self._gain = np.pad(self._gain, below)
-
-    def start(self, rows: int) -> None:
-        super().start(rows)
-        self._forget_rows()
-        self._append(rows)
+        # The latest pairs of a row, oldest first; empty positions have confidence NaN.
+        self.per_row = {
+            "thresholds": threshold,
+            "_confidence": np.full(window, np.nan),
+            "_gain": np.zeros(window),
+        }
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         judged = np.minimum(np.minimum(verification.reached, watched), verification.drafted)
@@ -134,12 +125,3 @@ class AdaptiveConfidence(ConfidenceWatcher):
         above = np.nextafter(confidence[:, 0].astype(np.float32), np.float32(2))
         middle = np.where(worth[row, at] > 0, middle, above)
         return np.where(known.sum(1) < self.WARM, self.threshold, middle)
-
-    def keep_rows(self, rows: np.ndarray) -> None:
-        super().keep_rows(rows)
-        self.thresholds = self.thresholds[rows]
-        self._confidence, self._gain = self._confidence[rows], self._gain[rows]
-
-    def add_rows(self, count: int) -> None:
-        super().add_rows(count)
-        self._append(count)

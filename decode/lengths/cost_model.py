@@ -3,7 +3,7 @@
 import numpy as np
 
 from decode.base.errors import UserError
-from decode.costs import Costs, draft_parts, straight_on
+from decode.costs import Costs, draft_parts, extrapolated
 from decode.lengths import POLICIES, Policy
 from decode.verification import Verification
 
@@ -210,7 +210,7 @@ class _PassTimes:
         if not self._known:
             return None
         known = np.array(sorted(self._known))
-        return straight_on(tokens, known, np.array([self._known[n] for n in known]))
+        return extrapolated(tokens, known, np.array([self._known[n] for n in known]))
 
 
 def _clipped(ratio: float) -> float:

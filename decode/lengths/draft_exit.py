@@ -27,6 +27,8 @@ class DraftExit(ConfidenceWatcher):
     """
 
     stops_after = True
+    thresholds: np.ndarray  # [B]
+    _rates: np.ndarray  # [B]
 
     def __init__(
         self, max_depth: int = 8, threshold: float = 0.8, goal: float = 0.9, min_depth: int = 1
@@ -36,11 +38,7 @@ class DraftExit(ConfidenceWatcher):
             if not 0 <= value <= 1:
                 raise UserError(f"{name} is {value}; expected a number from 0 to 1")
         self.threshold, self.goal = threshold, goal
-        self.thresholds = self._rates = np.zeros(0)
-
-    def start(self, rows: int) -> None:
-        super().start(rows)
-        self.thresholds, self._rates = np.full(rows, self.threshold), np.zeros(rows)
+        self.per_row = {"thresholds": threshold, "_rates": 0.0}
 
     def learn(self, verification: Verification, values: np.ndarray, watched: np.ndarray) -> None:
         # Rows that another drafter served are not watched.
@@ -51,12 +49,3 @@ class DraftExit(ConfidenceWatcher):
         change = np.where(self._rates < self.goal, STEP, np.where(complete, 0.0, -STEP))
         moved = np.clip(self.thresholds + (1 - PAST_THRESHOLDS) * change, 0.0, 1.0)
         self.thresholds = np.where(learns, moved, self.thresholds)
-
-    def keep_rows(self, rows: np.ndarray) -> None:
-        super().keep_rows(rows)
-        self.thresholds, self._rates = self.thresholds[rows], self._rates[rows]
-
-    def add_rows(self, count: int) -> None:
-        super().add_rows(count)
-        self.thresholds = np.pad(self.thresholds, (0, count), constant_values=self.threshold)
-        self._rates = np.pad(self._rates, (0, count))

@@ -1,6 +1,7 @@
 """The flatter the drafter's distribution, the shorter the draft."""
 
 import math
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ class Entropy(Watcher):
     """
 
     signal = "entropy"
+    per_row = MappingProxyType({"_past": np.nan})  # NaN before a row's first draft
+    _past: np.ndarray  # [B]
 
     def __init__(
         self, max_depth: int = 8, min_depth: int = 1, flat: float = 0.3, ema: float = 0.0
@@ -34,12 +37,7 @@ class Entropy(Watcher):
         if not 0 <= ema < 1:
             raise UserError(f"ema is {ema}; expected a weight from 0 (none) to below 1")
         self.flat, self.ema = flat, ema
-        self._past = np.zeros(0)  # [B], NaN before a row's first draft
         self._running: Tensor | None = None
-
-    def start(self, rows: int) -> None:
-        super().start(rows)
-        self._past = np.full(rows, np.nan)
 
     def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
         log_q = logits.float().log_softmax(-1)
@@ -65,11 +63,3 @@ class Entropy(Watcher):
                 np.isnan(self._past), now, self.ema * self._past + (1 - self.ema) * now
             )
             self._past = np.where(position < kept, average, self._past)
-
-    def keep_rows(self, rows: np.ndarray) -> None:
-        super().keep_rows(rows)
-        self._past = self._past[rows]
-
-    def add_rows(self, count: int) -> None:
-        super().add_rows(count)
-        self._past = np.pad(self._past, (0, count), constant_values=np.nan)

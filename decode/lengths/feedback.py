@@ -16,16 +16,14 @@ class Heuristic(Policy):
     first: the initial length for a text. Default: 5, or `max_depth` if that is less.
     """
 
+    _lengths: np.ndarray  # [B]
+
     def __init__(self, max_depth: int = 8, first: int | None = None) -> None:
         super().__init__(max_depth)
         self.first = min(5, max_depth) if first is None else first
         if not 1 <= self.first <= max_depth:
             raise UserError(f"first is {first}; expected a length from 1 to max_depth, {max_depth}")
-        self._lengths = np.zeros(0, dtype=np.int64)
-
-    def start(self, rows: int) -> None:
-        super().start(rows)
-        self._lengths = np.full(rows, self.first)
+        self.per_row = {"_lengths": self.first}
 
     def depths(self) -> np.ndarray:
         return self._lengths.copy()
@@ -36,14 +34,6 @@ class Heuristic(Policy):
         lengths = np.clip(self._lengths + change, 1, self.max_depth)
         self._lengths = np.where(verification.drafted > 0, lengths, self._lengths)
 
-    def keep_rows(self, rows: np.ndarray) -> None:
-        super().keep_rows(rows)
-        self._lengths = self._lengths[rows]
-
-    def add_rows(self, count: int) -> None:
-        super().add_rows(count)
-        self._lengths = np.pad(self._lengths, (0, count), constant_values=self.first)
-
 
 @POLICIES.register("feedback")
 class Feedback(Policy):
@@ -52,6 +42,8 @@ class Feedback(Policy):
 
     ema: the weight of the past. A text begins with r = `first`. A row without a draft keeps its r.
     """
+
+    _ratio: np.ndarray  # [B]
 
     def __init__(
         self, max_depth: int = 8, min_depth: int = 1, ema: float = 0.7, first: float = 0.5
@@ -62,11 +54,7 @@ class Feedback(Policy):
             if not fits:
                 raise UserError(f"{name} is {value}; expected a number from 0 to 1 (ema below 1)")
         self.min_depth, self.ema, self.first = min_depth, ema, first
-        self._ratio = np.zeros(0)
-
-    def start(self, rows: int) -> None:
-        super().start(rows)
-        self._ratio = np.full(rows, self.first)
+        self.per_row = {"_ratio": self.first}
 
     def depths(self) -> np.ndarray:
         lengths = self.min_depth + (self.max_depth - self.min_depth) * self._ratio
@@ -75,11 +63,3 @@ class Feedback(Policy):
     def observe(self, verification: Verification) -> None:
         ratio = self.ema * self._ratio + (1 - self.ema) * verification.kept_share()
         self._ratio = np.where(verification.drafted > 0, ratio, self._ratio)
-
-    def keep_rows(self, rows: np.ndarray) -> None:
-        super().keep_rows(rows)
-        self._ratio = self._ratio[rows]
-
-    def add_rows(self, count: int) -> None:
-        super().add_rows(count)
-        self._ratio = np.pad(self._ratio, (0, count), constant_values=self.first)

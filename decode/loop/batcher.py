@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from decode.base.device import compute_apart
+from decode.base.device import run_in_thread
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
@@ -75,7 +75,7 @@ class Batcher(ABC, Generic[T]):
 
     def _start(self, name: str) -> None:
         """Start the thread, which has this name."""
-        self.done = compute_apart(self._run, name)
+        self.done = run_in_thread(self._run, name)
 
     # --- called from other threads ----------------------------------------------------------------
 

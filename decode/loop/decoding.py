@@ -18,7 +18,6 @@ from decode.loop.rows import Rows, RowSettings, require_prompts, token_ids
 from decode.loop.start import new_rows, start_drafter
 from decode.loop.step import OnEnd, OnError, OnTokens, RunningRows
 from decode.loop.waiting_rows import shares
-from decode.model.features import Features
 from decode.rules import Rule
 from decode.stats import Counts, Tally, Timing
 from decode.verification import Verification
@@ -192,9 +191,14 @@ class Decoding(RunningRows):
             self.clock.mark("prefill")
             if reading.left:
                 return count
-            verification, features = reading.result()
+            verdict, features = reading.result()
             slots = self._waiting.make_room(reading, place, first)
-            self._commit(reading.new, verification, np.zeros(len(reading.new), dtype=np.int64))
+            new, contexts = reading.new, reading.new.contexts
+            lengths = contexts.lengths
+            outcome = self._commit(new, verdict, number=0)
+            verification = Verification.of(
+                verdict, outcome, contexts, rows=new.numbers, lengths=lengths, features=features
+            )
         except BaseException:
             self._keep_slots(self._waiting.give_up(reading, place, first))
             raise
@@ -202,7 +206,7 @@ class Decoding(RunningRows):
         self._keep_slots(slots)
         self.clock.mark("prefill")
         try:
-            self._join(reading.new, verification, features)
+            self._join(new, verification)
             self.clock.mark("draft_prefill")
             self.retire(verification, first)
             if self._drafted and len(self.rows) > first:
@@ -214,10 +218,9 @@ class Decoding(RunningRows):
         self.clock.mark("draft_prefill")
         return count
 
-    def _join(self, new: Rows, verification: Verification, features: Features | None) -> None:
+    def _join(self, new: Rows, verification: Verification) -> None:
         """Append new rows, and tell drafter and policy. verification: their prefill."""
-        setup = self.setup
-        verification.features = features
+        setup, features = self.setup, verification.features
         if len(self.rows):
             self.rows.add(new)
             with self._running():

@@ -66,7 +66,7 @@ class Parts:
     @property
     def draft_room(self) -> int:
         """`Drafter.room` for the depths of the policy."""
-        return self.drafter.room(self.policy.max_depth)
+        return room(self.drafter, self.policy.max_depth)
 
     def require_sampling(self, drawn: Iterable[tuple[Sampling, Sampling]]) -> None:
         """Raises UserError if the rule cannot judge the drafts for rows whose text and whose draft
@@ -97,6 +97,11 @@ class Parts:
                 "If the tokenizers are the same and only the padding differs, open the drafter by "
                 "its name (`open_drafter`)"
             )
+
+
+def room(drafter: Drafter, gamma: int) -> int:
+    """The max number of slots that one row's draft takes, with the drafter's probes."""
+    return drafter.room(drafter.max_nodes(gamma), gamma)
 
 
 def require_no_encoder(drafter: Drafter | type[Drafter], name: str) -> None:

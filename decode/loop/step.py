@@ -24,7 +24,8 @@ from decode.model.features import Features
 from decode.rules import Rule, used_rule
 from decode.rules.exact import ExactMatch
 from decode.stats import Timing
-from decode.verification import Decision, Scores, Verification, failure
+from decode.verdict import Decision, Scores, Verdict, failure
+from decode.verification import Outcome, Seconds, Verification
 
 logger = logging.getLogger(__name__)
 
@@ -77,19 +78,20 @@ class RunningRows:
         return not len(self.rows)
 
     @torch.inference_mode()
-    def step(self, taking: np.ndarray | None = None, *, plain: bool = False) -> None:
+    def step(self, most: np.ndarray | int | None = None) -> None:
         """One verification pass: draft, verify, commit the accepted tokens, roll back the rest.
 
-        taking: bool [B], the rows that take part. None: all. The others get no token, and their
-        caches, random numbers and policies stay as they are. This costs about as much as feeding
-        one token of each. plain: nothing is drafted, whatever the policy says. Raises UserError if
-        no row runs, and if rows sit out and the drafter reads hidden states.
+        most: the most draft tokens of each row, int [B], or of all rows, whatever the policy says.
+        0: the row gets one token. −1: the row sits this pass out. It gets no token, and its caches,
+        random numbers and policies stay as they are; this costs about as much as feeding one token.
+        None: the policy alone decides. Raises UserError if no row runs, and if rows sit out and the
+        drafter reads hidden states.
         """
         if not self.rows.numbers.size:
             raise UserError("no row runs, so there is no step to take; admit prompts first")
         with self._running():
-            verification = self._pass(taking, plain)
-        self.clock.give(verification, at_once=self.setup.policy.reads_times)
+            verification = self._pass(most)
+        self.clock.end_pass(at_once=self.setup.policy.reads_times)
         self.setup.policy.observe(verification)
         self.steps.append(verification)
         self.retire(verification)
@@ -142,48 +144,67 @@ class RunningRows:
         waits = self._waiting.readings
         return self.setup.lm.only(0, len(self.rows)) if waits else nullcontext()
 
-    def _pass(self, taking: np.ndarray | None, plain: bool) -> Verification:
-        """Draft, verify, commit and roll back. Arguments are as for `step`."""
+    def _pass(self, most: np.ndarray | int | None) -> Verification:
+        """Draft, verify, commit and roll back. The argument is as for `step`."""
         setup, rows, clock = self.setup, self.rows, self.clock
-        contexts = rows.contexts
-        clock.resume()
+        contexts, seconds = rows.contexts, Seconds()
+        clock.resume(seconds)
         self._passes += 1
-        if taking is not None and setup.drafter.captured_layers:
-            raise UserError(
-                f"{type(setup.drafter).__name__} reads hidden states, so no row can sit out a "
-                "pass; let all rows take part"
-            )
         rows.rng.at_lengths(contexts.lengths)
-        # The pass itself emits a token, so drafting the last one is never worth it. Each row has
-        # its own limit. Otherwise its text would depend on the other rows.
-        depths = np.minimum(setup.policy.depths(), rows.ends - contexts.lengths - 1)
-        depths = np.minimum(depths, setup.lm.credit)
-        if plain:
-            depths = np.zeros_like(depths)
-        elif taking is not None:
-            depths = np.where(taking, depths, 0)
+        depths, waits = self._depths(most)
         draft, probes = self._draft(depths)
         clock.mark("draft")
-        verification = self._verified(draft, probes)
-        lost = verification.lost & (draft.sizes > 0)
+        verdict = self._verified(draft, probes)
+        lost = verdict.lost & (draft.sizes > 0)
         if lost.any():
             # The keys of a drafted token may not be finite, and no mask hides those.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
-            verification = self._verified(draft, probes)
-        verification.number, verification.probes = self._passes, probes
-        if taking is not None:
-            verification.sit_out(~taking)
-        if not draft.is_chain:
-            kept = verification.accepted + 1
-            setup.lm.commit(contexts.lengths - 1, verification.columns(), kept)
-        self._commit(rows, verification, depths)
-        self._tell_drafter(verification)
+            verdict = self._verified(draft, probes)
+        lengths = contexts.lengths
+        outcome = self._commit(rows, verdict, self._passes, waits)
+        before, features = self._features, self._kept_features(verdict, outcome)
+        verification = Verification.of(
+            verdict,
+            outcome,
+            contexts,
+            rows=rows.numbers,
+            lengths=lengths,
+            number=self._passes,
+            depths=depths,
+            probes=probes.fed if probes else 0,
+            features=features,
+            previous_features=None if features is None else before,
+            seconds=seconds,
+            signals=setup.policy.signals(),
+        )
+        if features is not None:
+            self._features = features
+        with self._drafter_may_fail():
+            setup.drafter.observe(verification)
         for observer in setup.observers:
             observer(verification)
         clock.mark("overhead")
         return verification
 
-    def _verified(self, draft: Draft, probes: Probes | None) -> Verification:
+    def _depths(self, most: np.ndarray | int | None) -> tuple[np.ndarray, np.ndarray | None]:
+        """int [B]: the max depth of each draft, and bool [B]: the rows that sit out, if any do."""
+        rows, drafter = self.rows, self.setup.drafter
+        # The pass itself emits a token, so drafting the last one is never worth it. Each row has
+        # its own limit. Otherwise its text would depend on the other rows.
+        depths = np.minimum(self.setup.policy.depths(), rows.ends - rows.contexts.lengths - 1)
+        if most is None:
+            return depths, None
+        depths, waits = np.minimum(depths, most), np.broadcast_to(np.less(most, 0), len(rows))
+        if not waits.any():
+            return depths, None
+        if drafter.captured_layers:
+            raise UserError(
+                f"{type(drafter).__name__} reads hidden states, so no row can sit out a pass; let "
+                "all rows take part"
+            )
+        return np.where(waits, 0, depths), waits
+
+    def _verified(self, draft: Draft, probes: Probes | None) -> Verdict:
         """Feed a draft to the target and let the rule judge it."""
         setup, rows = self.setup, self.rows
         if probes is not None:
@@ -192,7 +213,7 @@ class RunningRows:
             logits = setup.lm.verify(rows.contexts, draft)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
-        return Verification.of(draft, scores, decided(self._rule(), draft, scores, rows.rng))
+        return Verdict.read(draft, scores, decided(self._rule(), draft, scores, rows.rng))
 
     def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
         """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
@@ -229,7 +250,7 @@ class RunningRows:
         draft = setup.drafter.draft(rows.contexts, limits, rows.draft_sampling, rng)
         draft = draft.to(setup.lm.device)
         draft.limit_depth(depths)
-        return draft, setup.drafter.probes(policy.max_depth) if setup.drafter.has_probes else None
+        return draft, setup.drafter.probes(policy.max_depth)
 
     def _rule(self) -> Rule:
         """The rule for the running rows. Exact match serves only if all are greedy."""
@@ -238,36 +259,37 @@ class RunningRows:
             return self.setup.rule
         return used_rule(self.setup.parts.rule, sampling)
 
-    def _commit(self, rows: Rows, verification: Verification, depths: np.ndarray) -> None:
-        """Append the emitted tokens to the texts of the rows, and complete the record of the pass.
-        A row whose logits give no token, or whose stop raises, fails. Without `on_error`, this
-        raises its error and changes no text."""
-        contexts = rows.contexts
-        verification.rows = rows.numbers
-        verification.contexts, verification.lengths = contexts, contexts.lengths
-        broken = np.flatnonzero(verification.broken).tolist()
-        errors = {index: verification.problem(index) for index in broken}
-        room = rows.ends - contexts.lengths
-        failed = verification.cut(room, self.setup.eos, rows.ignore_eos, rows.stops)
-        for index, error in failed.items():
-            errors[index] = failure("the stop", verification.where(index), error)
-        for index, error in errors.items():
+    def _commit(
+        self, rows: Rows, verdict: Verdict, number: int, waits: np.ndarray | None = None
+    ) -> Outcome:
+        """Append the tokens that a pass emits to the texts of the rows, and keep only the keys and
+        values of accepted nodes. number: of the pass. A row whose logits give no token, or whose
+        stop raises, fails. Without `on_error`, this raises its error and changes no text."""
+        setup, contexts, lengths = self.setup, rows.contexts, rows.contexts.lengths
+        room = rows.ends - lengths
+        outcome = Outcome.after(
+            verdict, rows.numbers, room, setup.eos, rows.ignore_eos, rows.stops, waits
+        )
+        kind = "verification" if number else "prefill"
+        for index in np.flatnonzero(outcome.broken).tolist():
+            prompt, length = rows.numbers[index], lengths[index]
+            where = f"in step {number} ({kind}) for prompt {prompt}, after {length} tokens of text"
+            error = outcome.failed.get(index)
+            problem = failure("the stop", where, error) if error else verdict.problem(index, where)
             if self.on_error is None:
-                raise error
-            self.errors[int(rows.numbers[index])] = error
-        contexts.append(verification.block, verification.emitted)
-        verification.describe(depths, self.setup.policy.watched)
+                raise problem
+            self.errors[int(prompt)] = problem
+        if not verdict.draft.is_chain:
+            setup.lm.commit(lengths - 1, verdict.columns(), verdict.accepted + 1)
+        contexts.append(verdict.block, outcome.emitted)
+        return outcome
 
-    def _tell_drafter(self, verification: Verification) -> None:
-        """Give the pass to the drafter, with the hidden states of the tokens that stay."""
-        if self.setup.drafter.captured_layers:
-            verification.previous_features = self._features
-            counts = verification.accepted + 1
-            features = Features(self.setup.lm.features, counts)
-            self._features = features.at(verification.positions(), counts)
-            verification.features = self._features
-        with self._drafter_may_fail():
-            self.setup.drafter.observe(verification)
+    def _kept_features(self, verdict: Verdict, outcome: Outcome) -> Features | None:
+        """The hidden states of the tokens that stay, if the drafter captures layers."""
+        if not self.setup.drafter.captured_layers:
+            return None
+        counts = outcome.accepted + 1
+        return Features(self.setup.lm.features, counts).at(verdict.positions(), counts)
 
     def retire(self, verification: Verification, first: int = 0) -> None:
         """Hand out the new tokens of a pass over the rows from `first` on, and drop the rows whose

@@ -18,7 +18,7 @@ from decode.model.cache.long_read import LongRead
 from decode.model.features import Features
 from decode.rules import used_rule
 from decode.rules.exact import ExactMatch
-from decode.verification import Scores, Verification
+from decode.verdict import Scores, Verdict
 
 
 class Reading:
@@ -98,9 +98,9 @@ class Reading:
         ids = to_device(np.take_along_axis(contexts.tokens, columns, axis=1), setup.lm.device)
         return LongRead(setup.lm, ids, start, fed - start)
 
-    def result(self) -> tuple[Verification, Features | None]:
+    def result(self) -> tuple[Verdict, Features | None]:
         """After the last part, for the rows that stay, which `new` and `copied` are from now on:
-        the verification of an empty draft, which gives the first token of each row, and the hidden
+        the verdict on an empty draft, which gives the first token of each row, and the hidden
         states of the prompts' tokens. They are None if the drafter captures none, or if nothing is
         read: a prompt of one token, whose first token is drafted (`first_target`)."""
         setup, new, device = self.setup, self.new, self.setup.lm.device
@@ -119,7 +119,7 @@ class Reading:
                 features = None if features is None else features.keep_rows(self.copied)
         contexts = new.contexts
         if not setup.first_target:  # the first step verifies the first token like all others
-            return Verification.of_nothing(new.numbers, contexts, device, logits), features
+            return Verdict.without_draft(len(new), device, logits), features
         assert logits is not None
         nothing = Draft.none(len(new), device)
         scores = Scores(logits, new.sampling, nothing, contexts, setup.processors)
@@ -127,7 +127,7 @@ class Reading:
         # Without a draft every other rule draws as exact match does.
         rule = used_rule(setup.parts.rule, new.sampling)
         rule = rule if isinstance(rule, ExactMatch) else ExactMatch()
-        return Verification.of(nothing, scores, rule.decide(nothing, scores, new.rng)), features
+        return Verdict.read(nothing, scores, rule.decide(nothing, scores, new.rng)), features
 
 
 def _prompts(contexts: Contexts) -> list[tuple[int, ...]]:

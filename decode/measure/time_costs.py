@@ -182,9 +182,6 @@ class _FillerDrafter(Drafter):
     def branches(self) -> bool:
         return self.trees
 
-    def start(self, contexts: Contexts) -> None:
-        return None
-
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:

@@ -5,9 +5,9 @@ There are three answers, from weak to strong:
 - `require_same_vocabulary`: token ids mean the same tokens. Enough for a small language model.
 - `require_same_weights`: the weights are equal up to rounding, in any dtype. For heads, which read
   the target's hidden states.
-- `require_same_target`: everything in a description is the same. Every drafter directory describes
-  its target's vocabulary. A cache or a replay buffer also describes the target's revision, dtype
-  and weights.
+- `require_same_target` (`decode.model.same_target`): everything in a description is the same. Every
+  drafter directory describes its target's vocabulary. A cache or a replay buffer also describes the
+  target's revision, dtype and weights.
 
 A name or a hash of the files cannot tell. A model is the same from a hub, a directory and a GGUF
 file, in float32 and in bfloat16. After a little training it is different under the same name.
@@ -17,18 +17,14 @@ import hashlib
 import json
 import logging
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
-from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.pretrained import complete, require_present
-
-if TYPE_CHECKING:
-    from decode.model.loading import Target
 
 logger = logging.getLogger(__name__)
 
@@ -142,54 +138,6 @@ def require_same_vocabulary(
             f"{what} has another vocabulary than the target: {'; '.join(differences)}. "
             "The same token id can mean different tokens in the two. Use parts made for the same "
             "target, or make this one again with the target in use."
-        )
-
-
-def describe_target(target: "Target", *, weights: bool = False) -> dict[str, Any]:
-    """The description of a target that an artifact made for it stores, as JSON values. The artifact
-    adds the target's name. weights: also describe the dtype and the numbers of the weights. Then
-    raises UserError for offloaded weights."""
-    description = {"revision": target.revision, "fingerprint": target.fingerprint.to_dict()}
-    if weights:
-        description["weights"] = weights_sha256(target.model)
-        description["dtype"] = dtype_name(target.dtype)
-    return description
-
-
-def require_same_target(
-    stored: dict[str, Any], target: "Target", what: str, *, padding: bool = False
-) -> None:
-    """Raises UserError unless this is the target that `stored`, a result of `describe_target`,
-    describes. Without weights in the description, only the vocabularies are compared.
-
-    what: names the artifact, for messages. padding: see `require_same_vocabulary`.
-    """
-    made_for = Fingerprint.from_dict(stored["fingerprint"])
-    require_same_vocabulary(made_for, target.fingerprint, f"the target of {what}", padding=padding)
-    if "weights" not in stored:
-        return
-    expected = describe_target(target, weights=True) | {"target": target.name}
-    for key, source in (
-        # A difference in revision or dtype also changes the weights, but its message says more.
-        ("revision", "another revision of the target"),
-        ("dtype", "the target in another dtype"),
-        ("weights", "a target with other weights"),
-    ):
-        require_equal(stored, expected, key, source, what)
-
-
-def require_equal(
-    stored: dict[str, Any], expected: dict[str, Any], key: str, source: str, what: str
-) -> None:
-    """Raises UserError unless two descriptions of targets, with their names, agree in `key`.
-
-    source: names what the artifact was made from if they differ, for the message.
-    """
-    if stored[key] != expected[key]:
-        raise UserError(
-            f"{what} was made from {source}: found "
-            f"{stored[key]!r} ({stored['target']}), expected {expected[key]!r} "
-            f"({expected['target']}). Make it again, or use the target it was made from."
         )
 
 

@@ -15,7 +15,7 @@ Shapes: B rows, n tokens fed per row, m nodes, V vocabulary.
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,9 +26,6 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
 from decode.model.small_copy import small_model
-
-if TYPE_CHECKING:
-    from decode.model.cache.cached_model import CachedLM
 
 # The largest difference of logits, as a share of the largest logit. In 16 bits only a model is
 # tried of which there is no small copy.
@@ -42,7 +39,44 @@ PASS = 6
 # The parent of each node of a tree. Node 0 follows the prompt.
 PARENTS = (-1, 0, 0, 1, 2)
 
-Trial = Callable[["CachedLM"], str | None]
+
+class Tried(Protocol):
+    """A model over slots: see the members of `CachedLM` with these names."""
+
+    model: PreTrainedModel
+    device: torch.device
+    vocab_size: int
+    pass_tokens: int
+    forward_pass: Any
+    sources: Any
+
+    @property
+    def slots(self) -> Any: ...
+
+    @property
+    def layers(self) -> int: ...
+
+    def like(self, model: PreTrainedModel) -> "Tried": ...
+
+    def view(self, skipped: Sublayers) -> "Tried": ...
+
+    def reset(self, rows: int, capacity: int) -> None: ...
+
+    def encode(self, sources: Sequence[Sequence[int]], first: int) -> None: ...
+
+    def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor: ...
+
+    def forward(
+        self,
+        ids_BN: Tensor,
+        start: np.ndarray,
+        *,
+        depth_BN: Tensor | None = None,
+        ancestors_BNM: Tensor | None = None,
+    ) -> Tensor: ...
+
+
+Trial = Callable[[Tried], str | None]
 
 # The reason against each kind of model that was tried, or None; and the models whose kind passed.
 _REASONS: dict[tuple[Any, ...], str | None] = {}
@@ -50,7 +84,7 @@ _PASSED: WeakKeyDictionary[PreTrainedModel, set[tuple[Trial, str]]] = WeakKeyDic
 
 
 @torch.no_grad()
-def reason_against(lm: "CachedLM", trial: Trial) -> str | None:
+def reason_against(lm: Tried, trial: Trial) -> str | None:
     """What a trial finds wrong with a model over slots, as the end of a sentence, or None.
 
     lm: the model with the forward that it runs. Another one like it is made for the trial.
@@ -72,7 +106,7 @@ def _text_of(config: Any) -> str:
     return repr({name: values[name] for name in sorted(values) if name != "_name_or_path"})
 
 
-def _tried(lm: "CachedLM", trial: Trial, kind: tuple[Any, ...]) -> str | None:
+def _tried(lm: Tried, trial: Trial, kind: tuple[Any, ...]) -> str | None:
     small = small_model(type(lm.model), lm.model.config) or lm.model
     if small is lm.model and lm.device.type == "meta":
         return None  # it has no weights yet, and is tried when it has
@@ -88,7 +122,7 @@ def _tried(lm: "CachedLM", trial: Trial, kind: tuple[Any, ...]) -> str | None:
     return reason
 
 
-def chains(lm: "CachedLM") -> str | None:
+def chains(lm: Tried) -> str | None:
     """The trial of chains of tokens, in two rows of different lengths and in one alone."""
     texts = _Texts(lm)
     rows, lengths = np.arange(2), PROMPTS
@@ -113,7 +147,7 @@ def chains(lm: "CachedLM") -> str | None:
     return None
 
 
-def trees(lm: "CachedLM") -> str | None:
+def trees(lm: Tried) -> str | None:
     """The trial of token trees: all nodes in one pass, and the deepest ones after the others."""
     texts = _Texts(lm)
     rows = np.arange(2)
@@ -164,12 +198,12 @@ class Without:
             chosen = (self.layers, one, one), (self.attention, one, none), (self.mlp, none, one)
             yield from (Sublayers(attention, mlp) for asked, attention, mlp in chosen if asked)
 
-    def __call__(self, lm: "CachedLM") -> str | None:
+    def __call__(self, lm: Tried) -> str | None:
         """Why drafts cannot skip these, or None."""
         return _without(lm, self._sets(lm.layers))
 
 
-def _without(lm: "CachedLM", sets: Iterable[Sublayers]) -> str | None:
+def _without(lm: Tried, sets: Iterable[Sublayers]) -> str | None:
     texts = _Texts(lm)
     rows = np.arange(2)
     texts.begin(rows)
@@ -195,7 +229,7 @@ def _ancestors(device: torch.device) -> Tensor:
 class _Texts:
     """Two texts, and the model's own logits for them."""
 
-    def __init__(self, lm: "CachedLM") -> None:
+    def __init__(self, lm: Tried) -> None:
         self.lm = lm
         lm.pass_tokens = PASS
         # Small ids may mean something to the model, such as padding.
@@ -241,7 +275,7 @@ class _Texts:
         return self.lm.read(ids, np.zeros_like(counts), counts)
 
     def feed(
-        self, start: np.ndarray, n: int, right: int | None = None, by: "CachedLM | None" = None
+        self, start: np.ndarray, n: int, right: int | None = None, by: Tried | None = None
     ) -> Tensor:
         """Feed the next n tokens of each text. right: how many of them are the text's; the others
         are wrong. by: the model without some sublayers."""

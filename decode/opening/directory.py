@@ -25,7 +25,7 @@ from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.loop.parts import require_no_encoder
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.identity import describe_target, require_same_target, require_same_vocabulary
+from decode.model.identity import require_same_vocabulary
 from decode.model.loading import (
     DTYPES,
     EMBEDDED_PREFIX,
@@ -33,6 +33,7 @@ from decode.model.loading import (
     Target,
     load_model_and_tokenizer,
 )
+from decode.model.same_target import describe_target, require_same_target
 from decode.opening.combinations import COMBINATIONS, Combination
 from decode.opening.shipped import shipped_drafter
 

@@ -11,7 +11,7 @@ from decode.base.errors import UserError
 from decode.base.registry import Registry
 from decode.draft import Draft, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 class Rule(ABC):

@@ -7,7 +7,7 @@ from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 @RULES.register("block")

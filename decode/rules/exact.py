@@ -10,7 +10,7 @@ from decode.base.device import reads_are_free
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, Sampling, argmax
 from decode.rules import RULES, Rule
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 def longest_path(draft: Draft, passes: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -9,12 +9,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor
 
-from decode.base.device import settled
+from decode.base.device import surely_none
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 class Descent(Rule):
@@ -54,7 +54,7 @@ class Descent(Rule):
             child, left = self.judge(p, table[row, at], draft, uniforms)
             weights = left if depth == 0 else torch.where(going[:, None], left, weights)
             going = going & (child >= 0)
-            if depth == levels or settled(going):
+            if depth == levels or surely_none(going):
                 break
             path.append(child.clamp(min=0))
             accepted = accepted + going
@@ -94,7 +94,7 @@ class MultiRound(Descent):
         mass = torch.ones_like(u[:, 0])  # the sum of p, which is not normalised
         for k in range(children.shape[1]):
             open_ = (child < 0) & (children[:, k] >= 0)
-            if settled(open_):
+            if surely_none(open_):
                 break
             q, q_mass = draft.q_of(nodes[:, k], p.shape[1])
             token = tokens[:, k : k + 1]
@@ -102,7 +102,7 @@ class MultiRound(Descent):
             stays = open_ & (u[:, k] * q_x * mass < p_x * q_mass)
             child = torch.where(stays, children[:, k], child)
             rejected = open_ & ~stays
-            if settled(rejected):
+            if surely_none(rejected):
                 break
             left, left_mass = residual(p, q * (mass / q_mass.clamp(min=TINY))[:, None].float())
             p = torch.where(rejected[:, None], left, p)

@@ -4,12 +4,12 @@ two variants that are LOSSY: with lenience, and without the residual."""
 import torch
 from torch import Tensor
 
-from decode.base.device import settled
+from decode.base.device import surely_none
 from decode.base.errors import UserError
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 # Replaces a divisor of 0 if only the sign of the quotient matters.
 TINY = 1e-30
@@ -25,7 +25,7 @@ def residual(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     left = (p - q).clamp_(min=0)
     mass = left.sum(-1, dtype=torch.float64)
     empty = ~(mass > 0)
-    if settled(empty):
+    if surely_none(empty):
         return left, mass
     mass = torch.where(mass.isnan(), p.sum(-1, dtype=torch.float64), mass)
     return torch.where(empty[..., None], p, left), mass

@@ -4,7 +4,7 @@ from decode.base.errors import UserError
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG
 from decode.rules import RULES, Rule
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 @RULES.register("threshold")

@@ -8,7 +8,7 @@ from decode.draft import Draft
 from decode.draw.sampling import CounterRNG
 from decode.rules import RULES, Rule
 from decode.rules.exact import longest_path
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 @RULES.register("top_k")

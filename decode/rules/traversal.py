@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from decode.base.device import settled
+from decode.base.device import surely_none
 from decode.draft import Draft
 from decode.draw.sampling import CounterRNG, draw
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification
 from decode.rules.speculative import TINY, residual
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 
 
 @RULES.register("traversal")
@@ -38,7 +38,7 @@ class Traversal(Rule):
         # A pass visits a new node, or comes back to a node whose children are all removed.
         inner = (draft.child_counts()[:, 1:] > 0).sum(1)
         for _ in range(int((draft.sizes + inner).max()) + 1):
-            if settled(~walk.done):
+            if surely_none(~walk.done):
                 break
             walk.descend()
             walk.judge()
@@ -91,7 +91,7 @@ class _Walk:
         """Steps down once, in rows that have a child left to visit."""
         child = self.next_child()
         down = child >= 0
-        if settled(down):
+        if surely_none(down):
             return
         row, depth, node = self.row, self.depth, child.clamp(min=0)
         mass, a, token = self.mass[row, depth], self.a[row, depth], self.draft.tokens[row, node]
@@ -126,7 +126,7 @@ class _Walk:
             stays = leaf
         self.done = self.done | stays
         back = leaf & ~stays
-        if settled(back):
+        if surely_none(back):
             return
         self.depth = above = depth - back.long()
         p, mass, a = self.p[row, above], self.mass[row, above], self.a[row, above]
@@ -149,6 +149,6 @@ class _Walk:
 
     def _put_p(self, depth: Tensor, rows: Tensor, new: Tensor) -> None:
         """Sets p at depth[b] to new [B, V] in the given rows, bool [B]."""
-        if not settled(~rows):
+        if not surely_none(~rows):
             new = torch.where(rows[:, None], new, self.p[self.row, depth])
         self.p[self.row, depth] = new

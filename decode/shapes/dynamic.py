@@ -8,9 +8,10 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.base.errors import require_whole
-from decode.draft import Draft, Limits, Siblings, best, pack
+from decode.draft import Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.shapes import SHAPES, Growth, Shape, likeliest, log_q
+from decode.tree_nodes import best, pack
 
 
 @SHAPES.register("dynamic")

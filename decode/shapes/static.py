@@ -19,10 +19,11 @@ from torch import Tensor
 from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.draft import Draft, Limits, Siblings, pack
+from decode.draft import Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among, likeliest
 from decode.shapes.structure import Structure
+from decode.tree_nodes import pack
 
 TREE = "tree.json"  # the tree of a drafter directory
 

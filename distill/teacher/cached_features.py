@@ -9,8 +9,8 @@ from torch import Tensor
 
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
-from decode.model.identity import describe_target, require_same_target
 from decode.model.loading import Target
+from decode.model.same_target import describe_target, require_same_target
 from distill.teacher.cache_parts import Parts, Text, part_directories, write_part
 from distill.teacher.feature_sources import join_rows
 from distill.teacher.read_ahead import ReadAhead

@@ -19,7 +19,7 @@ class ReadAhead(Generic[Name]):
     read(ids): the tensors of a batch, on the CPU. At most the batches of the last `expect` are in
     memory. With CUDA they are in pinned memory, so the copy to the device does not wait. threaded:
     read in a thread. Default: with CUDA only. A training on a CPU would slow down by half, because
-    the thread keeps OpenMP threads (`decode.base.device.compute_apart`); there, a batch is read
+    the thread keeps OpenMP threads (`decode.base.device.run_in_thread`); there, a batch is read
     when it is taken.
     """
 

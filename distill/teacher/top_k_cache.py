@@ -18,8 +18,8 @@ from torch import Tensor
 
 from decode.base.artifact import verify_directory, write_directory
 from decode.base.errors import UserError
-from decode.model.identity import describe_target, require_equal, require_same_target
 from decode.model.loading import Target
+from decode.model.same_target import describe_target, require_equal, require_same_target
 from distill.teacher import cache_parts
 from distill.teacher.cache_parts import Parts, Text
 from distill.teacher.read_ahead import ReadAhead

@@ -229,7 +229,7 @@ class Conversation:
             is_plain = self.plain or self._since_plain + 1 >= pause
             self._since_plain = 0 if is_plain else self._since_plain + 1
             figures.kinds.append(is_plain)
-            decoding.step(plain=is_plain)
+            decoding.step(0 if is_plain else None)
             if follow is not None:
                 follow(answer(False))
         pieces.end()

@@ -207,7 +207,7 @@ def serve(
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
     require_packages("prometheus_client", "starlette", "uvicorn")
     import heads  # noqa: F401  (registers its drafters)
-    from decode.base.device import compute_apart
+    from decode.base.device import run_in_thread
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from draftsmith.net.listen import address_of, bind
@@ -249,7 +249,7 @@ def serve(
 
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        service = compute_apart(prepare).result()
+        service = run_in_thread(prepare).result()
         address = f"http://{address_of(host, bound)}/v1"
         what = f"{service.names[0]} with the drafter {drafter}"
         started = f"{what} is at {address}\nthe seed for requests without one is {seed}"

@@ -52,7 +52,7 @@ def verify_server(
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
     require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
-    from decode.base.device import compute_apart
+    from decode.base.device import run_in_thread
     from draftsmith.edge.arrived_drafts import make_verified_rule
     from draftsmith.edge.server import VerifyServer
     from draftsmith.edge.sessions import SessionBounds
@@ -74,7 +74,7 @@ def verify_server(
     )
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        verifier = compute_apart(lambda: Verifier(loading.load(), rule, bounds)).result()
+        verifier = run_in_thread(lambda: Verifier(loading.load(), rule, bounds)).result()
         server = VerifyServer(verifier, bound, guard)
         address = f"ws://{address_of(host, bound)}"
         what = f"{loading.target} verifies by {verifier.rule_name} at {address}"

@@ -16,9 +16,6 @@ class ArrivedDrafts(Drafter):
     def __init__(self) -> None:
         self.chains: list[list[int]] = []
 
-    def start(self, contexts: Contexts) -> None:
-        return None
-
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:

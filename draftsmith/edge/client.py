@@ -10,7 +10,7 @@ import torch
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
-from decode.loop.decoding import Decoded, Decoder
+from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.loop.parts import Part
 from decode.loop.rows import require_prompts
 from decode.loop.step import OnTokens
@@ -117,9 +117,12 @@ class EdgeClient:
             Opening(prompt, max_new_tokens, seed, row)
             for prompt, row in zip(prompts, ids, strict=True)
         ]
-        return self.decoder.decode(
-            prompts, max_new_tokens, seed=seed, row_ids=row_ids, on_tokens=on_tokens
+        decoding = Decoding(
+            self.decoder, prompts, max_new_tokens, seed=seed, row_ids=row_ids, on_tokens=on_tokens
         )
+        while not decoding.finished:
+            decoding.step(self._lm.credit)
+        return decoding.result()
 
     def close(self) -> None:
         """End the session at the server."""

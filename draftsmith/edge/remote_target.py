@@ -19,7 +19,7 @@ from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.forward.sublayers import Sublayers
 from decode.rules import Rule
-from decode.verification import Decision, Scores
+from decode.verdict import Decision, Scores
 from draftsmith.edge.link import Link, LinkLost
 from draftsmith.edge.protocol import FRAME_IDS, Message, hash_ids
 

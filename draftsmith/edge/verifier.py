@@ -256,7 +256,7 @@ class Verifier(Batcher[EdgeText]):
             return
         started = time.monotonic()
         self._drafter.chains = [text.draft or [] for text in rows]
-        step = self._step(drafted, None if taking.all() else taking)
+        step = self._step(drafted, np.where(taking, self.bounds.max_gamma, -1))
         if step is None:
             return
         self.passes += 1

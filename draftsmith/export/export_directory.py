@@ -17,8 +17,8 @@ from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, wr
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.measure.evaluation import evaluate
-from decode.model.identity import require_same_target
 from decode.model.loading import DTYPES, Target, load_target
+from decode.model.same_target import require_same_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain

@@ -9,8 +9,8 @@ import torch
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
-from decode.model.identity import require_same_target
 from decode.model.loading import Target
+from decode.model.same_target import require_same_target
 from decode.verification import Verification
 from draftsmith.export import MIN_DRAFTED
 from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask

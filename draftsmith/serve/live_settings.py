@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decode.base.device import compute_apart, dtype_name
+from decode.base.device import dtype_name, run_in_thread
 from decode.base.errors import UserError
 from decode.base.registry import Choice
 from decode.costs import Costs
@@ -121,7 +121,7 @@ class Settings:
             with self._changing:
                 self._change(asked)
 
-        return compute_apart(work, "settings")
+        return run_in_thread(work, "settings")
 
     def _change(self, asked: SettingsChange) -> None:
         decode, batcher = self._asked_decode(asked), self.batcher

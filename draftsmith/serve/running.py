@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.device import compute_apart
+from decode.base.device import run_in_thread
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
@@ -160,7 +160,7 @@ class Running:
 
             if answer.generated_tokens <= SHORT_ANSWER:
                 return write()
-            return await asyncio.wrap_future(compute_apart(write, "write"))
+            return await asyncio.wrap_future(run_in_thread(write, "write"))
 
         try:
             return await unless_hung_up(request, written())

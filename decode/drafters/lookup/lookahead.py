@@ -58,6 +58,7 @@ class LookaheadDrafter(Drafter):
         require_whole(window=window, guesses=guesses, **{"ngram - 1": ngram - 1})
         self.window, self.ngram, self.guesses = window, ngram, guesses
         self._rows: list[_Row] = []
+        self.per_row = {"_rows": lambda new: [_Row() for _ in new.lengths]}
         if self.max_nodes(0) > MOST_NODES:
             raise UserError(
                 f"window={window}, ngram={ngram}, guesses={guesses} give drafts of "
@@ -73,9 +74,6 @@ class LookaheadDrafter(Drafter):
 
     def max_nodes(self, gamma: int) -> int:
         return (self.ngram - 1) * (self.window + self.guesses) - 1
-
-    def start(self, contexts: Contexts) -> None:
-        self._rows = [_Row() for _ in contexts.lengths]
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
@@ -153,9 +151,3 @@ class LookaheadDrafter(Drafter):
             if len(known) > self.guesses:
                 del known[next(iter(known))]
         row.window = ngrams[1:]
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
-
-    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        self._rows += [_Row() for _ in verification.lengths]

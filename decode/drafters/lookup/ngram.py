@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -79,16 +80,14 @@ class NgramDrafter(Drafter):
         require_sizes(min_n, max_n)
         self.min_n, self.max_n = min_n, max_n
         self._rows: list[NgramIndex] = []
-
-    def start(self, contexts: Contexts) -> None:
-        self._rows = self._indices(contexts)
+        self.per_row = {"_rows": self._indices}
 
     def _indices(self, contexts: Contexts) -> list[NgramIndex]:
         sources = contexts.sources or [()] * len(contexts.lengths)
         return [NgramIndex(self.min_n, self.max_n, source) for source in sources]
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        new = contexts.since(first)
+        new = contexts.rows_from(first)
         for index, tokens, length in zip(self._rows[first:], new.tokens, new.lengths, strict=True):
             index.extend(tokens[len(index.text) - index.source : length].tolist())
 
@@ -102,12 +101,6 @@ class NgramDrafter(Drafter):
     def rewind(self, lengths: np.ndarray) -> None:
         for index, length in zip(self._rows, lengths.tolist(), strict=True):
             index.truncate(index.source + length)
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
-
-    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        self._rows += self._indices(contexts.since(len(self._rows)))
 
 
 class NgramStore:
@@ -171,6 +164,9 @@ class StoreDrafter(Drafter):
     `require_sizes`, and unless the other sizes are at least 1.
     """
 
+    per_row = MappingProxyType({"_filed": 1})
+    _filed: np.ndarray  # [B]: tokens of each text that are in the store
+
     def __init__(
         self,
         min_n: int = 2,
@@ -183,10 +179,9 @@ class StoreDrafter(Drafter):
         require_whole(top_k=top_k, capacity=capacity, width=width)
         self.store = NgramStore(min_n, max_n, capacity, width)
         self.max_n, self.top_k = max_n, top_k
-        self._filed = np.zeros(0, dtype=np.int64)  # [B]: tokens of each text that are in the store
 
     def start(self, contexts: Contexts) -> None:
-        self._filed = np.ones(len(contexts.lengths), dtype=np.int64)
+        super().start(contexts)
         self._file_sources(contexts)
         self._file_texts(contexts)
 
@@ -250,11 +245,7 @@ class StoreDrafter(Drafter):
     def forget(self) -> None:
         self.store.clear()
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self._filed = self._filed[rows.cpu().numpy()]
-
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        new = len(contexts.lengths) - len(self._filed)
-        self._file_sources(contexts.since(len(self._filed)))
-        self._filed = np.pad(self._filed, (0, new), constant_values=1)
+        self._file_sources(contexts.rows_from(len(self._filed)))
+        super().add_rows(contexts, verification)
         self._file_texts(contexts)

@@ -98,9 +98,6 @@ class RestDrafter(Drafter):
             )
         return RestDrafter(self.store, replace(self.options, tree_nodes=None))
 
-    def start(self, contexts: Contexts) -> None:
-        return None
-
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:

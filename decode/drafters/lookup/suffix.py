@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
@@ -208,6 +207,7 @@ class SuffixDrafter(Drafter):
         self.tree_nodes = tree_nodes
         self.outputs = SuffixTrie(max_tree_depth)
         self._rows: list[_Row] = []
+        self.per_row = {"_rows": self._new_rows}
 
     @property
     def branches(self) -> bool:
@@ -216,11 +216,8 @@ class SuffixDrafter(Drafter):
     def max_nodes(self, gamma: int) -> int:
         return self.tree_nodes or gamma
 
-    def start(self, contexts: Contexts) -> None:
-        self._rows = self._new_rows(contexts.lengths)
-
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        new = contexts.since(first)
+        new = contexts.rows_from(first)
         for row, tokens, length in zip(
             self._rows[first:], new.tokens, new.lengths.tolist(), strict=True
         ):
@@ -266,10 +263,17 @@ class SuffixDrafter(Drafter):
         return best
 
     def observe(self, verification: Verification) -> None:
-        if not verification.number:  # the prefill: the texts were the prompts until now
-            for row, length in zip(self._rows, verification.lengths.tolist(), strict=True):
-                row.begin = length
-        self._store(verification, self._rows)
+        if verification.number:
+            self._store(verification, self._rows)
+        else:
+            self._observe_prefill(verification)
+
+    def _observe_prefill(self, verification: Verification) -> None:
+        """The texts of the last rows were the prompts until now."""
+        rows = self._rows[len(self._rows) - len(verification.rows) :]
+        for row, length in zip(rows, verification.lengths.tolist(), strict=True):
+            row.begin = length
+        self._store(verification, rows)
 
     def _store(self, verification: Verification, rows: Sequence[_Row]) -> None:
         """Store the outputs of the rows whose text has ended."""
@@ -285,13 +289,9 @@ class SuffixDrafter(Drafter):
     def forget(self) -> None:
         self.outputs = SuffixTrie(self.max_tree_depth)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self._rows = [self._rows[row] for row in rows.tolist()]
-
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        new = self._new_rows(verification.lengths)
-        self._rows += new
-        self._store(verification, new)
+        super().add_rows(contexts, verification)
+        self._observe_prefill(verification)
 
-    def _new_rows(self, begins: np.ndarray) -> list[_Row]:
-        return [_Row(SuffixTrie(self.max_tree_depth), begin) for begin in begins.tolist()]
+    def _new_rows(self, contexts: Contexts) -> list[_Row]:
+        return [_Row(SuffixTrie(self.max_tree_depth), begin) for begin in contexts.lengths.tolist()]

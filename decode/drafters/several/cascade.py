@@ -18,10 +18,11 @@ from decode.drafters.several.combined import Group, chosen_rows, common_device, 
 from decode.drafters.trained import VerifyingDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import RULES, Rule, used_rule
-from decode.verification import Scores, Verification
+from decode.verdict import Scores, Verdict
+from decode.verification import Outcome, Verification
 
-# The arguments of `Contexts.standing`: the tokens that a drafter saw after the committed texts, and
-# the lengths of these texts.
+# The arguments of `Contexts.unchanged_lengths`: the tokens that a drafter saw after the committed
+# texts, and the lengths of these texts.
 Tail = tuple[np.ndarray, np.ndarray]
 
 
@@ -174,13 +175,11 @@ class VerticalCascade(Group):
         draft = draft.to(self.model.device)
         draft.limit_depth(depths)
         scores = Scores(self.model.verify(texts, draft, drafting), sampling, draft, texts)
-        done = Verification.of(draft, scores, rule.decide(draft, scores, noise))
-        done.number, done.rows, done.lengths = number, np.arange(len(lengths)), lengths
-        done.sit_out(~drafting)
-        nothing = np.zeros(0, dtype=np.int64)
-        done.cut(room, nothing, np.zeros(len(lengths), dtype=bool))
-        texts.append(done.block, done.emitted)
-        done.contexts = texts
+        verdict = Verdict.read(draft, scores, rule.decide(draft, scores, noise))
+        rows, no = np.arange(len(lengths)), np.zeros(len(lengths), dtype=bool)
+        outcome = Outcome.after(verdict, rows, room, rows[:0], no, waits=~drafting)
+        texts.append(verdict.block, outcome.emitted)
+        done = Verification.of(verdict, outcome, texts, rows=rows, lengths=lengths, number=number)
         self.model.rewind(texts.lengths - 1)
         self.inner.observe(done)
         return done
@@ -188,7 +187,7 @@ class VerticalCascade(Group):
     def observe(self, verification: Verification) -> None:
         tail, self._tail = self._tail, None
         if tail is not None:
-            self.rewind(verification.contexts.standing(*tail))
+            self.rewind(verification.contexts.unchanged_lengths(*tail))
         super().observe(verification)
 
 
@@ -284,7 +283,7 @@ class HorizontalCascade(Group):
     def observe(self, verification: Verification) -> None:
         tail, self._tail = self._tail, None
         if tail is not None:
-            self.later.rewind(verification.contexts.standing(*tail))
+            self.later.rewind(verification.contexts.unchanged_lengths(*tail))
         super().observe(verification)
 
 

@@ -13,12 +13,13 @@ from torch.nn.functional import one_hot
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft, Drawn, Limits, Siblings, first_equal, pack, renumbered
+from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
 from decode.drafters import Drafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.probes import Probes
 from decode.shapes import Shape
+from decode.tree_nodes import first_equal, pack, renumbered
 from decode.verification import Verification
 
 
@@ -41,7 +42,6 @@ class Group(Drafter):
         self.vocab_size = next(iter(sizes), None)
         self.decoder_only = any(drafter.decoder_only for drafter in drafters)
         self.reads_cache = any(drafter.reads_cache for drafter in drafters)
-        self.has_probes = any(drafter.has_probes for drafter in drafters)
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
@@ -61,19 +61,20 @@ class Group(Drafter):
     def max_depth(self, gamma: int) -> int:
         return max(drafter.max_depth(gamma) for drafter in self.drafters)
 
-    def max_probes(self, gamma: int, nodes: int) -> int:
-        return max(drafter.max_probes(gamma, nodes) for drafter in self.drafters)
+    def room(self, nodes: int, gamma: int) -> int:
+        return max(drafter.room(nodes, gamma) for drafter in self.drafters)
 
-    def probes(self, max_depth: int) -> Probes:
+    def probes(self, max_depth: int) -> Probes | None:
         # Those of the first one that has some: a second one drafts without them.
-        first = next(drafter for drafter in self.drafters if drafter.has_probes)
-        return first.probes(max_depth)
+        each = (drafter.probes(max_depth) for drafter in self.drafters)
+        return next((probes for probes in each if probes is not None), None)
 
     def attach(self, lm: CachedLM) -> None:
         for drafter in self.drafters:
             drafter.attach(lm)
 
     def start(self, contexts: Contexts) -> None:
+        super().start(contexts)
         for drafter in self.drafters:
             drafter.start(contexts)
 
@@ -98,10 +99,12 @@ class Group(Drafter):
         return any(drafter.learns for drafter in self.drafters)
 
     def keep_rows(self, rows: torch.Tensor) -> None:
+        super().keep_rows(rows)
         for drafter in self.drafters:
             drafter.keep_rows(rows)
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
+        super().add_rows(contexts, verification)
         for drafter in self.drafters:
             drafter.add_rows(contexts, verification)
 

@@ -6,10 +6,8 @@ Shapes: B rows, M drafters, D depths that are counted apart.
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from decode.base.errors import UserError
-from decode.draft import Contexts
 from decode.drafters import Drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.verification import Verification
@@ -65,6 +63,7 @@ class MeasuredComposite(CompositeDrafter):
             )
         self.costs, self.prior, self.memory = parts, prior, memory
         self._counts = np.zeros((0, len(self.drafters), 2, DEPTHS))  # judged, accepted
+        self.per_row = {"_counts": np.zeros(self._counts.shape[1:])}
 
     def with_drafters(self, drafters: Sequence[Drafter]) -> "MeasuredComposite":
         return MeasuredComposite(drafters, self.costs, prior=self.prior, memory=self.memory)
@@ -94,10 +93,6 @@ class MeasuredComposite(CompositeDrafter):
         asked: np.ndarray = worth >= best_later
         return asked
 
-    def start(self, contexts: Contexts) -> None:
-        super().start(contexts)
-        self._counts = np.zeros((len(contexts.lengths), *self._counts.shape[1:]))
-
     def observe(self, verification: Verification) -> None:
         super().observe(verification)
         took, self._took = self._took, np.zeros(0, dtype=np.int64)
@@ -112,12 +107,3 @@ class MeasuredComposite(CompositeDrafter):
             counts = np.clip(many[rows, None] - np.arange(DEPTHS), 0, 1)
             counts[:, -1] = np.maximum(many[rows] - (DEPTHS - 1), 0)
             self._counts[rows, took[rows], place] += counts
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        super().keep_rows(rows)
-        self._counts = self._counts[rows.cpu().numpy()]
-
-    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        super().add_rows(contexts, verification)
-        new = len(contexts.lengths) - len(self._counts)
-        self._counts = np.pad(self._counts, ((0, new), (0, 0), (0, 0), (0, 0)))

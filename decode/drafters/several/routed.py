@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
@@ -27,6 +26,7 @@ class RoutedDrafter(CompositeDrafter):
         super().__init__(drafters)
         self.routing = routing if isinstance(routing, Routing) else ByText(routing)
         self.routes = np.zeros(0, dtype=np.int64)
+        self.per_row = {"routes": self._routes}
         self._depths: np.ndarray | None = None  # [B], what it was asked for in this pass
 
     def with_drafters(self, drafters: Sequence[Drafter]) -> "RoutedDrafter":
@@ -39,7 +39,6 @@ class RoutedDrafter(CompositeDrafter):
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
         self._depths = None
-        self.routes = self._routes(contexts)
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
@@ -62,15 +61,6 @@ class RoutedDrafter(CompositeDrafter):
     @property
     def learns(self) -> bool:
         return super().learns or self.routing.learns
-
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        super().keep_rows(rows)
-        self.routes = self.routes[rows.cpu().numpy()]
-
-    def add_rows(self, contexts: Contexts, verification: Verification) -> None:
-        super().add_rows(contexts, verification)
-        new = self._routes(contexts.since(len(self.routes)))
-        self.routes = np.concatenate([self.routes, new])
 
     def _routes(self, contexts: Contexts) -> np.ndarray:
         lengths = contexts.lengths.tolist()

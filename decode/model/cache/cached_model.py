@@ -113,7 +113,6 @@ class CachedLM:
     exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
     `keeps_bits`.
     trial: it serves a trial (`decode.model.trials`), so it needs none itself.
-    credit: the most draft tokens of a row that it takes now.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
     `lean_forward.Watch`.
@@ -121,7 +120,6 @@ class CachedLM:
     kept_layers: those whose hidden states the slots keep of all tokens of all rows. See `reset`.
     """
 
-    credit: int = 1 << 30
     repeats_rows: bool = True
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None

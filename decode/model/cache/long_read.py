@@ -4,8 +4,8 @@ Shapes: B rows, n tokens of the longest text, V vocabulary, H hidden size.
 """
 
 from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -13,8 +13,20 @@ from torch import Tensor
 
 from decode.base.device import to_device
 
-if TYPE_CHECKING:
-    from decode.model.cache.cached_model import CachedLM
+
+class FeedsSlots(Protocol):
+    """A model over slots: see the members of `CachedLM` with these names."""
+
+    @property
+    def features(self) -> Mapping[int, Tensor]: ...
+
+    def pass_limit(self, length: int) -> int: ...
+
+    def only(self, first: int, end: int) -> AbstractContextManager[None]: ...
+
+    def forward(
+        self, ids_BN: Tensor, start: np.ndarray, *, columns: np.ndarray, ends: np.ndarray
+    ) -> Tensor: ...
 
 
 class LongRead:
@@ -26,7 +38,7 @@ class LongRead:
     """
 
     def __init__(
-        self, lm: "CachedLM", ids_BN: Tensor, start: np.ndarray, counts: np.ndarray
+        self, lm: FeedsSlots, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray
     ) -> None:
         self._lm, self._ids, self._start, self._counts = lm, ids_BN, start, counts
         self._last = np.maximum(counts - 1, 0)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.slots import SlotStates
+from decode.model.cache.slot_memory import SlotStates
 from decode.model.kinds.layer_kinds import recurrent_layers
 from decode.model.pretrained import adapters_in_use, has_encoder
 

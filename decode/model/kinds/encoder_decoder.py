@@ -10,7 +10,7 @@ Shapes: B rows, n tokens fed per row, T tokens of the longest source, V vocabula
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from decode.model.forward.lean_forward import AttentionMask
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.memory import require_memory
 from decode.model.pretrained import decoder_start, input_device, longest_text
-
-if TYPE_CHECKING:
-    pass
 
 # The cross attention of a decoder layer, by the name of the module: its projections of keys and
 # values, and the attribute with the size of a head.

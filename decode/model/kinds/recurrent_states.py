@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,9 +28,6 @@ from decode.base.errors import UserError
 from decode.model.cache.fed_rows import FedRows
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import decoder_config, input_device
-
-if TYPE_CHECKING:
-    pass
 
 # A row with more tokens than that after its snapshot gets a new snapshot.
 LONGEST_LOG = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.device import compute_apart
+from decode.base.device import run_in_thread
 from decode.base.errors import UserError
 from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
@@ -105,7 +105,7 @@ class BodyReader:
         self.waiting += 1
         try:
             async with self._one:
-                work = compute_apart(lambda: self._read(contract, body, self._of_thread), "read")
+                work = run_in_thread(lambda: self._read(contract, body, self._of_thread), "read")
                 return await asyncio.wrap_future(work)
         finally:
             self.waiting -= 1

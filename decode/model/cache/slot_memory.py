@@ -1,0 +1,144 @@
+"""The memory of slots, and copies of rows out of it.
+
+Shapes: R allocated rows, N or M slots of a row, C slots in all, H heads, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+from torch import Tensor
+
+from decode.base.device import to_device
+
+
+class SlotMemory:
+    """The keys of all layers, or the values, [R, H, C, D] per layer, for R allocated rows. They are
+    in one tensor, so one gather moves a path in all layers. A layer with a different shape, dtype
+    or device than the first one has a separate tensor, and so have the hidden states of a captured
+    layer, whose numbers follow those of the layers."""
+
+    def __init__(self, layers: int, rows: int, capacity: int) -> None:
+        self._layers, self._rows, self._capacity = layers, rows, capacity
+        self._tensors: list[Tensor] = []  # [n, R, H, C, D]
+        self._index: dict[int, tuple[int, int]] = {}  # layer: (tensor, index in it)
+
+    def make(self, layer: int, like: Tensor) -> None:
+        """Allocate memory for a layer. like: keys or values of this layer, [·, H, ·, D]."""
+        shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
+        # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0·NaN is NaN.
+        if not self._tensors:
+            self._tensors.append(like.new_zeros(self._layers, *shape))
+        first = self._tensors[0]
+        alike = first.shape[1:] == shape and first.dtype == like.dtype
+        if layer < self._layers and alike and first.device == like.device:
+            self._index[layer] = 0, layer
+        else:
+            self._index[layer] = len(self._tensors), 0
+            self._tensors.append(like.new_zeros(1, *shape))
+
+    @property
+    def states(self) -> int:
+        """How many of the tensors, the last ones, are of hidden states."""
+        return sum(layer >= self._layers for layer in self._index)
+
+    def has(self, layer: int) -> bool:
+        """Whether memory was allocated for a layer."""
+        return layer in self._index
+
+    def of(self, layer: int) -> Tensor:
+        """The keys or values of a layer, [R, H, C, D]."""
+        tensor, index = self._index[layer]
+        return self._tensors[tensor][index]
+
+    def move(self, rows_B1: Tensor, source_BM: Tensor, target_BM: Tensor) -> None:
+        for x in self._tensors:
+            rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
+            x[:, rows, :, target] = x[:, rows, :, source]
+
+    def keep_rows(self, rows: np.ndarray, written: int) -> None:
+        """Move the rows that stay to the front, where they are not there already, with their first
+        `written` slots. This copies one layer at a time: a copy of all layers would be a second
+        cache in memory."""
+        moved = np.flatnonzero(rows != np.arange(len(rows)))
+        if not len(moved):
+            return
+        for x in self._tensors:
+            source, target = (to_device(y, x.device) for y in (rows[moved], moved))
+            for number in range(len(x)):
+                layer = x[number, :, :, :written]
+                layer.index_copy_(0, target, layer.index_select(0, source))
+
+    def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
+        """A copy of these slots."""
+        return [x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] for x in self._tensors]
+
+    def write(self, rows_B1: Tensor, slots_BN: Tensor, copied: Sequence[Tensor]) -> None:
+        """Write a copy back. Tensors that did not exist yet get zeros."""
+        for x, old in zip_longest(self._tensors, copied, fillvalue=0.0):
+            assert isinstance(x, Tensor)
+            x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Have memory for so many rows and slots. There are as many slots as before, or more."""
+        old_rows, old_capacity = self._rows, self._capacity
+        self._rows, self._capacity = rows, capacity
+        if (rows, capacity) == (old_rows, old_capacity):
+            return
+        for i, x in enumerate(self._tensors):
+            layers, _, heads, _, size = x.shape
+            new, kept = x.new_zeros(layers, rows, heads, capacity, size), min(rows, old_rows)
+            new[:, :kept, :, :old_capacity] = x[:, :kept]
+            self._tensors[i] = new
+
+    def clear(self, first: int, end: int, written: int) -> None:
+        """Overwrite the first `written` slots of these rows with zeros: a row that left may have
+        had NaN, and 0·NaN is NaN."""
+        for x in self._tensors:
+            x[:, first:end, :, :written] = 0
+
+    def take(self, row: int, count: int) -> "RowStates":
+        """A copy of the first `count` slots of a row."""
+        return RowStates([x[:, row, :, :count].clone() for x in self._tensors], dict(self._index))
+
+    def put(self, row: int, states: "RowStates", count: int) -> None:
+        """Write the first `count` slots of a row."""
+        if not self._tensors:
+            for x in states.tensors:
+                layers, heads, _, size = x.shape
+                shape = layers, self._rows, heads, self._capacity, size
+                self._tensors.append(x.new_zeros(shape))
+            self._index = dict(states.index)
+        for x, new in zip(self._tensors, states.tensors, strict=True):
+            x[:, row, :, :count] = new[:, :, :count]
+
+    @property
+    def token_bytes(self) -> int:
+        """The bytes of one slot of one row, in all layers."""
+        return sum(x.nbytes // max(x.shape[1] * x.shape[3], 1) for x in self._tensors)
+
+
+@dataclass
+class RowStates:
+    """Of one row, as in a `SlotMemory`: the tensors [n, H, count, D], and which layer is where."""
+
+    tensors: list[Tensor]
+    index: dict[int, tuple[int, int]]
+
+
+@dataclass
+class SlotStates:
+    """Keys and values of the first `count` tokens of one row, copied out of the slots."""
+
+    keys: RowStates
+    values: RowStates
+    count: int
+
+    def first(self, count: int) -> "SlotStates":
+        """The slots of fewer tokens. Shares the memory."""
+        return SlotStates(self.keys, self.values, count)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(x.nbytes for states in (self.keys, self.values) for x in states.tensors)

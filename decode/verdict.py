@@ -1,0 +1,233 @@
+"""What a rule sees of a draft, and what it decides.
+
+Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (position 0 follows the
+committed text, position i+1 follows node i), D draft tokens on the longest path, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.draft import Contexts, Draft
+from decode.draw.logits import LogitsProcessor, penalise, process, tokens_before
+from decode.draw.sampling import Sampling
+
+
+class Scores:
+    """The target's logits for a draft. Computes only what a rule asks for: all distributions, one
+    distribution per row, or tokens.
+
+    logits: [B, R, V], after processors, before temperature and filters. float32 if a penalty or a
+    processor changed them, else in the model's dtype. raw: the logits as the model returned them.
+    failed: what processors raised, by row. Their logits are NaN.
+    """
+
+    def __init__(
+        self,
+        logits: Tensor,
+        sampling: Sampling,
+        draft: Draft | None = None,
+        contexts: Contexts | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self.raw = logits
+        self.sampling = sampling
+        self.failed: dict[int, Exception] = {}
+        if sampling.penalises or processors:
+            assert draft is not None
+            assert contexts is not None
+            ancestors = draft.ancestors()
+            # Not `pad`: before torch 2.10 it refuses a draft without nodes.
+            root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
+            before = torch.cat([root, ancestors], 1)  # [B, R, N]
+            text = (contexts.tokens, contexts.lengths, draft.tokens, before)
+            if sampling.penalises:
+                logits = penalise(logits, tokens_before(*text), sampling.penalty(logits.device))
+            if processors:
+                logits, self.failed = process(processors, logits, *text)
+        self.logits = logits
+        self._probs: Tensor | None = None
+
+    def probs(self) -> Tensor:
+        """float32 [B, R, V]: the distributions that tokens are drawn from."""
+        if self._probs is None:
+            self._probs = self.sampling.probs(self.logits)
+        return self._probs
+
+    def probs_at(self, positions: Tensor) -> Tensor:
+        """float32 [B, V]: the distribution at one position of each row, int64 [B]. A tree has many
+        more positions than a walk through it visits."""
+        return self.sampling.probs(self.logits_at(positions))
+
+    def probs_of(self, rows: Tensor, positions: Tensor) -> Tensor:
+        """float32 [n, V]: the distributions at some positions of some rows, int64 [n] each."""
+        return self.sampling.at(rows).probs(self.logits[rows, positions])
+
+    def logits_at(self, positions: Tensor) -> Tensor:
+        """[B, V]: the processed logits at one position of each row, int64 [B]."""
+        return self.logits[torch.arange(len(positions), device=positions.device), positions]
+
+    def peaks_at(self, positions: Tensor) -> Tensor:
+        """[B, P]: the largest processed logit at some positions of each row, int64 [B, P]. It is
+        not finite if the model's logits are NaN or the processors mask all tokens."""
+        if positions.shape[1] >= self.logits.shape[1]:
+            return self.logits.amax(-1).gather(1, positions)
+        rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+        return self.logits[rows_B1, positions].amax(-1)
+
+
+@dataclass(eq=False, repr=False)
+class Decision:
+    """What a rule decides, on the device.
+
+    path: int64 [B, D], the accepted nodes by depth. Past accepted[b] it is padding. accepted,
+    reached: int64 [B], as in `Verification`. next_token: int64 [B], the token after the accepted
+    ones.
+    """
+
+    path: Tensor
+    accepted: Tensor
+    reached: Tensor
+    next_token: Tensor
+
+    @classmethod
+    def of_chain(cls, draft: Draft, accepted: Tensor, next_token: Tensor) -> "Decision":
+        """For chains, which may be empty: the first accepted[b] tokens."""
+        rows, nodes = draft.tokens.shape
+        return cls(
+            path=torch.arange(nodes, device=accepted.device).expand(rows, -1),
+            accepted=accepted,
+            reached=torch.minimum(accepted + 1, draft.valid().sum(1)),
+            next_token=next_token,
+        )
+
+    def replaced(self, rows: Tensor, other: "Decision") -> "Decision":
+        """The same, where another decision holds for these rows, bool [B]."""
+        depth = max(self.path.shape[1], other.path.shape[1])
+        path, its_path = (
+            torch.nn.functional.pad(x, (0, depth - x.shape[1])) for x in (self.path, other.path)
+        )
+        return Decision(
+            torch.where(rows[:, None], its_path, path),
+            torch.where(rows, other.accepted, self.accepted),
+            torch.where(rows, other.reached, self.reached),
+            torch.where(rows, other.next_token, self.next_token),
+        )
+
+    def packed(self, draft: Draft, scores: Scores) -> Tensor:
+        """int64 [B, 4 + 2·D]: accepted, reached, the next token, whether logits along the path are
+        not finite (1; 2: those after the text), the path and its tokens. All that the host reads in
+        a step."""
+        peaks = scores.peaks_at(_positions(self.path))
+        places = torch.arange(peaks.shape[1], device=peaks.device)
+        lost = ~peaks.isfinite()
+        broken = (lost & (places <= self.accepted[:, None])).any(1).long() + lost[:, 0]
+        figures = torch.stack([self.accepted, self.reached, self.next_token, broken], 1)
+        return torch.cat([figures, self.path, draft.tokens.gather(1, self.path)], 1)
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Verdict:
+    """What a rule decided about a draft, on the host.
+
+    draft: the draft. scores: the target's logits after the text and after each node.
+    path: int64 [B, D] on the device, the accepted nodes by depth. Past accepted[b] it is padding.
+    nodes: int64 [B, D], `path` on the host.
+    accepted: int [B], the number of accepted draft tokens.
+    reached: int [B], the number of judged draft positions whose predecessors were all accepted.
+    block: int64 [B, D+1], the accepted tokens of each row, then the target's next token. A text
+        that ends inside the block is not cut.
+    broken: bool [B], whether any logits along the accepted path were NaN, infinite or all masked.
+    lost: bool [B], whether those after the text were.
+    """
+
+    draft: Draft
+    scores: Scores
+    path: Tensor
+    nodes: np.ndarray
+    accepted: np.ndarray
+    reached: np.ndarray
+    block: np.ndarray
+    broken: np.ndarray
+    lost: np.ndarray
+
+    @classmethod
+    def read(cls, draft: Draft, scores: Scores, decision: Decision) -> "Verdict":
+        """The decision of a rule, copied to the host in one transfer."""
+        host = decision.packed(draft, scores).cpu().numpy()
+        accepted, reached, following, broken = host[:, :4].T
+        nodes, tokens = np.split(host[:, 4:], 2, axis=1)
+        block = np.concatenate([tokens, np.zeros_like(host[:, :1])], axis=1)
+        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
+        return cls(
+            draft=draft,
+            scores=scores,
+            path=decision.path,
+            nodes=nodes,
+            accepted=accepted,
+            reached=reached,
+            block=block,
+            broken=broken > 0,
+            lost=broken > 1,
+        )
+
+    @classmethod
+    def without_draft(
+        cls, rows: int, device: torch.device, logits: Tensor | None = None
+    ) -> "Verdict":
+        """Nothing was drafted, and the text gets no token."""
+        draft, zeros = Draft.none(rows, device), np.zeros(rows, dtype=np.int64)
+        no, empty = np.zeros(rows, dtype=bool), zeros[:, None][:, :0]
+        return cls(
+            draft=draft,
+            scores=Scores(torch.zeros(rows, 1, 1) if logits is None else logits, Sampling()),
+            path=draft.tokens,
+            nodes=empty,
+            accepted=zeros,
+            reached=zeros,
+            block=empty,
+            broken=no,
+            lost=no,
+        )
+
+    def positions(self) -> Tensor:
+        """int64 [B, D+1] on the device: the positions of `scores` along the path, first the one
+        after the committed text. Past accepted[b] they are padding."""
+        return _positions(self.path)
+
+    def columns(self) -> Tensor:
+        """`positions` on the host: the columns of the last forward that stay in the cache."""
+        return _positions(torch.as_tensor(self.nodes))
+
+    def problem(self, row: int, where: str) -> UserError:
+        """The error of a broken row: it says whether the model or a logits processor is the
+        cause. row: an index. where: the place in the decode."""
+        on_path = self.positions()[row, : int(self.accepted[row]) + 1]
+        if not self.scores.raw[row, on_path].amax(-1).isfinite().all():
+            dtype = dtype_name(self.scores.raw.dtype)
+            return UserError(
+                f"the target's logits are NaN or infinite {where}; check its weights, or use a "
+                f"dtype with more range than {dtype}"
+            )
+        if row in self.scores.failed:
+            return failure("a logits processor", where, self.scores.failed[row])
+        return UserError(
+            f"the logits processors mask all tokens {where}; at least one logit must be finite: "
+            "remove the processor that masks them all, or let it keep a token"
+        )
+
+
+def failure(what: str, where: str, error: Exception) -> UserError:
+    """The error of a row for which something that the user gave raised an exception."""
+    wrapped = UserError(f"{what} fails {where}: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _positions(path: Tensor) -> Tensor:
+    return torch.nn.functional.pad(path + 1, (1, 0))
