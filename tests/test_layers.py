@@ -159,7 +159,7 @@ def test_what_is_imported_is_declared(part: str) -> None:
 
 
 def test_what_is_declared_is_used() -> None:
-    files = [file for layer in LAYERS for file in (ROOT / layer).rglob("*.py")]
+    files = [file for layer in (*LAYERS, NAMES) for file in (ROOT / layer).rglob("*.py")]
     used = {name for file in files for name in third_party(file)}
     assert {*declared()} <= used
 
