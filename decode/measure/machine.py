@@ -8,7 +8,7 @@ import torch
 
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
-from decode.model.forward import lean_forward, lean_parts
+from decode.model.forward import few_rows_layers, lean_forward, lean_parts
 from decode.model.forward.prepare_model import (
     has_products,
     reason_against_lean,
@@ -100,7 +100,8 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     ours = Counter(
         type(module).__name__
         for module in prepared.modules()
-        if type(module).__module__ in (lean_forward.__name__, lean_parts.__name__)
+        if type(module).__module__
+        in (lean_forward.__name__, lean_parts.__name__, few_rows_layers.__name__)
     )
     packed = ours[lean_parts.PackedLinear.__name__]
     return {

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.model.cache.slots import SlotLayer, round_up_slots
+from decode.model.forward.few_rows_layers import MOST_TOKENS, FewRowsPass, few_rows_layer
 from decode.model.forward.lean_parts import (
     ACTIVATIONS,
     LeanNorm,
@@ -273,6 +274,7 @@ class LeanLayer(nn.Module):
         for name in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
             setattr(self, name, getattr(parts, name))
         self.query_norm, self.key_norm = parts.query_norm, parts.key_norm
+        self.few_rows = few_rows_layer(self)
 
     def forward(
         self,
@@ -441,13 +443,21 @@ class LeanForward(nn.Module):
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
         shared = rotations.get("")
+        few_rows = self._few_rows(states, rotations, masks, slots)
         for number, layer in enumerate(self.layers):
             assert isinstance(layer, LeanLayer)
             parts, mask, slot_layer = layer.parts, masks[number], slots[number]
-            if number not in self.skipped_attention:
+            rotation = shared or rotations[parts.kind]
+            attention, mlp = number not in self.skipped_attention, number not in self.skipped_mlps
+            if few_rows is not None and layer.few_rows is not None and (attention or mlp):
+                states = few_rows.run(
+                    layer.few_rows, states, rotation, mask, slot_layer, attention=attention, mlp=mlp
+                )
+                attention = mlp = False
+            if attention:
                 attend = SlotAttention(slot_layer, mask, parts.scale, parts.softcap)
-                states = layer.attention(states, shared or rotations[parts.kind], attend)
-            if number not in self.skipped_mlps:
+                states = layer.attention(states, rotation, attend)
+            if mlp:
                 states = layer.feed_forward(states)
             if number in captured_layers:
                 features[number] = states
@@ -455,6 +465,24 @@ class LeanForward(nn.Module):
             states = features[FINAL] = self.norm(states)
             return self.read_out(columns_of(states, columns)), features
         return self.read_out(self.norm(columns_of(states, columns))), features
+
+    def _few_rows(
+        self,
+        states: Tensor,
+        rotations: Mapping[str, Rotation],
+        masks: Sequence[AttentionMask],
+        slots: Sequence[SlotLayer],
+    ) -> FewRowsPass | None:
+        """The pass of the layers that can be run in two calls each. None: this pass cannot."""
+        layers = [x.few_rows for x in self.layers if x.few_rows is not None]
+        fits = (
+            layers
+            and states.shape[1] <= MOST_TOKENS
+            and all(cos.dtype == states.dtype for cos, _ in rotations.values())
+            and all(mask.additive is not None for mask in masks)
+            and all(isinstance(layer, SlotLayer) for layer in slots)
+        )
+        return FewRowsPass(states, layers) if fits else None  # type: ignore[arg-type]
 
 
 def columns_of(x: Tensor, columns: Tensor | None) -> Tensor:

@@ -1,6 +1,7 @@
 """The parts of the lean forward whose fastest form differs between devices: products and norms.
 
-On a CPU, weights are packed: kept in the layout of PyTorch's CPU kernels. Elsewhere the products
+On a CPU, weights are packed: kept in the layout of our kernels for few rows (`few_rows`), or of
+PyTorch's. Elsewhere the products
 are those of the model's linear layers, and a norm is one kernel.
 """
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 from transformers.pytorch_utils import Conv1D
+
+from decode.model.forward import few_rows
 
 TRIED_OUTPUTS = 512  # of a product in a trial
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
@@ -77,22 +80,42 @@ class PackedLinear(Product, Packed):
             for layer in self._layers
         ]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.has_blocks = few_rows.fits(*self._layers)
+        pack = few_rows.packed_blocks if self.has_blocks else _packed_by_torch
+        self._packed = pack(weight)
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
         self._packed_bias = torch.cat(biases) if biases else None
         self._packed_state = state
 
+    @property
+    def blocks(self) -> tuple[Tensor, Tensor | None]:
+        """The weights as `few_rows.packed_blocks` makes them, and the bias."""
+        assert self.has_blocks
+        return self._packed, self._packed_bias
+
     def forward(self, x: Tensor, activation: str = "none", algorithm: str = "") -> Tensor:
+        if self.has_blocks:
+            known = activation in few_rows.MODES
+            mode = activation if known else "none"
+            found = few_rows.multiply(x, self._packed, self._packed_bias, None, mode)
+            return found if known else ACTIVATIONS[activation, algorithm](found)
         result: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self._packed, self._packed_bias, activation, [], algorithm
         )
         return result
 
     def combined(self, x: Tensor, other: Tensor, operation: str) -> Tensor:
+        if self.has_blocks:
+            return few_rows.multiply(x, self._packed, self._packed_bias, other, operation)
         result: Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             x, other, self._packed, self._packed_bias, operation
         )
         return result
+
+
+def _packed_by_torch(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+    return packed
 
 
 class PlainLinear(Product):

@@ -1,0 +1,242 @@
+"""Whole layers of the lean forward for a pass over few tokens: two calls of C++ a layer
+(`few_rows.cpp`).
+
+A layer is run so if it has the parts of llama: RMS norms before attention and before a gated
+network with SiLU, rotary positions, and biases of queries, keys and values only.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from decode.model.cache.slots import SlotLayer
+from decode.model.forward import few_rows
+from decode.model.forward.lean_parts import LeanNorm, Packed, PackedLinear
+
+# Of each text. With more, PyTorch's attention is quicker.
+MOST_TOKENS = 128
+VECTOR = 32  # numbers of a head that are multiplied at once
+
+_pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of few_rows.cpp."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, _pointer) for name in ("qkv_bias", "qkv", "out", "gate", "up", "down")),
+        *((name, _float) for name in ("attention_eps", "mlp_eps", "head_eps")),
+        *((name, _float) for name in ("attention_offset", "mlp_offset", "head_offset", "scale")),
+        ("rotates", ctypes.c_int32),
+        *((name, _int) for name in ("hidden", "inner", "query_heads", "key_heads", "head")),
+    )
+
+
+class _Pass(ctypes.Structure):
+    """`Pass` of few_rows.cpp."""
+
+    _fields_ = (
+        *((name, _int) for name in ("texts", "tokens", "slots", "begin_read", "begin")),
+        *((name, _pointer) for name in ("cos", "sin", "mask", "first", "read")),
+        *((name, _int) for name in ("rotation_text", "rotation_token", "mask_text", "mask_token")),
+        *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
+        *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between")),
+    )
+
+
+class FewRowsLayer(Packed):
+    """A layer's weights, as the functions of C++ take them.
+
+    qkv, out, down: its products. gate_up: one or two. norms: before attention, before the network,
+    of queries and of keys; the last two may be None.
+    """
+
+    def __init__(
+        self,
+        parts: Any,
+        qkv: PackedLinear,
+        out: PackedLinear,
+        gate_up: Sequence[PackedLinear],
+        down: PackedLinear,
+    ) -> None:
+        super().__init__()
+        self._parts = parts
+        # In a tuple, so that they are no parts of this module too.
+        self._products = qkv, out, (*gate_up,), down
+        self.refresh()
+
+    def refresh(self) -> None:
+        parts, (qkv, out, gate_up, down) = self._parts, self._products
+        (packed, bias), size = qkv.blocks, parts.head_size
+        gates = [product.blocks[0] for product in gate_up]
+        inner = gates[0].shape[0] * few_rows.OUTPUTS // (2 if len(gates) == 1 else 1)
+        gate, up = gates if len(gates) == 2 else gates[0].chunk(2)
+        norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
+        weights = [None if norm is None else norm.weight.detach() for norm in norms]
+        tensors = [*weights, bias, packed, out.blocks[0], gate, up, down.blocks[0]]
+        self._kept = tensors  # their memory lives as long as the addresses
+        addresses = [None if x is None else x.data_ptr() for x in tensors]
+        head = parts.query_norm
+        self.hidden, self.inner, self.parts = len(parts.attention_in.weight), inner, parts
+        self._struct = _Layer(
+            *addresses,
+            parts.attention_in.eps,
+            parts.mlp_in.eps,
+            0.0 if head is None else head.eps,
+            parts.attention_in.offset,
+            parts.mlp_in.offset,
+            0.0 if head is None else head.offset,
+            size**-0.5 if parts.scale is None else parts.scale,
+            parts.rotates,
+            self.hidden,
+            inner,
+            parts.query_heads,
+            parts.key_heads,
+            size,
+        )
+        self.address = ctypes.addressof(self._struct)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has addresses of its own weights.
+        return {k: v for k, v in self.__dict__.items() if k not in ("_struct", "address")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.refresh()
+
+
+def few_rows_layer(layer: Any) -> FewRowsLayer | None:
+    """The `FewRowsLayer` of a lean layer. None if its parts are others, or cannot run so."""
+    parts = layer.parts
+    products = [layer.qkv, layer.out, *layer.gate_up, layer.down]
+    if not all(isinstance(x, PackedLinear) and x.has_blocks for x in products):
+        return None
+    norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
+    heads = [norm for norm in norms[2:] if norm is not None]
+    size = parts.head_size
+    fits = (
+        all(isinstance(norm, LeanNorm) for norm in norms[:2])
+        and all(x.weight.dtype == torch.bfloat16 for x in norms if x is not None)
+        and all(len(norm.weight) == size for norm in heads)
+        and len({(norm.eps, norm.offset) for norm in heads}) <= 1
+        and len(heads) in (0, 2)
+        and parts.attention_out is None
+        and parts.mlp_out is None
+        and parts.softcap is None
+        and parts.activation == ("swish", "")
+        and size % VECTOR == 0
+        and all(x.blocks[1] is None for x in products[1:])
+        and (len(layer.gate_up) == 2 or len(layer.gate_up[0].blocks[0]) % 2 == 0)
+    )
+    return FewRowsLayer(parts, layer.qkv, layer.out, layer.gate_up, layer.down) if fits else None
+
+
+class FewRowsPass:
+    """One pass over few tokens.
+
+    states: [B, n, H], the input of the first layer. layers: all of them, for the sizes of the
+    scratch memory.
+    """
+
+    def __init__(self, states: Tensor, layers: Sequence[FewRowsLayer]) -> None:
+        self._texts, self._tokens = states.shape[:2]
+        rows = self._texts * self._tokens
+        parts = [layer.parts for layer in layers]
+        heads = [(x.query_heads, x.query_heads + 2 * x.key_heads, x.head_size) for x in parts]
+        sizes = [
+            max(layer.hidden for layer in layers),
+            max(every * size for _, every, size in heads),
+            max(queries * size for queries, _, size in heads),
+            max(layer.inner for layer in layers),
+            max(layer.hidden for layer in layers),
+        ]
+        self._scratch = [states.new_empty(rows, size) for size in sizes]
+        self._passes: dict[Any, tuple[_Pass, Any]] = {}
+
+    def run(
+        self,
+        layer: FewRowsLayer,
+        states: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Any,
+        slots: SlotLayer,
+        *,
+        attention: bool,
+        mlp: bool,
+    ) -> Tensor:
+        """[B, n, H] → [B, n, H]. attention, mlp: whether the layer has these parts here."""
+        found, result = few_rows.library(), torch.empty_like(states)
+        assert found is not None
+        parts = layer.parts
+        if not slots.is_initialized:
+            empty = states.new_empty(self._texts, parts.key_heads, 0, parts.head_size)
+            slots.lazy_initialization(empty, empty)
+        place = ctypes.addressof(self._shared(layer, rotation, mask, slots))
+        keys, values = slots.keys.data_ptr(), slots.values.data_ptr()
+        if attention:
+            found.layer_begins(layer.address, place, states.data_ptr(), keys, values)
+            if mask.watch is not None:
+                scale = parts.head_size**-0.5 if parts.scale is None else parts.scale
+                seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
+                mask.watch(self._queries(layer), *seen, scale)
+        found.layer_ends(
+            layer.address, place, states.data_ptr(), keys, values, result.data_ptr(), attention, mlp
+        )
+        return result
+
+    def _queries(self, layer: FewRowsLayer) -> Tensor:
+        """[B, N, n, D]."""
+        parts = layer.parts
+        heads = parts.query_heads + 2 * parts.key_heads
+        used = self._scratch[1].flatten()[: self._texts * self._tokens * heads * parts.head_size]
+        every = used.view(self._texts, self._tokens, heads, parts.head_size)
+        return every[:, :, : parts.query_heads].transpose(1, 2)
+
+    def _shared(
+        self, layer: FewRowsLayer, rotation: tuple[Tensor, Tensor], mask: Any, slots: SlotLayer
+    ) -> _Pass:
+        """What layers with this mask, rotation and place of keys share."""
+        key = id(mask.additive), id(rotation[0]), slots.keys.stride()[:2]
+        if key not in self._passes:
+            self._passes[key] = self._made(layer, rotation, mask.additive, slots)
+        return self._passes[key][0]
+
+    def _made(
+        self, layer: FewRowsLayer, rotation: tuple[Tensor, Tensor], mask: Tensor, slots: SlotLayer
+    ) -> tuple[_Pass, Any]:
+        window = slots.window
+        assert slots.keys.stride()[2:] == (layer.parts.head_size, 1)
+        cos, sin = (x.reshape(*x.shape[:2], -1) for x in rotation)
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        first = read = None
+        if window.begin is None:
+            first = window.slots_on(mask.device)[1][:, 0].contiguous()
+        if isinstance(window.read, Tensor):
+            read = window.read.contiguous()
+        kept = cos, sin, mask, first, read
+        struct = _Pass(
+            self._texts,
+            self._tokens,
+            window.count,
+            0 if isinstance(window.read, Tensor) else window.read.start,
+            window.begin or 0,
+            *(None if x is None else x.data_ptr() for x in kept),
+            _step(cos, 0),
+            cos.stride(1),
+            _step(mask, 0),
+            mask.stride(2),
+            0 if read is None else _step(read, 0),
+            *slots.keys.stride()[:2],
+            cos.shape[2],
+            *(x.data_ptr() for x in self._scratch),
+        )
+        return struct, kept
+
+
+def _step(x: Tensor, dimension: int) -> int:
+    """The stride of a dimension. 0 if it has one entry, which is that of all texts."""
+    return 0 if x.shape[dimension] == 1 else x.stride(dimension)

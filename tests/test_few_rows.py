@@ -1,0 +1,201 @@
+"""Products and whole layers in C++ for few rows: against float64, and against the eager forward."""
+
+import copy
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from decode.model.cache.cached_model import CachedLM
+from decode.model.forward import few_rows
+from decode.model.forward.few_rows_layers import FewRowsLayer
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.prepare_model import refresh_packed
+from tests.tiny import VOCAB, tiny_model
+
+needs_library = pytest.mark.skipif(
+    few_rows.library() is None, reason="no compiler, or no AVX512-BF16, or AMX"
+)
+STARTS = np.array([7, 3])
+# Each has layers that differ from llama's: biases, norms of heads, windows, one gate_up, layers
+# without rotary positions.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"sliding_window": 5},
+    "phi3": {},
+    "smollm3": {"no_rope_layer_interval": 2, "use_sliding_window": False},
+}
+
+
+def linear(out: int, size: int, bias: bool = False) -> nn.Linear:
+    layer = nn.Linear(size, out, bias=bias)
+    return layer.to(torch.bfloat16).requires_grad_(False)
+
+
+@needs_library
+@pytest.mark.parametrize("size", [2, 62, 576])
+@pytest.mark.parametrize("mode", ["none", "swish", "gelu", "add", "mul"])
+def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(mode: str, size: int) -> None:
+    torch.manual_seed(size)
+    layers = linear(160, size, bias=True), linear(32, size, bias=True)
+    product = PackedLinear(*layers)
+    assert product.has_blocks
+    x, other = (torch.randn(2, 15, n).to(torch.bfloat16) for n in (size, 192))
+
+    def of(rows: slice) -> torch.Tensor:
+        if mode in ("add", "mul"):
+            return product.combined(x[:, rows], other[:, rows], mode)
+        return product(x[:, rows], mode, "tanh" if mode == "gelu" else "")
+
+    exact = torch.cat([x.double() @ y.weight.double().T + y.bias.double() for y in layers], -1)
+    then = {
+        "none": lambda y: y,
+        "swish": nn.functional.silu,
+        "gelu": lambda y: nn.functional.gelu(y, approximate="tanh"),
+        "add": lambda y: y + other.double(),
+        "mul": lambda y: y * other.double(),
+    }
+    torch.testing.assert_close(of(slice(None)).double(), then[mode](exact), rtol=0.01, atol=0.01)
+    alone = torch.cat([of(slice(row, row + 1)) for row in range(15)], 1)
+    assert all(torch.equal(of(slice(n)), alone[:, :n]) for n in range(1, 16))
+
+
+@needs_library
+def test_changed_weights_are_used_after_a_refresh() -> None:
+    layer, x = linear(64, 32), torch.randn(3, 32).to(torch.bfloat16)
+    product = PackedLinear(layer)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    refresh_packed(product)
+    torch.testing.assert_close(product(x), layer(x))
+
+
+def target(family: str, **fields: Any) -> Any:
+    shape = {"hidden": 64, "heads": 2, "kv_heads": 1, "layers": 4, "seed": 3}
+    return tiny_model(family, **shape, **FAMILIES[family], **fields).to(torch.bfloat16)
+
+
+def passes(lm: CachedLM, tree: bool) -> list[torch.Tensor]:
+    """Logits of passes over two texts of other lengths: tokens one by one, several, a tree."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCAB, (2, 12), generator=generator)
+    lm.reset(2, 32)
+    with torch.inference_mode():
+        lm.read(ids, np.zeros(2, dtype=np.int64), STARTS)
+        found = [lm.forward(ids[:, 7:8], STARTS), lm.forward(ids[:, 8:12], STARTS + 1)]
+        if tree:
+            sees = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]).bool()
+            depth = (sees.sum(1) - 1)[None]
+            found.append(
+                lm.forward(ids[:, 8:12], STARTS + 1, depth_BN=depth, ancestors_BNM=sees[None])
+            )
+        lm.keep_rows(torch.tensor([1]))
+        found.append(lm.forward(ids[1:, 10:12], STARTS[1:] + 5))
+    return found
+
+
+@needs_library
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_compute_what_the_eager_forward_does(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = target(family)
+    ours = CachedLM(model)
+    forward = ours.forward_pass
+    assert isinstance(forward, LeanForward)
+    assert all(isinstance(layer.few_rows, FewRowsLayer) for layer in forward.layers)
+    found = passes(ours, tree=True)
+    for layer in forward.layers:
+        monkeypatch.setattr(layer, "few_rows", None)
+    eager = passes(ours, tree=True)
+    exact = passes(CachedLM(copy.deepcopy(model).float()), tree=True)
+    assert not any(torch.equal(x, y) for x, y in zip(found, eager, strict=True))
+
+    def error(some: list[torch.Tensor]) -> float:
+        return sum(float((x - y).norm()) for x, y in zip(some, exact, strict=True))
+
+    assert error(found) < 1.3 * error(eager)
+
+
+@needs_library
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_token_has_the_same_bits_in_any_pass(family: str) -> None:
+    lm = CachedLM(target(family))
+    assert lm.keeps_bits
+    ids = torch.randint(3, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
+
+    def fed(*widths: int) -> torch.Tensor:
+        lm.reset(2, 64)
+        start, found = STARTS, []
+        with torch.inference_mode():
+            lm.read(ids, np.zeros(2, dtype=np.int64), STARTS)
+            for width in widths:
+                begin = int(start[0])
+                found.append(lm.forward(ids[:, begin : begin + width], start))
+                start = start + width
+        return torch.cat(found, 1)
+
+    alone = fed(*[1] * 16)
+    assert all(torch.equal(fed(*widths), alone) for widths in [(16,), (3, 13), (1, 5, 10)])
+
+
+@needs_library
+def test_layers_without_a_part_and_copies_of_layers() -> None:
+    lm = CachedLM(target("llama"))
+    forward: Any = lm.forward_pass
+    lm.forward_pass = forward.changed([1, 3], [1, 2])
+    few = passes(lm, tree=False)
+    copied = copy.deepcopy(forward.layers)
+    addresses = {layer.few_rows.address for layer in forward.layers}
+    assert not addresses & {layer.few_rows.address for layer in copied}
+    lm.forward_pass.layers = copied
+    assert all(torch.equal(x, y) for x, y in zip(few, passes(lm, tree=False), strict=True))
+    for layer in copied:
+        layer.few_rows = None
+    eager = passes(lm, tree=False)
+    assert all((x - y).norm() < 0.02 * y.norm() for x, y in zip(few, eager, strict=True))
+
+
+@needs_library
+def test_a_watch_gets_the_queries_of_each_layer() -> None:
+    lm = CachedLM(target("llama"))
+    seen: list[tuple[int, torch.Size, torch.Size]] = []
+
+    def watch(layer: int, query: Any, key: Any, value: Any, scale: float) -> None:
+        seen.append((layer, query.shape, key.shape))
+
+    lm.watch = watch
+    found = passes(lm, tree=False)
+    assert seen[4:8] == [(n, (2, 2, 1, 32), (2, 1, 16, 32)) for n in range(4)]
+    lm.watch = None
+    assert all(torch.equal(a, b) for a, b in zip(found, passes(lm, tree=False), strict=True))
+
+
+@pytest.mark.parametrize("why", ["switch", "compiler", "error"])
+def test_pytorchs_products_stay_where_there_is_no_library(
+    why: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if why == "switch":
+        monkeypatch.setenv(few_rows.SWITCH, "0")
+    elif why == "compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    else:
+        (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+        os.chmod(tmp_path / "c++", 0o755)
+        monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    few_rows.library.cache_clear()
+    try:
+        layer, x = linear(64, 32), torch.randn(3, 32).to(torch.bfloat16)
+        product = PackedLinear(layer)
+        assert few_rows.library() is None
+        assert not product.has_blocks
+        torch.testing.assert_close(product(x), layer(x))
+    finally:
+        few_rows.library.cache_clear()
