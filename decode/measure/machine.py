@@ -97,11 +97,11 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     not_packed_because, not_lean_because: the reason, or None.
     """
     model, prepared = lm.model, lm.forward_pass
+    files = {module.__name__ for module in (lean_forward, lean_parts, few_rows_layers)}
     ours = Counter(
         type(module).__name__
         for module in prepared.modules()
-        if type(module).__module__
-        in (lean_forward.__name__, lean_parts.__name__, few_rows_layers.__name__)
+        if type(module).__module__ in files
     )
     packed = ours[lean_parts.PackedLinear.__name__]
     return {

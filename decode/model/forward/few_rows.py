@@ -27,18 +27,8 @@ logger = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-fPIC",
-    "-fopenmp",
-    "-w",
-    "-mavx2",
-    "-mfma",
-    "-mavx512f",
-    "-mavx512bw",
-    "-mavx512vl",
-    "-mavx512dq",
-    "-mavx512bf16",
+    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma", "-mavx512f"),
+    *("-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
 ]
 OUTPUTS = 32  # of a block of weights
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
