@@ -157,6 +157,8 @@ def test_without_exact_bits_a_chain_is_one_query(monkeypatch: pytest.MonkeyPatch
     for lean in (True, False):
         model = model_of("llama")
         prepare(model, lean=lean)
+        CachedLM(model)  # tries the model, in chains
+        alone.clear()
         free = chain_logits(model, 1, [CHAIN], exact_bits=False)
         assert not alone
         exact = chain_logits(model, 1, [CHAIN])

@@ -99,9 +99,7 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     model, prepared = lm.model, lm.forward_pass
     files = {module.__name__ for module in (lean_forward, lean_parts, few_rows_layers)}
     ours = Counter(
-        type(module).__name__
-        for module in prepared.modules()
-        if type(module).__module__ in files
+        type(module).__name__ for module in prepared.modules() if type(module).__module__ in files
     )
     packed = ours[lean_parts.PackedLinear.__name__]
     return {
