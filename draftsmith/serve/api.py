@@ -3,8 +3,9 @@
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -17,6 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
 from draftsmith.net.access import LOCAL, Guard
+from draftsmith.net.events import event
+from draftsmith.net.page import page_routes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
@@ -33,10 +36,11 @@ from draftsmith.serve.openai.openai_requests import (
 )
 from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
 from draftsmith.serve.openai.responses import ResponsesAnswer
-from draftsmith.serve.page import page_routes
 from draftsmith.serve.running import Running, as_api_error
 
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
+_STATIC = Path(__file__).parent / "static"
+_LIVE_SECONDS = 0.5
 _ANY = ("GET", "POST", "DELETE")
 # The client went away: nobody reads this status. nginx has the same for its log.
 HUNG_UP = 499
@@ -91,7 +95,7 @@ class Service:
                 Route("/metrics", self._metrics, methods=get),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
-                *page_routes(self.batcher),
+                *page_routes(_STATIC, self._figures),
             ],
             exception_handlers={
                 ApiError: _error_response,
@@ -104,6 +108,12 @@ class Service:
     def guarded(self) -> ASGIApp:
         """The application behind its guard."""
         return RequestIds(self.guard.around(self.app()))
+
+    async def _figures(self) -> AsyncIterator[bytes]:
+        """The figures of the batcher twice a second, for the page."""
+        while self.batcher.alive:
+            yield event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
+            await asyncio.sleep(_LIVE_SECONDS)
 
     # --- routes -----------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import run_in_thread
+from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
@@ -226,7 +227,7 @@ class _Stream(_Sent, StreamingResponse):
     def __init__(
         self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]
     ) -> None:
-        headers = {"cache-control": "no-store", "x-accel-buffering": "no", **headers}
+        headers = EVENT_HEADERS | headers
         super().__init__(events, media_type="text/event-stream", headers=headers)
         self.running = running
 

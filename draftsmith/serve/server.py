@@ -18,12 +18,12 @@ from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.http_server import HttpServer
 from draftsmith.net.listen import bind as bind
+from draftsmith.net.page import FILES
 from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import RequestBounds
 from draftsmith.serve.live_settings import Settings
-from draftsmith.serve.page import OPEN_PATHS
 
 if TYPE_CHECKING:
     from draftsmith.serve.learner import LearnOptions
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
 _CLOSING_SECONDS = 5  # for connections that are open when all texts have ended
+# No secrets are in these files, and without them nobody could enter a key.
+_OPEN_PATHS = frozenset({"/health", *FILES})
 _CONNECTIONS = 1024  # beside one for each text; more get status 503
 
 
@@ -96,7 +98,7 @@ def make_service(
         # Another thread uses the batcher's.
         copy.deepcopy(target.tokenizer),
         names,
-        replace(guard, open_paths=OPEN_PATHS),
+        replace(guard, open_paths=_OPEN_PATHS),
         max_tokens,
         random.Random(seed),
     )

@@ -1,18 +1,15 @@
 """The page that follows a run, and the server around it: on this machine only, and read-only."""
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from draftsmith.net.access import LOCAL
+from draftsmith.net.events import event
 from draftsmith.net.http_server import HttpServer
-from draftsmith.serve.static_files import HEADERS, file_routes
+from draftsmith.net.page import page_routes
 from draftsmith.watch.run_state import RunState
 
 HOST = "127.0.0.1"
@@ -26,13 +23,7 @@ class WatchServer(HttpServer):
     events. started_up: called when it listens."""
 
     def __init__(self, state: RunState, started_up: Callable[[], None] = lambda: None) -> None:
-        async def live(request: Request) -> Response:
-            headers = HEADERS | {"cache-control": "no-store", "x-accel-buffering": "no"}
-            return StreamingResponse(
-                self._states(), media_type="text/event-stream", headers=headers
-            )
-
-        app = Starlette(routes=[*file_routes(_STATIC), Route("/live", live, methods=["GET"])])
+        app = Starlette(routes=page_routes(_STATIC, self._states))
         super().__init__(LOCAL.around(app), _CLOSING_SECONDS, started_up)
         self._state, self._reading = state, asyncio.Lock()
 
@@ -41,5 +32,5 @@ class WatchServer(HttpServer):
             # One reader at a time. Files are read in another thread, so the page is not held up.
             async with self._reading:
                 state = await asyncio.to_thread(self._state.read)
-            yield b"data: " + json.dumps(state, ensure_ascii=False).encode() + b"\n\n"
+            yield event(state)
             await asyncio.sleep(_SECONDS)

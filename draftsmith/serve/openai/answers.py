@@ -1,6 +1,5 @@
 """Answers in the shape of OpenAI's API, whole and in pieces: chat and completions."""
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -11,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from decode.text_stream import TextStream
+from draftsmith.net.events import event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
@@ -306,17 +306,6 @@ def written(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
-
-
-# Python, and clients that cut lines as Python does, end a line at these characters too.
-_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
-
-
-def event(value: dict[str, Any], name: str | None = None) -> bytes:
-    """A server-sent event. name: the name of its kind."""
-    data = json.dumps(value, ensure_ascii=False).translate(_LINE_ENDS)
-    begin = "" if name is None else f"event: {name}\n"
-    return f"{begin}data: {data}\n\n".encode()
 
 
 END = b"data: [DONE]\n\n"

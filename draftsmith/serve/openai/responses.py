@@ -5,7 +5,8 @@ import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries, event
+from draftsmith.net.events import event
+from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
 from draftsmith.serve.openai.api_errors import ApiError
 
 

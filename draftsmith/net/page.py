@@ -1,10 +1,13 @@
-"""The files of a page, with headers that let it load nothing from elsewhere."""
+"""A page: its files, and the live events that it shows. It loads nothing from elsewhere."""
 
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+
+from draftsmith.net.events import EVENT_HEADERS
 
 # By path: the file's name and its media type.
 FILES = {
@@ -23,9 +26,15 @@ HEADERS = {
 }
 
 
-def file_routes(folder: Path) -> list[Route]:
-    """Routes to the files of a page, which are in this folder."""
-    return [_route(path, folder / name, kind) for path, (name, kind) in FILES.items()]
+def page_routes(folder: Path, events: Callable[[], AsyncIterator[bytes]]) -> list[Route]:
+    """Routes to the files of a page, which are in this folder, and to its events at `/live`."""
+
+    async def live(request: Request) -> Response:
+        headers = HEADERS | EVENT_HEADERS
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    files = [_route(path, folder / name, kind) for path, (name, kind) in FILES.items()]
+    return [*files, Route("/live", live, methods=["GET"])]
 
 
 def _route(path: str, file: Path, kind: str) -> Route:
