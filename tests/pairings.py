@@ -10,28 +10,13 @@ from typing import Any
 
 import heads  # noqa: F401  (registers its drafters)
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
-from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
-from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.opening.combinations import COMBINATIONS
 from decode.rules import RULES
 from decode.shapes import SHAPES
-from tests import test_heads_lossless, test_lossless
-from tests.lossless import LONGER, FixedDraft
+from tests import contract, test_drafter_contract, test_heads_contract, test_lossless
+from tests.contract import name_of
+from tests.lossless import LONGER
 
-# Drafters that are named otherwise than by a registered drafter.
-NAMES: dict[type[Drafter], str] = {
-    CompositeDrafter: "A+B",
-    SeveralDrafters: "A++B",
-    VerticalCascade: "vertical",
-    HorizontalCascade: "horizontal",
-    MeasuredComposite: "measured",
-    RoutedDrafter: "routed",
-    RetokenisedDrafter: "vocabulary=text",
-    FixedDraft: "FixedDraft",
-}
 # Registered drafters that no joint test samples, and why.
 UNPAIRED = {"none": "drafts nothing"}
 # Joint tests of what is not a pairing: the file and function, and which texts are sampled.
@@ -49,10 +34,10 @@ ELSEWHERE = {
     "test_encoder_decoder_students.py::test_sampled_texts_have_the_targets_distribution": (
         "drafters with an encoder"
     ),
-    "test_heads_lossless.py::test_drafters_that_see_a_window_keep_the_distribution": (
+    "test_heads_contract.py::test_drafters_that_see_a_window_keep_the_distribution": (
         "heads that see a window of the text"
     ),
-    "test_heads_lossless.py::test_a_stop_by_the_confidence_head_keeps_the_distribution": (
+    "test_heads_contract.py::test_a_stop_by_the_confidence_head_keeps_the_distribution": (
         "drafts that a confidence head ends"
     ),
     "test_joining.py::test_joining_rows_have_the_targets_distribution": "rows that join and leave",
@@ -98,11 +83,6 @@ def _parameters(test: Callable[..., Any]) -> list[dict[str, Any]]:
     return [dict(zip(mark.args[0], values, strict=True)) for values in mark.args[1]]
 
 
-def _name(drafter: Drafter) -> str:
-    registered = [name for name in DRAFTERS if DRAFTERS[name] is type(drafter)]
-    return f"`{registered[0] if registered else NAMES[type(drafter)]}`"
-
-
 def _shape(drafter: Drafter) -> str:
     kind = type(getattr(drafter, "shape", None))
     return next((name for name in SHAPES if SHAPES[name] is kind), "")
@@ -112,26 +92,23 @@ def pairings() -> Iterator[Pairing]:
     """All pairings of the joint tests, in the tests' order."""
     short, longer = (
         test_lossless.test_texts_have_the_targets_distribution,
-        test_lossless.test_ragged_texts_of_many_rounds,
+        test_drafter_contract.test_ragged_texts_of_many_rounds,
     )
     for values in _parameters(short):
         label = values["drafter"]
         drafter = test_lossless.DRAFTERS[label]()
-        yield Pairing(_name(drafter), label, _shape(drafter), values["rule"], "one block")
+        yield Pairing(f"`{name_of(drafter)}`", label, _shape(drafter), values["rule"], "one block")
     for values in _parameters(longer):
         label = values["drafter"]
-        drafter = test_lossless.LONGER_DRAFTERS[label](LONGER)
+        drafter = contract.RECIPES[label](LONGER)
         words = f"many rounds, {values['case']}"
-        yield Pairing(_name(drafter), label, _shape(drafter), values["rule"], words)
-    for test, words in (
-        (test_heads_lossless.test_texts_have_the_targets_distribution, "one block"),
-        (test_heads_lossless.test_ragged_texts_of_many_rounds, "many rounds, plain"),
-    ):
-        for values in _parameters(test):
-            drawn = values["draw"]
-            draft = "drawn chain" if drawn is None else f"tree, {drawn}"
-            shape = "chain" if drawn is None else "static"
-            yield Pairing(f"`{values['kind']}`", draft, shape, values["rule"], words)
+        yield Pairing(f"`{name_of(drafter)}`", label, _shape(drafter), values["rule"], words)
+    for values in _parameters(test_heads_contract.test_ragged_texts_of_many_rounds):
+        drawn = values["draw"]
+        draft = "drawn chain" if drawn is None else f"tree, {drawn}"
+        shape = "chain" if drawn is None else "static"
+        words = "many rounds, plain"
+        yield Pairing(f"`{values['kind']}`", draft, shape, values["rule"], words)
 
 
 def unpaired() -> tuple[list[str], list[str], list[str]]:
@@ -167,9 +144,9 @@ def pairings_reference() -> str:
         "rounds`: rows of different lengths, several rounds, ends inside a block; `penalised`",
         "and `processed` are texts with a repetition penalty, or with a logits processor.",
         "A dash: a shape of the tests (two children of every node), or a drafter without shapes.",
-        "`pytest -m slow tests/test_lossless.py tests/test_heads_lossless.py` runs them. The",
-        "rules themselves are also enumerated exactly (`tests/test_rules.py`,",
-        "`tests/test_shapes_lossless.py`).",
+        "`tests/test_lossless.py`, `tests/test_drafter_contract.py` and",
+        "`tests/test_heads_contract.py` have them. The rules themselves are also enumerated",
+        "exactly (`tests/test_rules.py`, `tests/test_shapes_lossless.py`).",
         "",
         "| drafter | draft | shape | rules |",
         "| --- | --- | --- | --- |",

@@ -56,8 +56,7 @@ def case(rows: int, fed: int, heads: int, shared: int, past: int) -> tuple[Tenso
 
 
 @pytest.mark.parametrize("how", ["together", "in parts", "alone", "head by head"])
-@pytest.mark.parametrize(("heads", "shared"), [(4, 4), (6, 2), (4, 1)])
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("rows", "heads", "shared"), [(1, 4, 4), (3, 6, 2), (3, 4, 1)])
 def test_it_is_attention(
     rows: int, heads: int, shared: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

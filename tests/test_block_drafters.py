@@ -19,20 +19,17 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.features import Features
 from decode.model.hidden_states import FINAL, Recorder
 from decode.model.loading import Target
-from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.dflash_heads import even_taps
 from heads.head_training import HeadTraining
-from heads.heads_directory import new_heads, save_heads
+from heads.heads_directory import new_heads
 from heads.heads_module import HeadBatch, HeadOptions, shift_left
 from heads.layers import block_layer
 from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
@@ -425,29 +422,6 @@ def drafter_of(kind: str, shape: str) -> Any:
     return DRAFTERS[kind](copy.deepcopy(learnt(kind)), VOCAB, options)
 
 
-@pytest.mark.parametrize("shape", SHAPES_TRIED)
-@kinds
-def test_greedy_text_is_that_of_plain_decoding(kind: str, shape: str) -> None:
-    """Together, so that rows of different lengths leave one after the other, and each alone."""
-    decoder = Decoder(target().model, drafter_of(kind, shape), gamma=DEPTH)
-    together = decoder.decode(PROMPTS, NEW)
-    assert together.outputs == plain()
-    alone = [decoder.decode([prompt], NEW) for prompt in PROMPTS]
-    assert [run.outputs[0] for run in alone] == together.outputs
-    counts = together.counts
-    assert counts.tokens_per_step > 1.5
-    for depth in range(DEPTH):
-        assert counts.accepted[depth] == sum(run.counts.accepted[depth] for run in alone)
-
-
-@kinds
-def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
-    both = CompositeDrafter([NgramDrafter(1, 2), drafter_of(kind, "chain")])
-    run = Decoder(target().model, both, gamma=DEPTH).decode(PROMPTS, NEW)
-    assert run.outputs == plain()
-    assert run.counts.tokens_per_step > 1.5
-
-
 def test_a_draft_ends_where_the_confidence_head_says() -> None:
     """The estimates order the tokens well, and shorter drafts have a higher acceptance rate."""
     runs = {}
@@ -559,25 +533,6 @@ def test_a_trained_confidence_is_the_acceptance_on_other_text(coverage: float) -
             print(f"coverage {coverage:.0%}, {kept} tokens, place {prediction.depth}: ", end="")
             print(f"confidence {found:.4f}, acceptance {accepted:.4f}")
             assert found == pytest.approx(accepted, abs=0.03)
-
-
-@kinds
-def test_a_directory_comes_back(kind: str, tmp_path: Path) -> None:
-    heads = make(kind)
-    save_heads(tmp_path / "heads", heads, target=target(), provenance={})
-    drafter: Any = open_drafter(str(tmp_path / "heads"), target())
-    assert drafter.heads.mask_token == 303
-    assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
-    ours = Decoder(target().model, DRAFTERS[kind](copy.deepcopy(heads), VOCAB), gamma=DEPTH)
-    theirs = Decoder(target().model, drafter, gamma=DEPTH)
-    runs = [decoder.decode(PROMPTS, NEW) for decoder in (ours, theirs)]
-    assert runs[0].outputs == runs[1].outputs
-    assert runs[0].counts.accepted.tolist() == runs[1].counts.accepted.tolist()
-    halved = copy.copy(target())
-    halved.model = copy.deepcopy(target().model).bfloat16()
-    Decoder(halved.model, open_drafter(str(tmp_path / "heads"), halved), gamma=DEPTH).decode(
-        PROMPTS, 6
-    )
 
 
 # --- the stage ------------------------------------------------------------------------------------

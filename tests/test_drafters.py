@@ -94,8 +94,7 @@ def search(text: list[int], min_n: int, max_n: int, count: int) -> list[int]:
     return []
 
 
-@pytest.mark.parametrize(("min_n", "max_n"), [(1, 1), (1, 3), (2, 4), (3, 3)])
-@pytest.mark.parametrize("vocab", [2, 5, 9])
+@pytest.mark.parametrize(("vocab", "min_n", "max_n"), [(2, 2, 4), (5, 1, 3), (9, 1, 1), (5, 3, 3)])
 def test_ngram_equals_a_search_of_the_whole_text(vocab: int, min_n: int, max_n: int) -> None:
     """In texts that grow by a few tokens a time, in several rows, of which some are dropped."""
     random = np.random.default_rng(vocab)
@@ -165,8 +164,9 @@ class Recording(SmallLMDrafter):
         return draft
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "temperature"), [(family, float(i % 2)) for i, family in enumerate(FAMILIES)]
+)
 def test_the_cache_is_exact_after_every_verdict(family: str, temperature: float) -> None:
     """Whatever is rejected, accepted or cut, the drafter goes on as if from scratch."""
     recording = Recording(model(family, layers=2, seed=3))
@@ -509,7 +509,7 @@ def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
         CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [0.8])
 def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
     both = CompositeDrafter(
         [NgramDrafter(1, 3), Recording(tiny_model("llama", layers=1, seed=7, max_positions=30))]
@@ -528,8 +528,9 @@ def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
 # --- the first token, and parts that do not fit ---------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["none", "ngram", "same"])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "name"), [("gpt2", "none"), ("llama", "ngram"), ("llama", "same"), ("gpt2", "same")]
+)
 def test_the_first_token_may_be_drafted_too(family: str, name: str) -> None:
     def which() -> Drafter:
         return SmallLMDrafter(model(family)) if name == "same" else DRAFTERS[name]()
@@ -565,8 +566,15 @@ def pair(target_rows: int, rows: int) -> tuple[Any, Any]:
     return padded(both, target_rows, std=0.5), padded(both, rows)
 
 
-@pytest.mark.parametrize("name", ["chain", "chains:chains=2", "dynamic:width=2,nodes=6"])
-@pytest.mark.parametrize(("target_rows", "rows"), SIZES)
+@pytest.mark.parametrize(
+    ("target_rows", "rows", "name"),
+    [
+        (300, 320, "dynamic:width=2,nodes=6"),
+        (320, 300, "chains:chains=2"),
+        (300, 280, "chain"),
+        (320, 300, "chain"),
+    ],
+)
 def test_one_vocabulary_padded_to_other_sizes(target_rows: int, rows: int, name: str) -> None:
     """Greedy text is plain decoding's. The target says some ids that no tokenizer has, and that the
     drafter has no embedding for."""
@@ -648,7 +656,7 @@ def test_prompts_of_another_vocabulary_are_refused(prompt: list[int]) -> None:
 def test_texts_have_the_targets_distribution(which: str) -> None:
     """The joint test of test_lossless, for a drafter with a sampling of its own (another
     temperature and fewer tokens), and for rows that look up beside rows that draw."""
-    rows = 250_000
+    rows = 50_000
     small = SmallLMDrafter(lossless.model(0.2))
     own = replace(lossless.SAMPLING, temperature=1.1, top_k=9)
     composite = which == "composite"
@@ -682,7 +690,7 @@ def test_texts_have_the_distribution_of_a_target_with_other_padding(shape: str) 
         tokens=13,
     )
     rule = RULES["multi_round" if shape == "pairs" else "speculative"]()
-    found, counts = lossless.decode(drafter, rule, rows=150_000)
+    found, counts = lossless.decode(drafter, rule, rows=50_000)
     assert found.passes, found
     assert found.df > 100
     assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.15

@@ -19,8 +19,6 @@ from safetensors.torch import load_file
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.tree_acceptance import measure_acceptance, probe
@@ -405,8 +403,15 @@ def drafter_of(heads: Heads, shape: str = "chain", **options: Any) -> Any:
     return DRAFTERS[heads.options.type](copy.deepcopy(heads), VOCAB, made)
 
 
-@pytest.mark.parametrize("shape", SHAPES_TRIED)
-@pytest.mark.parametrize(("kind", "reduced"), [("medusa", False), ("blockwise", True)])
+@pytest.mark.parametrize(
+    ("kind", "reduced", "shape"),
+    [
+        ("medusa", False, "static"),
+        ("medusa", False, "sequoia"),
+        ("blockwise", True, "chains"),
+        ("blockwise", True, "calibrated"),
+    ],
+)
 def test_greedy_text_is_that_of_generate(kind: str, reduced: bool, shape: str) -> None:
     """Together, so that rows of different lengths leave one after the other, and each alone."""
     decoder = Decoder(
@@ -523,24 +528,7 @@ def test_acceptance_is_measured_to_the_last_head() -> None:
     assert abs(int(found.hits[0, 0]) - int(counts.counts.accepted[0])) <= len(PROMPTS)
 
 
-def test_without_a_first_target_token_nothing_is_drafted_for_one_token() -> None:
-    drafter = drafter_of(learnt("medusa"))
-    decoder = Decoder(target().model, drafter, gamma=3, first_target=False, eos_token_ids=[EOS_ID])
-    run = decoder.decode(PROMPTS, NEW)
-    assert run.outputs == answers()
-    assert run.steps[0].drafted.tolist() == [3, 0, 3, 3]
-    assert run.counts.tokens_per_step > 1.5
-
-
-def test_heads_among_other_drafters() -> None:
-    both = CompositeDrafter([NgramDrafter(2, 3), drafter_of(learnt("medusa"))])
-    assert both.captured_layers == (FINAL,)
-    run = Decoder(target().model, both, gamma=3, eos_token_ids=[EOS_ID]).decode(PROMPTS, NEW)
-    assert run.outputs == answers()
-    assert run.counts.tokens_per_step > 1.5
-
-
-@pytest.mark.parametrize("rule", ["typical", "exact", "multi_round"])
+@pytest.mark.parametrize("rule", ["typical", "multi_round"])
 def test_heads_under_rules_for_trees(rule: str) -> None:
     """Typical acceptance at low temperature comes to the same text; the others always do."""
     sampling = Sampling(temperature=1e-3)
@@ -557,10 +545,9 @@ def test_heads_under_rules_for_trees(rule: str) -> None:
 # --- directories ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@kinds
-def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> None:
-    heads = moved(make(kind, IDS if reduced else None))
+@pytest.mark.parametrize("kind", ["medusa-deep-shared", "medusa-target", "blockwise-shared"])
+def test_what_is_borrowed_is_not_stored(kind: str, tmp_path: Path) -> None:
+    heads = moved(make(kind, IDS))
     save_heads(tmp_path / "heads", heads, target=target(), provenance={})
     drafter = open_drafter(str(tmp_path / "heads"), target())
     assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
@@ -570,12 +557,6 @@ def test_a_directory_comes_back(kind: str, reduced: bool, tmp_path: Path) -> Non
     theirs = Decoder(target().model, drafter, gamma=3).decode(PROMPTS, NEW)
     assert theirs.outputs == ours.outputs
     assert theirs.counts.accepted.tolist() == ours.counts.accepted.tolist()
-    # The same target in another dtype is the same target.
-    halved = copy.copy(target())
-    halved.model = copy.deepcopy(target().model).bfloat16()
-    lower = open_drafter(str(tmp_path / "heads"), halved)
-    assert {p.dtype for p in lower.heads.parameters()} == {torch.bfloat16}
-    Decoder(halved.model, lower, gamma=3).decode(PROMPTS, 6)
 
 
 @pytest.mark.parametrize(

@@ -17,32 +17,24 @@ import torch
 
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
-from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.max_gram import MaxGramDrafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
-from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
 from decode.drafters.several.combined import CompositeDrafter
-from decode.drafters.several.measured import MeasuredComposite
-from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.drafters.sparse import SparseDrafter
 from decode.drafters.swift import SwiftDrafter
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop import step
 from decode.loop.decoding import Decoder
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
-from decode.shapes import SHAPES, Chain
 from decode.verdict import Scores
 from decode.verification import Verification
 from tests.controls import CONTROLS, Control
 from tests.lossless import (
     DEEPER,
     LONGER,
-    PENALISED,
-    PROCESSED,
     SAMPLING,
     VOCAB,
     Case,
@@ -52,25 +44,14 @@ from tests.lossless import (
     Remembering,
     Watched,
     decode,
-    decode_runs,
     fit_texts,
-    looked_up,
-    lookup_and_cascade,
-    merged,
-    parallel_lm,
     small_lm,
-    through_transformers,
 )
 from tests.mutants import PlainSpeculative
-from tests.other_tokenizers import shared_small_lm, text_small_lm
 from tests.tiny import verify
 
-ROWS = 500_000
-
-
-def few_slots() -> SparseDrafter:
-    """The target over so few of its keys and values that it is often wrong."""
-    return SparseDrafter(sinks=1, recent=1, chunk=1, budget=3, every=2)
+# Twice the texts in which the hardest error of `tests/controls.py` is found with every seed.
+ROWS = 50_000
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -92,26 +73,26 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ("rule", "drafter", "rows"),
     [
         ("speculative", "drawn chain", ROWS),
-        ("speculative", "looked up chain", ROWS // 4),
+        ("speculative", "looked up chain", ROWS // 2),
         # These emit the target's own draws, so there is less to go wrong.
-        ("exact", "drawn chain", ROWS // 4),
-        ("exact", "fixed tree", ROWS // 4),
-        ("coupled", "drawn chain", ROWS // 4),
-        ("coupled", "fixed tree", ROWS // 4),
+        ("exact", "drawn chain", ROWS // 2),
+        ("exact", "fixed tree", ROWS // 2),
+        ("coupled", "drawn chain", ROWS // 2),
+        ("coupled", "fixed tree", ROWS // 2),
         # Enumeration has proven the rules; what is left is how they and the loop fit together.
         ("block", "drawn chain", ROWS // 2),
-        ("block", "fixed chain", ROWS // 5),
-        ("multi_round", "independent", ROWS // 4),
-        ("multi_round", "distinct", ROWS // 4),
-        ("multi_round", "chosen", ROWS // 5),
-        ("multi_round", "drawn chain", ROWS // 5),
-        ("traversal", "independent", ROWS // 4),
-        ("traversal", "distinct", ROWS // 4),
-        ("traversal", "chosen", ROWS // 5),
-        ("spectr", "independent", ROWS // 4),
-        ("spectr", "drawn chain", ROWS // 5),
-        ("speculative", "self-drafted chain", ROWS // 5),
-        ("multi_round", "self-drafted tree", ROWS // 5),
+        ("block", "fixed chain", ROWS // 2),
+        ("multi_round", "independent", ROWS // 2),
+        ("multi_round", "distinct", ROWS // 2),
+        ("multi_round", "chosen", ROWS // 2),
+        ("multi_round", "drawn chain", ROWS // 2),
+        ("traversal", "independent", ROWS // 2),
+        ("traversal", "distinct", ROWS // 2),
+        ("traversal", "chosen", ROWS // 2),
+        ("spectr", "independent", ROWS // 2),
+        ("spectr", "drawn chain", ROWS // 2),
+        ("speculative", "self-drafted chain", ROWS // 2),
+        ("multi_round", "self-drafted tree", ROWS // 2),
     ],
 )
 def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int) -> None:
@@ -122,154 +103,6 @@ def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int)
     assert found.df > 100
     assert watched.rejecting / watched.rounds >= 0.2
     assert counts.by_accepted[2] / counts.steps >= 0.05
-
-
-def vertical(case: Case, **options: Any) -> VerticalCascade:
-    """A cascade whose inner drafts are often wrong."""
-    inner = SmallLMDrafter(case.model(0.6))
-    return VerticalCascade(small_lm(case=case), inner, **({"gamma": 2} | options))
-
-
-def shaped(case: Case, shape: str, **options: Any) -> Drafter:
-    return small_lm(case=case).with_shape(SHAPES[shape](**options))
-
-
-# How each drafts in a case.
-LONGER_DRAFTERS: dict[str, Callable[[Case], Drafter]] = {
-    "drawn chain": lambda case: small_lm(case=case),
-    "independent": lambda case: small_lm("independent", case),
-    "distinct": lambda case: small_lm("distinct", case),
-    "the likeliest paths": lambda case: shaped(case, "dynamic", width=4, nodes=40),
-    "two chains": lambda case: shaped(case, "chains", chains=2, budget=6),
-    "planned tree": lambda case: shaped(case, "sequoia", acceptance=[0.5, 0.3, 0.1], nodes=6),
-    "measured tree": lambda case: shaped(
-        case, "calibrated", table=[[0.6, 0.3], [0.5, 0.2], [0.4, 0.1]], nodes=6, draw="independent"
-    ),
-    "self-drafted chain": lambda case: SkipDrafter(attention=1),
-    "first layers": lambda case: SkipDrafter(exit=1),
-    "self-drafted tree": lambda case: SkipDrafter(mlp="0").with_shape(Pairs("distinct")),
-    "chain over a part of the text": lambda case: few_slots(),
-    "tree over a part of the text": lambda case: few_slots().with_shape(Pairs("distinct")),
-    "vertical over a part of the text": lambda case: VerticalCascade(
-        few_slots(), small_lm(case=case), gamma=2
-    ),
-    "shared tokens": shared_small_lm,
-    "text": text_small_lm,
-    "pairs of shared tokens": lambda case: shared_small_lm(case).with_shape(Pairs("distinct")),
-    "parallel chain": lambda case: parallel_lm(case=case),
-    "parallel tree": lambda case: parallel_lm("distinct", case),
-    "lookup or model": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
-    "vertical": lambda case: vertical(case),
-    "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
-    "vertical of three": lambda case: VerticalCascade(small_lm(case=case), vertical(case), gamma=2),
-    "horizontal": lambda case: HorizontalCascade(small_lm(case=case), NgramDrafter(1, 2), depth=2),
-    "horizontal models": lambda case: HorizontalCascade(
-        small_lm(case=case), SmallLMDrafter(case.model(0.6)), depth=1
-    ),
-    "lookup or horizontal": lambda case: CompositeDrafter(lookup_and_cascade(case)),
-    "measured": lambda case: MeasuredComposite(
-        [NgramDrafter(1, 2), small_lm(case=case)], [0.0, 0.1], memory=0.5
-    ),
-    "routed": lambda case: RoutedDrafter(
-        [small_lm(case=case), NgramDrafter(1, 2)], lambda text: int(text[0]) % 2
-    ),
-    "changing layers": lambda case: SwiftDrafter(window=4, every=2),
-    "tree by changing layers": lambda case: SwiftDrafter(window=4, every=2).with_shape(
-        Pairs("distinct")
-    ),
-    "longest match": lambda case: MaxGramDrafter(),
-    "texts of all rows": lambda case: StoreDrafter(1, 2),
-    "suffix": lambda case: SuffixDrafter(min_token_prob=0.0, max_spec_factor=4.0),
-    "suffix tree": lambda case: SuffixDrafter(tree_nodes=6, min_token_prob=0.0, max_spec_offset=5),
-    "datastore": lambda case: looked_up(case),
-    "chain of a datastore": lambda case: looked_up(case).with_shape(Chain()),
-    "lookahead": lambda case: LookaheadDrafter(3, 4, 3),
-    "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
-    "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
-}
-CASES = {
-    "plain": LONGER,
-    "penalised": PENALISED,
-    "processed": PROCESSED,
-    "deeper": DEEPER,
-    "through transformers": through_transformers(LONGER),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("rule", "drafter", "case", "rows"),
-    [
-        ("speculative", "drawn chain", "plain", 20_000),
-        ("speculative", "drawn chain", "through transformers", 12_000),
-        ("traversal", "distinct", "through transformers", 12_000),
-        ("traversal", "the likeliest paths", "plain", 12_000),
-        ("spectr", "two chains", "plain", 12_000),
-        ("multi_round", "planned tree", "plain", 12_000),
-        ("traversal", "measured tree", "plain", 12_000),
-        ("speculative", "self-drafted chain", "plain", 20_000),
-        ("speculative", "first layers", "deeper", 12_000),
-        ("traversal", "self-drafted tree", "plain", 12_000),
-        ("speculative", "chain over a part of the text", "plain", 20_000),
-        ("traversal", "tree over a part of the text", "plain", 20_000),
-        ("block", "vertical over a part of the text", "plain", 20_000),
-        ("speculative", "lookup or model", "plain", 20_000),
-        ("speculative", "vertical", "plain", 20_000),
-        ("speculative", "vertical in blocks", "plain", 20_000),
-        ("block", "vertical in blocks", "plain", 20_000),
-        ("traversal", "vertical of three", "plain", 12_000),
-        ("coupled", "vertical", "penalised", 12_000),
-        ("block", "vertical", "penalised", 20_000),
-        ("speculative", "horizontal", "plain", 20_000),
-        ("block", "horizontal models", "penalised", 12_000),
-        ("speculative", "lookup or horizontal", "plain", 12_000),
-        ("speculative", "measured", "plain", 12_000),
-        ("speculative", "routed", "plain", 12_000),
-        ("speculative", "changing layers", "deeper", 12_000),
-        ("traversal", "tree by changing layers", "deeper", 12_000),
-        ("speculative", "longest match", "plain", 6_000),
-        ("speculative", "texts of all rows", "plain", 6_000),
-        ("speculative", "shared tokens", "plain", 20_000),
-        ("block", "shared tokens", "penalised", 12_000),
-        ("speculative", "text", "penalised", 12_000),
-        ("traversal", "pairs of shared tokens", "plain", 12_000),
-        ("block", "drawn chain", "plain", 20_000),
-        ("speculative", "parallel chain", "plain", 20_000),
-        ("traversal", "parallel tree", "plain", 12_000),
-        ("spectr", "independent", "plain", 12_000),
-        ("traversal", "distinct", "plain", 12_000),
-        ("multi_round", "merged models", "plain", 12_000),
-        ("multi_round", "merged with lookup", "plain", 12_000),
-        ("traversal", "merged models", "plain", 12_000),
-        ("traversal", "merged with lookup", "plain", 12_000),
-        ("exact", "merged models", "plain", 10_000),
-        ("coupled", "drawn chain", "plain", 20_000),
-        ("coupled", "lookup or model", "penalised", 12_000),
-        ("block", "drawn chain", "penalised", 20_000),
-        ("multi_round", "merged models", "penalised", 12_000),
-        ("traversal", "merged with lookup", "processed", 3_000),
-        ("speculative", "suffix", "plain", 12_000),
-        ("multi_round", "suffix tree", "plain", 12_000),
-        ("multi_round", "datastore", "plain", 12_000),
-        ("traversal", "datastore", "plain", 12_000),
-        ("speculative", "chain of a datastore", "plain", 12_000),
-        ("multi_round", "lookahead", "penalised", 12_000),
-        ("exact", "lookahead", "penalised", 12_000),
-    ],
-)
-def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, rows: int) -> None:
-    """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
-    judge = RULES[rule]()
-    drawn = LONGER_DRAFTERS[drafter](CASES[case])
-    found, runs = decode_runs(drawn, judge, rows=rows, case=CASES[case])
-    assert found.passes, found
-    assert found.df > 60
-    counts = runs[0].counts
-    assert counts.by_accepted[3:].sum() / counts.steps > 0.001
-    assert len(runs[0].steps) >= 4
-    if CASES[case].eos:
-        cut = sum(int((step.emitted <= step.accepted).sum()) for step in runs[0].steps)
-        assert cut / rows > 0.02
 
 
 # --- errors that the tests above must find --------------------------------------------------------
@@ -296,7 +129,7 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
 def test_errors_are_found(control: Control) -> None:
     assert not control.find(control.sound, 0).rejected
-    found = [control.find(control.faulty, seed) for seed in range(5)]
+    found = [control.find(control.faulty, seed) for seed in range(2)]
     assert all(each.rejected for each in found), found
 
 
@@ -322,8 +155,10 @@ def texts_of_the_second_decode(drafter: Drafter, rule: str, rows: int) -> Fit:
     return fit_texts(decoder.decode(prompts, case.new, seed=5).outputs, case)
 
 
-@pytest.mark.parametrize("rule", ["speculative", "block", "multi_round", "traversal"])
-@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize(
+    ("rule", "drawn"),
+    [("speculative", False), ("speculative", True), ("block", True), ("traversal", True)],
+)
 def test_texts_with_a_seed_that_taught_the_drafter(drawn: bool, rule: str) -> None:
     found = texts_of_the_second_decode(Remembering(LONGER.vocab, drawn=drawn), rule, 6_000)
     assert found.passes, found
@@ -343,13 +178,20 @@ def test_the_same_numbers_for_drafts_that_they_taught_are_found(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["store", "max_gram", "suffix", "swift", "store, then a model", "learning"]
+    "name",
+    [
+        "suffix",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("store", "max_gram", "swift", "store, then a model", "learning")
+        ),
+    ],
 )
 def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
     """Each text alone, decoded twice by a new drafter."""
     case = replace(DEEPER if name == "swift" else LONGER, prompts=LONGER.prompts[:1])
     texts = []
-    for seed in range(2_000):
+    for seed in range(800):
         drafter = LEARNERS[name](case)
         decoder = Decoder(
             case.model(0.0),

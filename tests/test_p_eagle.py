@@ -9,12 +9,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS
 from decode.draw.sampling import CounterRNG, Sampling
-from decode.loop.decoding import Decoder, Decoding
+from decode.loop.decoding import Decoder
 from decode.model.hidden_states import Recorder
 from decode.model.loading import Target
-from decode.shapes import SHAPES
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
@@ -111,24 +109,6 @@ def test_each_place_has_the_q_of_a_plain_pass(options: dict[str, Any]) -> None:
     assert recording.drafts >= 20
 
 
-@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
-def test_greedy_text_is_plain_decodings(name: str) -> None:
-    """Of ragged rows, some of which join when others already run."""
-    plain = Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, 16)
-    drafter = PEagleDrafter(make(0.02), VOCAB, SHAPES.make(name))
-    decoder = Decoder(target().model, drafter, gamma=DEPTH)
-    done = decoder.decode(PROMPTS, 16)
-    assert done.outputs == plain.outputs
-    assert done.counts.drafted[0] >= done.counts.steps - 3
-    decoding = Decoding(decoder)
-    for prompt in PROMPTS:
-        decoding.admit([prompt], 16)
-        decoding.step()
-    while not decoding.finished:
-        decoding.step()
-    assert [decoding.outputs[row] for row in range(len(PROMPTS))] == plain.outputs
-
-
 @both
 def test_training_predicts_what_drafting_computes(options: dict[str, Any]) -> None:
     heads = make(**options).eval()
@@ -172,9 +152,8 @@ def test_training_drops_later_places_and_reaches_the_stand_ins(options: dict[str
     assert "tokens_per_step" in module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
 
 
-@both
-def test_the_heads_survive_their_directory(options: dict[str, Any], tmp_path: Any) -> None:
-    heads = make(**options)
+def test_published_options_survive_their_directory(tmp_path: Any) -> None:
+    heads = make(**PUBLISHED)
     save_heads(tmp_path / "drafter", heads, target=target(), provenance={})
     loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
     drafts = [

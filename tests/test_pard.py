@@ -76,8 +76,7 @@ class Recording(ParallelLMDrafter):
         return draft
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize(("family", "temperature"), [("llama", 1.0), ("gpt2", 0.0)])
 def test_each_place_has_the_q_of_a_plain_forward(family: str, temperature: float) -> None:
     """In ragged batches, after any verdict, with few and with many tokens missing."""
     target = tiny_model(family, seed=3)
@@ -218,8 +217,9 @@ def test_what_a_mask_token_sees() -> None:
             assert positions[row, line] == p
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "eager"), ("qwen3", "sdpa"), ("gpt2", "sdpa")]
+)
 def test_the_loss_is_that_of_plain_forwards(family: str, attention: str) -> None:
     """One forward per anchor, over the text and the mask tokens that decoding would feed."""
     target, student = tiny_model(family, seed=0), masked(tiny_model(family, seed=1, layers=1))

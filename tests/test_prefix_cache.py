@@ -19,7 +19,7 @@ from decode.model.cache.slots import Slots
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from decode.text import SpeculativeGenerator
-from tests.test_joining import KINDS, decoder
+from tests.contract import decoder, recipe
 from tests.tiny import VOCAB, tiny_model, tiny_target
 
 SYSTEM = np.random.default_rng(0).integers(0, 4, 30).tolist()
@@ -42,10 +42,10 @@ def turns(which: Decoder, **options: Any) -> list[list[int]]:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(
     "kind",
-    ["none", "chain", "tree", "in turn", "medusa", "eagle1", "eagle1 tree", "dflash", "kangaroo"],
+    ["none", "chain", "medusa", "eagle1 tree", "dflash", "kangaroo"],
 )
 def test_a_reused_beginning_changes_no_text(kind: str, sampling: Sampling) -> None:
-    known, drafter = PrefixCache(), KINDS[kind]()
+    known, drafter = PrefixCache(), recipe(kind)
     expected = turns(decoder(drafter, sampling=sampling))
     which = decoder(drafter, sampling=sampling, prefixes=known)
     texts = turns(which)
@@ -56,16 +56,16 @@ def test_a_reused_beginning_changes_no_text(kind: str, sampling: Sampling) -> No
     assert turns(which) == texts  # now all of them are known
     assert (
         decoder(drafter, prefixes=known, first_target=False).decode([SYSTEM], NEW).outputs
-        == decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs
+        == decoder(recipe("none")).decode([SYSTEM], NEW).outputs
     )
 
 
 def test_a_wrong_beginning_is_seen() -> None:
     """A control: other keys and values, or those of other tokens, change the texts above."""
-    expected = turns(decoder(KINDS["none"](), sampling=Sampling(1.0)))
+    expected = turns(decoder(recipe("none"), sampling=Sampling(1.0)))
     for poison in ("values", "places"):
         known = PrefixCache()
-        which = decoder(KINDS["none"](), sampling=Sampling(1.0), prefixes=known)
+        which = decoder(recipe("none"), sampling=Sampling(1.0), prefixes=known)
         assert turns(which) == expected
         for kept in known._texts.values():
             if poison == "values":
@@ -82,10 +82,10 @@ def test_kept_hidden_states_are_those_that_the_target_computes(kind: str) -> Non
     """Of a prompt and of its answer, where drafts were rejected."""
     drafter: Any
     if kind == "in tree, then eagle1":
-        drafter = CompositeDrafter([KINDS["in tree"]().with_shape(Chain()), KINDS["eagle1"]()])
+        drafter = CompositeDrafter([recipe("in tree").with_shape(Chain()), recipe("eagle1")])
         reading = drafter.drafters[1]
     else:
-        drafter = reading = KINDS[kind]()
+        drafter = reading = recipe(kind)
 
     def read(which: Decoder, prompt: list[int]) -> torch.Tensor:
         which.decode([prompt], NEW)
@@ -109,21 +109,21 @@ def test_kept_hidden_states_are_those_that_the_target_computes(kind: str) -> Non
 def test_texts_are_known_to_drafters_of_the_same_hidden_states() -> None:
     known = PrefixCache()
     for kind, reused in (("eagle1", 0), ("chain", 0), ("eagle1 tree", 1), ("chain", 1)):
-        which, before = decoder(KINDS[kind](), prefixes=known), known.reused
+        which, before = decoder(recipe(kind), prefixes=known), known.reused
         texts = which.decode([[*SYSTEM, 1]], NEW).outputs
-        assert texts == decoder(KINDS[kind]()).decode([[*SYSTEM, 1]], NEW).outputs
+        assert texts == decoder(recipe(kind)).decode([[*SYSTEM, 1]], NEW).outputs
         assert (known.reused > before) == bool(reused)
 
 
 def test_another_drafter_in_the_middle_of_a_text() -> None:
     """Its hidden states have holes then, so the text is not kept."""
     known = PrefixCache()
-    which = decoder(KINDS["eagle1"](), prefixes=known)
-    expected = decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs[0]
+    which = decoder(recipe("eagle1"), prefixes=known)
+    expected = decoder(recipe("none")).decode([SYSTEM], NEW).outputs[0]
     decoding = Decoding(which, [SYSTEM], NEW)
     for kind in ("chain", "eagle1"):
         decoding.step()
-        decoding.set(drafter=KINDS[kind]())
+        decoding.set(drafter=recipe(kind))
     while not decoding.finished:
         decoding.step()
     assert decoding.outputs == {0: expected}
@@ -133,12 +133,12 @@ def test_another_drafter_in_the_middle_of_a_text() -> None:
 def test_after_a_drafter_of_hidden_states_nothing_is_kept_until_the_slots_are_new() -> None:
     """The slots still have its hidden states, and other drafters' texts have none."""
     known = PrefixCache()
-    decoder(KINDS["chain"](), prefixes=known).decode([SYSTEM], NEW)
-    which, kept = decoder(KINDS["eagle1"](), prefixes=known), len(known)
-    expected = decoder(KINDS["none"]()).decode([SYSTEM], NEW).outputs[0]
+    decoder(recipe("chain"), prefixes=known).decode([SYSTEM], NEW)
+    which, kept = decoder(recipe("eagle1"), prefixes=known), len(known)
+    expected = decoder(recipe("none")).decode([SYSTEM], NEW).outputs[0]
     decoding = Decoding(which, [SYSTEM], NEW)
     decoding.step()
-    decoding.set(drafter=KINDS["chain"]())
+    decoding.set(drafter=recipe("chain"))
     assert which.lm.drafter_bytes == which.drafter.token_bytes
     decoding.admit([SYSTEM], NEW)
     while not decoding.finished:
@@ -151,8 +151,8 @@ def test_after_a_drafter_of_hidden_states_nothing_is_kept_until_the_slots_are_ne
 
 
 def test_prompts_of_one_token_have_no_hidden_states_to_keep() -> None:
-    expected = decoder(KINDS["none"]()).decode([[3], [4]], NEW).outputs
-    which = decoder(KINDS["eagle1"](), prefixes=PrefixCache(), first_target=False)
+    expected = decoder(recipe("none")).decode([[3], [4]], NEW).outputs
+    which = decoder(recipe("eagle1"), prefixes=PrefixCache(), first_target=False)
     assert which.decode([[3], [4]], NEW).outputs == expected
 
 
@@ -225,8 +225,8 @@ def test_other_weights_share_nothing() -> None:
 
 def test_rows_that_run_join_with_a_known_beginning() -> None:
     known = PrefixCache()
-    which = decoder(KINDS["chain"](), sampling=Sampling(1.0), prefixes=known)
-    plain = decoder(KINDS["chain"](), sampling=Sampling(1.0))
+    which = decoder(recipe("chain"), sampling=Sampling(1.0), prefixes=known)
+    plain = decoder(recipe("chain"), sampling=Sampling(1.0))
     decoding = Decoding(which, [[1, 2], SYSTEM], NEW)
     decoding.step()
     decoding.drop(1)  # what was read of it stays

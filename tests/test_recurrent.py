@@ -32,9 +32,9 @@ from decode.model.memory import slot_bytes
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes.static import Static
+from tests.contract import heads_drafter
 from tests.lossless import LONGER, Case, decode_runs
 from tests.stages import examples, make_stage, run_stage, stage_context
-from tests.test_heads_lossless import drafter as heads_drafter
 from tests.tiny import PAD_ID, tiny_model, tiny_target
 from train.data.chat_tokens import prompt_tokens
 from train.data.corpus import read_answers

@@ -5,7 +5,6 @@ Each text is the one that its row has alone, in a decoder made with these settin
 
 import copy
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import BatchEncoding
 
 from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.drafters import DRAFTERS, Drafter
+from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import StoreDrafter
 from decode.draw.mixed_sampling import MixedSampling, combined
 from decode.draw.sampling import Sampling
@@ -27,66 +26,21 @@ from decode.shapes.chains import Chains
 from decode.shapes.static import Static
 from decode.text_stream import Stop, StopStrings
 from decode.verification import Verification
+from tests.contract import (
+    EOS,
+    LIMITS,
+    NEW,
+    PROMPTS,
+    SETTINGS,
+    decoder,
+    each_with_its_settings,
+    finish,
+    recipe,
+    staggered,
+)
 from tests.lossless import LONGER, FixedDraft, fit_texts, longer_model, small_lm
-from tests.test_joining import ARRIVALS, EOS, KINDS, LIMITS, NEW, PROMPTS, decoder
 from tests.test_processors import Broken
 from tests.tiny import VOCAB, near_drafter, tiny_model, tiny_tokenizer
-
-SAMPLINGS = [
-    Sampling(1.0, top_p=0.98),
-    Sampling(),
-    Sampling(0.7, top_k=3),
-    Sampling(1.0, top_p=0.98),
-    Sampling(repetition_penalty=1.5),
-    Sampling(1.3, min_p=0.1),
-    Sampling(),
-    Sampling(0.9, repetition_penalty=1.3),
-]
-SETTINGS = [RowSettings(sampling, seed=90 - row) for row, sampling in enumerate(SAMPLINGS)]
-
-
-def alone(drafter: Drafter, **options: Any) -> list[list[int]]:
-    """The texts of all rows, each in a decoder with its sampling."""
-    texts = []
-    for row, (prompt, one) in enumerate(zip(PROMPTS, SETTINGS, strict=True)):
-        which = decoder(drafter, sampling=one.sampling, **options)
-        run = which.decode([prompt], LIMITS[row], row_ids=[row], seed=one.seed)
-        texts += run.outputs
-    return texts
-
-
-def finish(decoding: Decoding) -> dict[int, list[int]]:
-    while not decoding.finished:
-        decoding.step()
-    return decoding.outputs
-
-
-def mixed(which: Decoder, settings: Sequence[RowSettings] = SETTINGS) -> Decoding:
-    """All prompts with their settings, joining at different steps."""
-    decoding = Decoding(which, seed=3)
-    for wait, count in ARRIVALS:
-        for _ in range(wait):
-            if not decoding.finished:
-                decoding.step()
-        rows = slice(len(decoding.outputs), len(decoding.outputs) + count)
-        decoding.admit(PROMPTS[rows], LIMITS[rows], settings=settings[rows])
-    finish(decoding)
-    return decoding
-
-
-@pytest.mark.parametrize("usual", [Sampling(), Sampling(1.0)], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_text_does_not_depend_on_the_settings_of_other_rows(kind: str, usual: Sampling) -> None:
-    """Whatever the decoder's own sampling is, which only rows without settings use."""
-    drafter = KINDS[kind]()
-    run = mixed(decoder(drafter, sampling=usual))
-    expected = alone(drafter)
-    assert run.result().outputs == expected
-    plain = alone(DRAFTERS["none"]())
-    assert all(expected[row] == plain[row] for row in (1, 4, 6))
-    # Rows side by side, and drafts that are accepted: or nothing was tried.
-    assert max(len(step.rows) for step in run.steps) > 3
-    assert kind == "none" or run.result().counts.accepted.sum() > 5
 
 
 @pytest.mark.parametrize(
@@ -101,26 +55,26 @@ def test_a_text_does_not_depend_on_the_settings_of_other_rows(kind: str, usual: 
     ],
 )
 def test_rules_see_each_row_with_its_settings(kind: str, rule: str) -> None:
-    drafter = KINDS[kind]()
-    run = mixed(decoder(drafter, rule=rule))
-    assert run.result().outputs == alone(drafter, rule=rule)
+    drafter = recipe(kind)
+    run = staggered(decoder(drafter, rule=rule), LIMITS, SETTINGS)
+    assert run.result().outputs == each_with_its_settings(drafter, rule=rule)
 
 
 def test_the_sampling_of_one_row_for_all_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control."""
-    drafter = KINDS["chain"]()
-    expected = alone(drafter)
+    drafter = recipe("chain")
+    expected = each_with_its_settings(drafter)
     monkeypatch.setattr(
         "decode.loop.rows.combined", lambda settings, kinds: (settings or [Sampling()])[0]
     )
-    assert mixed(decoder(drafter)).result().outputs != expected
+    assert staggered(decoder(drafter), LIMITS, SETTINGS).result().outputs != expected
 
 
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_mixed_rows_have_the_targets_distributions(kind: str) -> None:
     samplings = [Sampling(1.0, top_p=0.98), Sampling(0.8, repetition_penalty=1.6), Sampling(0.6)]
     which = decoder(
-        KINDS[kind](), gamma=LONGER.gamma, eos_token_ids=EOS, sampling=Sampling(), rule=None
+        recipe(kind), gamma=LONGER.gamma, eos_token_ids=EOS, sampling=Sampling(), rule=None
     )
     decoding = Decoding(which)
     total, size = 12_000, 3000
@@ -188,7 +142,7 @@ def test_a_row_has_its_own_stop_and_end() -> None:
 
 
 def test_settings_that_cannot_be_used() -> None:
-    decoding = Decoding(decoder(KINDS["chain"]()), PROMPTS[:1], NEW)
+    decoding = Decoding(decoder(recipe("chain")), PROMPTS[:1], NEW)
     one = RowSettings()
     for limits, settings, problem in (
         ([NEW, 0], one, "max_new_tokens is 0"),
@@ -205,18 +159,18 @@ def test_settings_that_cannot_be_used() -> None:
         with pytest.raises(UserError, match=problem):
             RowSettings(**fields)
     # At temperature 0 exact match judges these drafts; `spectr` cannot.
-    decoding = Decoding(decoder(KINDS["eagle1 tree"](), rule="spectr"))
+    decoding = Decoding(decoder(recipe("eagle1 tree"), rule="spectr"))
     decoding.admit(PROMPTS[:1], NEW, settings=RowSettings())
     with pytest.raises(UserError, match="distinct siblings, but the rule SpecTr"):
         decoding.admit(PROMPTS[1:2], NEW, settings=RowSettings(Sampling(1.0)))
-    expected = decoder(KINDS["none"]()).decode(PROMPTS[:1], NEW).outputs[0]
+    expected = decoder(recipe("none")).decode(PROMPTS[:1], NEW).outputs[0]
     assert finish(decoding) == {0: expected}
 
 
 # --- a broken row ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["none", "chain", "tree", "eagle1 tree"])
+@pytest.mark.parametrize("kind", ["none", "chain", "eagle1 tree"])
 @pytest.mark.parametrize(
     ("length", "raises", "said"),
     [
@@ -228,7 +182,7 @@ def test_settings_that_cannot_be_used() -> None:
 )
 def test_a_row_without_a_token_fails_alone(kind: str, length: int, raises: bool, said: str) -> None:
     """At its prompt or later: the other rows go on with the same texts."""
-    prompt, drafter = torch.tensor(PROMPTS[2]), KINDS[kind]()
+    prompt, drafter = torch.tensor(PROMPTS[2]), recipe(kind)
 
     def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] < length:
@@ -270,7 +224,7 @@ def test_a_row_without_a_token_fails_alone(kind: str, length: int, raises: bool,
 
 @pytest.mark.parametrize("kind", ["none", "chain"])
 def test_nan_logits_fail_one_row_and_are_not_remembered(kind: str) -> None:
-    which = decoder(KINDS[kind]())
+    which = decoder(recipe(kind))
     expected = which.decode(PROMPTS, NEW).outputs
     ids = torch.tensor([[*PROMPTS[4], *expected[4][:6]]])
     broken = copy.deepcopy(longer_model(0.0))
@@ -279,7 +233,7 @@ def test_nan_logits_fail_one_row_and_are_not_remembered(kind: str) -> None:
     broken.set_output_embeddings(Broken(broken.get_output_embeddings(), hidden))
     known = PrefixCache()
     decoding = Decoding(
-        Decoder(broken, KINDS[kind](), gamma=3, prefixes=known),
+        Decoder(broken, recipe(kind), gamma=3, prefixes=known),
         PROMPTS,
         NEW,
         on_error=lambda row, error: None,
@@ -333,7 +287,7 @@ def test_a_stop_or_a_drafter_that_raises_ends_no_other_text(
     sampling: Sampling, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With `exact`, no text depends on drafts."""
-    expected = decoder(KINDS["none"](), sampling=sampling, rule="exact").decode(PROMPTS, NEW)
+    expected = decoder(recipe("none"), sampling=sampling, rule="exact").decode(PROMPTS, NEW)
     drafter = Failing()
     decoding = Decoding(
         decoder(drafter, sampling=sampling, rule="exact"), on_error=lambda row, error: None
@@ -396,11 +350,11 @@ def test_log_probabilities_are_those_of_the_target(kind: str) -> None:
         if row in decoding.logprobs:
             assert len(decoding.logprobs[row]) == given[row]
 
-    drafter = KINDS[kind]()
+    drafter = recipe(kind)
     decoding = Decoding(decoder(drafter), on_tokens=on_tokens)
     decoding.admit(PROMPTS, LIMITS, settings=settings)
     outputs = finish(decoding)
-    assert list(outputs.values()) == alone(drafter)
+    assert list(outputs.values()) == each_with_its_settings(drafter)
     assert sorted(decoding.logprobs) == [1, 2, 3, 5, 6, 7]
     for row, entries in decoding.logprobs.items():
         text = torch.tensor([[*PROMPTS[row], *outputs[row]]])
@@ -432,19 +386,19 @@ ORDER = [
 ]
 
 
-@pytest.mark.parametrize("first", ["none", "chain", "eagle1", "tree"])
+@pytest.mark.parametrize("first", ["none", "eagle1"])
 def test_parts_are_exchanged_while_texts_run(first: str) -> None:
     """Greedy texts stay, and so do sampled ones under `exact`, whose texts ignore the drafts."""
     for sampling in (Sampling(), Sampling(1.0)):
-        expected = decoder(KINDS["none"](), rule="exact", sampling=sampling).decode(
+        expected = decoder(recipe("none"), rule="exact", sampling=sampling).decode(
             PROMPTS, 2 * NEW, seed=3
         )
-        which = decoder(KINDS[first](), rule="exact", sampling=sampling)
+        which = decoder(recipe(first), rule="exact", sampling=sampling)
         decoding = Decoding(which, PROMPTS[:5], 2 * NEW, seed=3)
         policies = ["fixed:max_depth=5", None, "fixed:max_depth=1", "heuristic"]
         for place, kind in enumerate(ORDER):
             decoding.step()
-            decoding.set(drafter=KINDS[kind]())
+            decoding.set(drafter=recipe(kind))
             if place == 3:  # a part of the prompts is read for another drafter
                 (waits, *_) = decoding.begin(PROMPTS[5:], 2 * NEW)
                 decoding.read(waits, 4)
@@ -461,7 +415,7 @@ def test_parts_are_exchanged_while_texts_run(first: str) -> None:
 
 
 def test_an_exchange_that_is_refused_changes_nothing() -> None:
-    which = decoder(KINDS["chain"](), sampling=Sampling(1.0))
+    which = decoder(recipe("chain"), sampling=Sampling(1.0))
     expected = which.decode(PROMPTS, NEW, seed=3).outputs
     decoding = Decoding(which, PROMPTS, NEW, seed=3)
     decoding.step()
@@ -470,7 +424,7 @@ def test_an_exchange_that_is_refused_changes_nothing() -> None:
         ({"drafter": small_lm()}, "vocabulary of 16 tokens, but the target's has 5"),
         ({"policy": "fixed:max_depth=0"}, "gamma is 0"),
         ({"policy": "fixed:max_depth=9999"}, "do not fit into the target's context"),
-        ({"drafter": KINDS["tree"](), "policy": "confidence"}, "works only with chains"),
+        ({"drafter": recipe("tree"), "policy": "confidence"}, "works only with chains"),
     ):
         with pytest.raises(UserError, match=problem):
             decoding.set(**change)
@@ -478,10 +432,10 @@ def test_an_exchange_that_is_refused_changes_nothing() -> None:
     assert finish(decoding) == dict(enumerate(expected))
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ORDER if kind != "none"])
+@pytest.mark.parametrize("kind", ["tree", "eagle1 tree"])
 def test_texts_do_not_depend_on_torchs_default_dtype(kind: str) -> None:
     """Another thread that loads a model changes it for a while, for all threads."""
-    which = decoder(KINDS[kind](), sampling=Sampling(1.0))
+    which = decoder(recipe(kind), sampling=Sampling(1.0))
     expected = which.decode(PROMPTS, NEW, seed=3).outputs
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -12,15 +12,12 @@ from typer.testing import CliRunner
 from decode.base.errors import UserError
 from decode.costs import Costs
 from decode.drafters import DRAFTERS
-from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SelfDrafter, SkipDrafter
 from decode.drafters.swift import VARY_EVERY, LayerSearch, SwiftDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.measure.calibrate_layers import Answers, LayerCosts, calibrate_layers
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.model.forward.sublayers import Sublayers
@@ -90,8 +87,7 @@ def test_a_view_is_the_model_with_silent_sublayers(family: str, lean: bool) -> N
         torch.testing.assert_close(complete, expected, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPE_NAMES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "shape"), list(zip(FAMILIES, SHAPE_NAMES, strict=True)))
 def test_greedy_text_is_the_targets(family: str, shape: str) -> None:
     """In ragged rows, with texts of one token and texts longer than a window."""
     lm, made = model(family), SHAPES.make(shape, depth=4)
@@ -105,26 +101,6 @@ def test_greedy_text_is_the_targets(family: str, shape: str) -> None:
             for step in run.steps:
                 assert (step.accepted == np.minimum(step.longest(), step.depths)).all()
             assert run.counts.tokens_per_step > 3
-
-
-@pytest.mark.parametrize("first_target", [True, False])
-def test_rows_that_join_beside_another_drafter_and_known_beginnings(first_target: bool) -> None:
-    lm, known = model(), PrefixCache()
-    drafter = CompositeDrafter([NgramDrafter(3, 3), SkipDrafter(attention="1/2", mlp=2)])
-    decoder = Decoder(lm, drafter, prefixes=known, first_target=first_target)
-    plain = plain_texts(lm, 40)
-    for _ in range(2):  # the second time the prompts' keys and values are those that drafting left
-        decoding = Decoding(decoder)
-        for prompt in PROMPTS:
-            decoding.admit([prompt], 40)
-            decoding.step()
-        decoding.set(drafter=SkipDrafter(attention="0", mlp="0"))
-        while not decoding.finished:
-            decoding.step()
-        assert decoding.result().outputs == plain
-        longer = [[*p, *o[:20]] for p, o in zip(PROMPTS, plain, strict=True)]
-        assert decoder.decode(longer, 20).outputs == [text[20:] for text in plain]
-    assert known.reused > 40
 
 
 def test_a_draft_leaves_no_trace_in_the_slots() -> None:

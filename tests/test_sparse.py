@@ -12,12 +12,10 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import VerticalCascade
-from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.sparse import Part, SparseDrafter, choose_chunks
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.forward.prepare_model import prepare
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
@@ -156,8 +154,9 @@ def test_slots_have_the_kept_tokens_while_rows_join_and_leave(shape: str) -> Non
 # --- the text -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", SHAPE_NAMES)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "raw"])
+@pytest.mark.parametrize(
+    ("family", "shape"), list(zip(["llama", "gpt2", "raw"], SHAPE_NAMES, strict=True))
+)
 def test_greedy_text_is_the_targets(
     family: str, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,39 +184,6 @@ def test_more_of_the_text_is_accepted_more() -> None:
         for budget in (6, 30, 120)
     ]
     assert rates[0] < rates[1] < rates[2] == 1
-
-
-@pytest.mark.parametrize("first_target", [True, False])
-def test_beside_another_drafter_and_behind_known_beginnings(first_target: bool) -> None:
-    lm, known = tiny_model("llama"), PrefixCache()
-    plain = plain_texts(lm)
-    drafter = CompositeDrafter([NgramDrafter(3, 3), sparse()])
-    decoder = Decoder(lm, drafter, prefixes=known, first_target=first_target)
-    for _ in range(2):
-        decoding = Decoding(decoder)
-        for prompt in PROMPTS:
-            decoding.admit([prompt], 40)
-            decoding.step()
-        decoding.set(drafter=sparse(budget=9))
-        while not decoding.finished:
-            decoding.step()
-        assert decoding.result().outputs == plain
-    assert known.reused > 30
-
-
-@pytest.mark.parametrize("cascade", [False, True])
-def test_a_row_says_the_same_alone(cascade: bool) -> None:
-    """Sampled, and with a policy that leaves rows without drafts now and then."""
-    lm = tiny_model("llama")
-    drafter: Drafter = sparse()
-    if cascade:
-        drafter = VerticalCascade(sparse(), near_drafter())
-    sampling = Sampling(0.8, repetition_penalty=1.1)
-    decoder = Decoder(lm, drafter, sampling=sampling, policy="heuristic")
-    together = decoder.decode(PROMPTS, 30)
-    assert 0.05 < together.counts.acceptance_rate < 1
-    for row, prompt in enumerate(PROMPTS):
-        assert decoder.decode([prompt], 30, row_ids=[row]).outputs == [together.outputs[row]]
 
 
 @pytest.mark.parametrize("inner", ["ngram", "model"])

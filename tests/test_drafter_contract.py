@@ -1,0 +1,218 @@
+"""What every registered drafter promises, checked for one of each kind.
+
+`test_heads_contract` has the kinds of heads.
+
+A new drafter is under this contract when it has a recipe in `tests/contract.py`. Without one the
+tests fail with its name. Sampled text has exactly the target's distribution for each pairing of a
+drafter, what it drafts and a rule that is listed here; the rules alone are enumerated in
+`test_rules`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.draft_vocabulary import save_with_vocabulary
+from decode.drafters.lookup.rest import RestOptions, write_rest
+from decode.drafters.pard import mark_parallel
+from decode.model.loading import Target
+from decode.opening.combinations import COMBINATIONS
+from decode.opening.directory import open_drafter, save_drafter
+from heads import HEADS
+from tests.contract import (
+    CASES,
+    HEAD_OPTIONS,
+    HEAD_RECIPES,
+    RECIPES,
+    case_of,
+    check_forgets,
+    check_greedy_texts_survive_everything,
+    check_law,
+    check_rows_are_their_own,
+    check_stored,
+    name_of,
+    recipe,
+)
+from tests.lossless import LONGER
+from tests.other_tokenizers import shuffled, with_rows
+from tests.tiny import VOCAB, padded, tiny_model, tiny_target, tiny_tokenizer
+
+GROUPS_WITH_HEADS = [
+    "heads, then lookup",
+    "medusa, then a model",
+    "lookup, then in tree",
+    "heads with windows",
+    "blocks with windows",
+]
+# What differs from `tree` or another kind in the shape alone: `test_shapes` has the rows of shapes.
+OTHER_SHAPES = (
+    "independent",
+    "the likeliest paths",
+    "two chains",
+    "planned tree",
+    "measured tree",
+    "tree of changing layers",
+    "pairs of shared tokens",
+    "chain of a datastore",
+    "vertical in blocks",
+    "horizontal models",
+    "merged models",
+)
+kinds = pytest.mark.parametrize(
+    "kind", [*(kind for kind in RECIPES if kind not in OTHER_SHAPES), *GROUPS_WITH_HEADS]
+)
+
+
+def test_every_drafter_has_a_recipe() -> None:
+    """Without one, nothing below tests it."""
+    built = {name_of(make(LONGER)) for make in RECIPES.values()}
+    lacking = [
+        name
+        for name in (*DRAFTERS, *COMBINATIONS)
+        if name not in HEAD_OPTIONS and name not in built
+    ]
+    assert not lacking, f"no recipe in tests/contract.py builds {lacking}: add a line to RECIPES"
+    trained = [name for name in DRAFTERS if DRAFTERS[name].trained and name not in HEADS]
+    lacking = [name for name in trained if name not in STORED]
+    assert not lacking, f"no function in STORED writes a directory of {lacking}: add one"
+    assert set(GROUPS_WITH_HEADS) <= set(HEAD_RECIPES)
+
+
+@kinds
+def test_rows_are_their_own(kind: str) -> None:
+    case = case_of(kind)
+    check_rows_are_their_own(lambda: recipe(kind, case), case)
+
+
+@kinds
+def test_greedy_texts_survive_everything(kind: str) -> None:
+    case = case_of(kind)
+    check_greedy_texts_survive_everything(lambda: recipe(kind, case), case)
+
+
+@pytest.mark.parametrize(
+    "kind", ["chain", "texts of all rows", "longest match", "suffix", "changing layers", "routed"]
+)
+def test_what_was_learnt_is_forgotten(kind: str) -> None:
+    case = case_of(kind)
+    check_forgets(lambda: recipe(kind, case), case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("rule", "drafter", "case", "rows"),
+    [
+        ("speculative", "chain", "plain", 6_000),
+        ("speculative", "chain", "through transformers", 6_000),
+        ("traversal", "tree", "through transformers", 6_000),
+        ("traversal", "the likeliest paths", "plain", 6_000),
+        ("spectr", "two chains", "plain", 6_000),
+        ("multi_round", "planned tree", "plain", 6_000),
+        ("traversal", "measured tree", "plain", 6_000),
+        ("speculative", "skip", "plain", 6_000),
+        ("speculative", "first layers", "deeper", 6_000),
+        ("traversal", "skip tree", "plain", 6_000),
+        ("speculative", "few slots", "plain", 6_000),
+        ("traversal", "tree of few slots", "plain", 6_000),
+        ("block", "vertical of few slots", "plain", 6_000),
+        ("speculative", "in turn", "plain", 6_000),
+        ("speculative", "vertical", "plain", 6_000),
+        ("speculative", "vertical in blocks", "plain", 6_000),
+        ("block", "vertical in blocks", "plain", 6_000),
+        ("traversal", "vertical of three", "plain", 6_000),
+        ("coupled", "vertical", "penalised", 6_000),
+        ("block", "vertical", "penalised", 6_000),
+        ("speculative", "horizontal", "plain", 6_000),
+        ("block", "horizontal models", "penalised", 6_000),
+        ("speculative", "lookup or horizontal", "plain", 6_000),
+        ("speculative", "measured", "plain", 6_000),
+        ("speculative", "routed", "plain", 6_000),
+        ("speculative", "changing layers", "deeper", 6_000),
+        ("traversal", "tree of changing layers", "deeper", 6_000),
+        ("speculative", "longest match", "plain", 6_000),
+        ("speculative", "texts of all rows", "plain", 6_000),
+        ("speculative", "shared tokens", "plain", 6_000),
+        ("block", "shared tokens", "penalised", 6_000),
+        ("speculative", "text", "penalised", 6_000),
+        ("traversal", "pairs of shared tokens", "plain", 6_000),
+        ("block", "chain", "plain", 6_000),
+        ("speculative", "parallel", "plain", 6_000),
+        ("traversal", "parallel tree", "plain", 6_000),
+        ("spectr", "independent", "plain", 6_000),
+        ("traversal", "tree", "plain", 6_000),
+        ("multi_round", "merged models", "plain", 6_000),
+        ("multi_round", "merged with lookup", "plain", 6_000),
+        ("traversal", "merged models", "plain", 6_000),
+        ("traversal", "merged with lookup", "plain", 6_000),
+        ("exact", "merged models", "plain", 6_000),
+        ("coupled", "chain", "plain", 6_000),
+        ("coupled", "in turn", "penalised", 6_000),
+        ("block", "chain", "penalised", 6_000),
+        ("multi_round", "merged models", "penalised", 6_000),
+        ("traversal", "merged with lookup", "processed", 3_000),
+        ("speculative", "suffix", "plain", 6_000),
+        ("multi_round", "suffix tree", "plain", 6_000),
+        ("multi_round", "datastore", "plain", 6_000),
+        ("traversal", "datastore", "plain", 6_000),
+        ("speculative", "chain of a datastore", "plain", 6_000),
+        ("multi_round", "lookahead", "penalised", 6_000),
+        ("exact", "lookahead", "penalised", 6_000),
+    ],
+)
+def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, rows: int) -> None:
+    """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
+    check_law(recipe(drafter, CASES[case]), rule, CASES[case], rows)
+
+
+# --- directories ----------------------------------------------------------------------------------
+
+
+def _write_model(directory: Path, model: Any, tokenizer: Any) -> None:
+    save_with_vocabulary(model, None, directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _small(directory: Path) -> None:
+    _write_model(directory, tiny_model("llama", layers=1), tiny_tokenizer())
+
+
+def _parallel(directory: Path) -> None:
+    model = padded(tiny_model("llama", layers=1), VOCAB + 8, std=0.5)
+    mark_parallel(model.config, VOCAB)
+    _write_model(directory, model, tiny_tokenizer())
+
+
+def _shared(directory: Path) -> None:
+    tokenizer, order = shuffled()
+    _write_model(directory, with_rows(tiny_model("llama", layers=1), order), tokenizer)
+
+
+def _datastore(directory: Path) -> None:
+    texts = torch.randint(3, VOCAB, (9, 20), generator=torch.Generator().manual_seed(0))
+    write_rest(directory, texts.tolist(), RestOptions(min_n=1))
+
+
+# What writes the files of a directory of each kind.
+STORED: dict[str, Callable[[Path], None]] = {
+    "small_lm": _small,
+    "pard": _parallel,
+    "shared_vocabulary": _shared,
+    "rest": _datastore,
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_a_directory_is_opened_as_what_was_saved(name: str, tmp_path: Path) -> None:
+    target: Target = tiny_target(vocab=VOCAB + 8) if name == "pard" else tiny_target()
+    save_drafter(tmp_path / "drafter", name, STORED[name], target=target, provenance={})
+    (tmp_path / "files").mkdir()
+    STORED[name](tmp_path / "files")
+    written: Drafter = DRAFTERS[name].load(tmp_path / "files", target, dtype="float32")
+    stored = open_drafter(str(tmp_path / "drafter"), target)
+    assert type(stored) is type(written) is DRAFTERS[name]
+    prompts = [[5, 17, 250, 9, 42], [7], [30] * 9]
+    check_stored(written, stored, target.model, prompts)

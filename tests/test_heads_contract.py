@@ -1,0 +1,186 @@
+"""What every kind of heads promises, checked for each registered kind, in chains and in trees.
+
+A new kind is under this contract when its options are in `tests/contract.py`. Without them the
+tests fail with its name.
+"""
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.cascade import HorizontalCascade
+from decode.drafters.several.combined import CompositeDrafter
+from decode.opening.directory import open_drafter
+from decode.rules import RULES
+from decode.shapes import SHAPES
+from heads import HEADS
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
+from tests.contract import (
+    HEAD_OPTIONS,
+    WINDOW,
+    check_greedy_texts_survive_everything,
+    check_law,
+    check_rows_are_their_own,
+    check_stored,
+    heads_drafter,
+    static,
+)
+from tests.lossless import LONGER, decode_runs, through_transformers
+from tests.tiny import VOCAB, tiny_target
+from tests.training import assert_equal
+
+kinds = pytest.mark.parametrize("kind", HEAD_OPTIONS)
+
+
+@pytest.fixture(autouse=True)
+def two_layers_for_three(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The targets of the contract have two layers, which stand for EAGLE-3's three."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "stored" not in request.node.name:
+            patch.setattr("heads.eagle_heads.auxiliary_layers", lambda layers: (0, 0, 1))
+        yield
+
+
+def test_every_kind_has_options() -> None:
+    """Without them, nothing below tests it."""
+    lacking = [name for name in HEADS if name not in HEAD_OPTIONS]
+    assert not lacking, f"tests/contract.py lacks options of {lacking}: add them to HEAD_OPTIONS"
+
+
+@pytest.mark.parametrize("shape", [None, static()], ids=["chain", "tree"])
+@kinds
+def test_rows_are_their_own(kind: str, shape: Any) -> None:
+    check_rows_are_their_own(lambda: heads_drafter(kind, shape))
+
+
+@kinds
+def test_greedy_texts_survive_everything(kind: str) -> None:
+    """With trees whose structure depends on the text."""
+    shape = SHAPES["dynamic"](width=2, nodes=6)
+    check_greedy_texts_survive_everything(lambda: heads_drafter(kind, shape))
+
+
+@kinds
+def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
+    """Where another drafter drafts first, hidden states are read and steps taken later."""
+    check_greedy_texts_survive_everything(
+        lambda: CompositeDrafter([NgramDrafter(2, 3), heads_drafter(kind)])
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [
+        ("medusa", "block", None),
+        ("medusa", "exact", "top"),
+        ("medusa, then lookup", "block", None),
+        ("medusa", "spectr", "independent"),
+        ("medusa", "multi_round", "top"),
+        ("hydra", "block", None),
+        ("hydra", "multi_round", "distinct"),
+        ("blockwise", "speculative", None),
+        ("blockwise", "traversal", "distinct"),
+        ("hydra_plus", "spectr", "independent"),
+        ("eagle1", "block", None),
+        ("eagle1", "multi_round", "distinct"),
+        ("eagle3", "speculative", None),
+        ("eagle3", "traversal", "distinct"),
+        ("p_eagle", "block", None),
+        ("p_eagle", "traversal", "distinct"),
+        ("pass", "block", None),
+        ("pass", "traversal", "distinct"),
+        ("in_tree", "block", None),
+        ("in_tree", "traversal", "distinct"),
+        ("dflash", "block", None),
+        ("dflash", "traversal", "distinct"),
+        ("dspark", "speculative", None),
+        ("dspark", "multi_round", "distinct"),
+        ("kangaroo", "speculative", None),
+        ("kangaroo", "traversal", "distinct"),
+    ],
+)
+def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
+    shape = None if draw is None else static(draw)
+    if kind == "medusa, then lookup":
+        first = heads_drafter("medusa")
+        drafter: Drafter = HorizontalCascade(first, NgramDrafter(1, 1), depth=1)
+    else:
+        drafter = heads_drafter(kind, shape)
+    check_law(drafter, rule, LONGER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [("eagle1", "traversal", "distinct"), ("dflash", "speculative", None)],
+)
+def test_ragged_texts_through_transformers(kind: str, rule: str, draw: Any) -> None:
+    """The hidden states that the heads read come from the other forward."""
+    case = through_transformers(LONGER)
+    check_law(heads_drafter(kind, None if draw is None else static(draw), case), rule, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "rule", "draw"),
+    [
+        ("eagle1", "traversal", "distinct"),
+        ("dflash", "speculative", None),
+        ("kangaroo", "multi_round", "distinct"),
+    ],
+)
+def test_drafters_that_see_a_window_keep_the_distribution(kind: str, rule: str, draw: Any) -> None:
+    """Prompts on both sides of the window, so rows also read different slots."""
+    shape = None if draw is None else static(draw)
+    check_law(heads_drafter(kind, shape).with_window(WINDOW), rule, LONGER)
+
+
+@pytest.mark.slow
+def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
+    """The estimates differ from token to token, and drafts end at all lengths."""
+    heads: Any = heads_drafter("dspark")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        heads.heads.confidence_head.proj.weight.normal_(generator=generator)
+        heads.heads.confidence_head.proj.bias.fill_(1.0)
+    policy = "reach:max_depth=3,threshold=0.4"
+    found, runs = decode_runs(heads, RULES["speculative"](), rows=6_000, case=LONGER, policy=policy)
+    assert found.passes, found
+    assert found.df > 60
+    drafted = np.concatenate([step.drafted for step in runs[0].steps])
+    assert (np.bincount(drafted, minlength=4)[1:] / len(drafted) > 0.05).all()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
+def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
+    """With all weights and the draft vocabulary, and for the same target in another dtype."""
+    target = tiny_target(vocab=VOCAB + 4, layers=7)  # the last ids are no tokens, as masks need
+    options = {name: x for name, x in HEAD_OPTIONS[kind].items() if name != "mask_token"}
+    ids = torch.arange(0, VOCAB, 2) if reduced else None
+    torch.manual_seed(3)
+    heads: Any = new_heads(HeadOptions.of(options), target, ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += 0.2 * torch.randn(parameter.shape)
+    save_heads(tmp_path / "heads", heads, target=target, provenance={})
+    stored: Any = open_drafter(str(tmp_path / "heads"), target)
+    assert_equal(dict(stored.heads.state_dict()), dict(heads.state_dict()))
+    assert (stored.heads.vocabulary is None) != reduced
+    heads.borrow(target.model)
+    own: Any = DRAFTERS[kind]
+    prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13]]
+    check_stored(own(heads.eval(), target.vocab_size), stored, target.model, prompts)
+    halved = copy.copy(target)
+    halved.model = copy.deepcopy(target.model).bfloat16()
+    lower: Any = open_drafter(str(tmp_path / "heads"), halved)
+    assert {parameter.dtype for parameter in lower.heads.parameters()} == {torch.bfloat16}
