@@ -316,7 +316,7 @@ def run_with(timing: Timing, output: list[int], tally: Tally | None = None) -> D
         step = verification([0])
         step.draft_steps = timing.draft_steps // timing.steps
         for part in ("draft", "verify", "overhead"):
-            setattr(step, f"{part}_s", getattr(timing, part) / timing.steps)
+            setattr(step.seconds, part, getattr(timing, part) / timing.steps)
         steps.append(step)
     return Decoded([output], tally or Tally(1), timing, steps)
 
