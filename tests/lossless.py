@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -85,6 +86,12 @@ def longer_model(apart: float, layers: int = 2) -> Any:
             if parameter.ndim > 1:
                 parameter += apart * torch.randn(parameter.shape, generator=generator)
     return lm
+
+
+def more_texts(times: int) -> pytest.MarkDecorator:
+    """A test of a law in the gate, and with `times` as many texts as a longer test."""
+    longer = pytest.param(times, marks=pytest.mark.thorough)
+    return pytest.mark.parametrize("times", [1, longer])
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from tests.contract import (
     name_of,
     recipe,
 )
-from tests.lossless import LONGER
+from tests.lossless import LONGER, more_texts
 from tests.other_tokenizers import shuffled, with_rows
 from tests.tiny import VOCAB, padded, tiny_model, tiny_target, tiny_tokenizer
 
@@ -103,6 +103,7 @@ def test_what_was_learnt_is_forgotten(kind: str) -> None:
 
 
 @pytest.mark.slow
+@more_texts(4)
 @pytest.mark.parametrize(
     ("rule", "drafter", "case", "rows"),
     [
@@ -163,9 +164,11 @@ def test_what_was_learnt_is_forgotten(kind: str) -> None:
         ("exact", "lookahead", "penalised", 6_000),
     ],
 )
-def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, rows: int) -> None:
+def test_ragged_texts_of_many_rounds(
+    rule: str, drafter: str, case: str, rows: int, times: int
+) -> None:
     """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
-    check_law(recipe(drafter, CASES[case]), rule, CASES[case], rows)
+    check_law(recipe(drafter, CASES[case]), rule, CASES[case], rows * times)
 
 
 # --- directories ----------------------------------------------------------------------------------

@@ -45,12 +45,13 @@ from tests.lossless import (
     Watched,
     decode,
     fit_texts,
+    more_texts,
     small_lm,
 )
 from tests.mutants import PlainSpeculative
 from tests.tiny import verify
 
-# Twice the texts in which the hardest error of `tests/controls.py` is found with every seed.
+# The texts of a case. At the half of it, each error of one draft in `tests/controls.py` is found.
 ROWS = 50_000
 
 
@@ -69,6 +70,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 
 
 @pytest.mark.slow
+@more_texts(10)
 @pytest.mark.parametrize(
     ("rule", "drafter", "rows"),
     [
@@ -95,9 +97,11 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         ("multi_round", "self-drafted tree", ROWS // 2),
     ],
 )
-def test_texts_have_the_targets_distribution(rule: str, drafter: str, rows: int) -> None:
+def test_texts_have_the_targets_distribution(
+    rule: str, drafter: str, rows: int, times: int
+) -> None:
     watched = Watched(RULES[rule]())
-    found, counts = decode(DRAFTERS[drafter](), watched, rows=rows)
+    found, counts = decode(DRAFTERS[drafter](), watched, rows=rows * times)
     assert found.passes, found
     # Bins enough, and all branches: text after a rejection, and the bonus after a whole draft.
     assert found.df > 100
