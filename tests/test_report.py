@@ -518,7 +518,7 @@ def test_rows_without_a_stage_are_named_after_their_drafters(tmp_path: Path) -> 
     assert "suffix has no break-even: noise" in footnotes(report)
 
 
-@pytest.mark.usefixtures("plots")
+@drawn
 def test_without_intervals_there_is_no_verdict(tmp_path: Path) -> None:
     few = [("before", "ngram", figures(1.1, 0.4)), ("two", "small_lm", figures(1.5, 0.8))]
     for _, _, evaluation in few:

@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         found = ctypes.CDLL(str(_compiled()))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("no functions for few rows: %s", error)
         return None
     pointer, size, flag = _Pointer, ctypes.c_int64, ctypes.c_int32
@@ -70,8 +70,8 @@ def _processor_fits() -> bool:
 
 
 def _compiled() -> Path:
-    """The compiled file in the user's cache. Raises OSError or SubprocessError if it cannot be
-    made."""
+    """The compiled file in the user's cache. Raises OSError, RuntimeError or SubprocessError if it
+    cannot be made."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise OSError("there is no C++ compiler")
