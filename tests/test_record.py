@@ -434,6 +434,7 @@ def test_redaction_takes_linear_time(unit: str) -> None:
 
 def test_a_torn_line_is_skipped_and_cut_off(tmp_path: Path) -> None:
     records = Records(tmp_path)
+    assert records.read() == []  # the directory comes before its first segment
     records.append(record("one", at=1.0))
     (segment,) = tmp_path.glob("*.jsonl")
     complete = segment.read_bytes()

@@ -369,7 +369,9 @@ SEEDED = {
 
 
 @pytest.mark.parametrize(
-    "count", [12, pytest.param(200, marks=pytest.mark.slow)], ids=["few", "many"]
+    "count",
+    [12, pytest.param(200, marks=[pytest.mark.thorough, pytest.mark.timeout(1200)])],
+    ids=["few", "many"],
 )
 @pytest.mark.parametrize("kind", list(SEEDED))
 def test_seeded_texts_do_not_depend_on_their_neighbours(kind: str, count: int) -> None:

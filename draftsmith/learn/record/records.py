@@ -140,8 +140,8 @@ class Records:
             return []
         with self._locked():
             segments = self._segments()
-            ends = [*map(_begin, segments[1:]), float("inf")]
-            # A segment ends where the next one begins.
+            # A segment ends where the next one begins. The directory is there before the first one.
+            ends = [*map(_begin, segments[1:]), float("inf")][: len(segments)]
             newer = [path for path, end in zip(segments, ends, strict=True) if end > after]
             records = [r for path in newer for r in _records(path) if r["time"] > after]
         return sorted(records, key=lambda record: record["time"])
