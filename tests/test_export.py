@@ -31,7 +31,7 @@ from draftsmith.export.export_directory import (
 from draftsmith.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, format_for
 from draftsmith.export.model_card import drafter_card
-from draftsmith.export.trained_drafter import read_small_lm
+from draftsmith.export.trained_drafter import TrainedDrafter
 from tests.export import edit_json, edit_weights, rewrite_gguf
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
@@ -100,7 +100,7 @@ def test_an_export_has_the_targets_number_of_rows(rows: int, tie: bool, tmp_path
     """Models of one family pad the same tokens to different sizes."""
     padded_target = tiny_target(vocab=304)
     model = make_drafter(tmp_path / "drafter", padded_target, vocab=rows, tie=tie)
-    source = read_small_lm(tmp_path / "drafter", None)
+    source = TrainedDrafter.open(tmp_path / "drafter").small_lm(None)
     found = source.model(IDS).logits
     assert source.config.vocab_size == found.shape[-1] == 304
     torch.testing.assert_close(found[..., :300], model(IDS).logits[..., :300])
@@ -111,7 +111,7 @@ def test_an_export_has_the_targets_number_of_rows(rows: int, tie: bool, tmp_path
 def test_an_export_needs_a_row_for_each_token(tmp_path: Path) -> None:
     make_drafter(tmp_path / "drafter", tiny_target(vocab=290))
     with pytest.raises(UserError, match="300 rows for 300 tokens, its target 290"):
-        read_small_lm(tmp_path / "drafter", None)
+        TrainedDrafter.open(tmp_path / "drafter").small_lm(None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

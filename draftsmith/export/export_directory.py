@@ -32,13 +32,9 @@ from draftsmith.export.formats import (
     require_window,
 )
 from draftsmith.export.model_card import drafter_card, target_card
-from draftsmith.export.model_directory import README, find_backbone, has_backbone, write_backbone
-from draftsmith.export.trained_drafter import (
-    describe_trained,
-    evaluation_in_run,
-    is_reduced,
-    training_in_run,
-)
+from draftsmith.export.model_directory import README, find_backbone, write_backbone
+from draftsmith.export.trained_drafter import TrainedDrafter
+from draftsmith.export.trained_in_run import evaluation_in_run, training_in_run
 
 FORMAT = 1
 # How much lower an export's draft efficiency may be than its drafter's. Losses come from rounding
@@ -85,28 +81,27 @@ def export_drafter(
         raise UserError(f"unknown dtype {options.dtype!r}; expected one of {', '.join(DTYPES)}")
     if options.gamma is not None and options.gamma < 1:
         raise UserError(f"gamma is {options.gamma}; expected at least 1")
-    description = describe_trained(drafter)
-    layout = format_for(form, str(description["kind"]))
-    backbone = _backbone_to_export(drafter, description, options, out)
-    evaluation = evaluation_in_run(drafter)
-    max_depth = layout.max_depth(drafter)
+    trained = TrainedDrafter.open(drafter)
+    layout = format_for(form, trained.kind)
+    backbone = _backbone_to_export(trained, options, out)
+    evaluation = evaluation_in_run(trained)
+    max_depth = layout.max_depth(trained)
     if options.gamma is not None and max_depth is not None and options.gamma > max_depth:
         raise UserError(
             f"gamma is {options.gamma}, but {drafter} drafts at most {max_depth} tokens"
         )
     usual_gamma = int((evaluation or {}).get("gamma") or DEFAULT_GAMMA)
     job = ExportJob(
-        drafter,
-        description,
+        trained,
         target=None,
-        target_spec=str(backbone or options.target or description["target"]["name"]),
+        target_spec=str(backbone or options.target or trained.target["name"]),
         dtype=options.dtype,
         gamma=options.gamma or min(usual_gamma, max_depth or sys.maxsize),
         backbone=target_repository(options) if backbone else None,
     )
-    require_window(layout, drafter, job.kind)
+    require_window(layout, trained)
     layout.refuse(job)
-    fills_vocabulary = is_reduced(drafter) and not layout.carries_vocabulary
+    fills_vocabulary = trained.is_reduced and not layout.carries_vocabulary
     if fills_vocabulary and measuring is None:
         raise UserError(
             f"{drafter} has a reduced draft vocabulary, and no reader of format {layout.name} "
@@ -115,7 +110,7 @@ def export_drafter(
         )
     if fills_vocabulary or measuring or layout.needs_target:
         job.target = load_target(layout.target_to_load(job))
-        require_same_target(description["target"], job.target, f"drafter {drafter}")
+        require_same_target(trained.target, job.target, f"drafter {drafter}")
     acceptance = [_acceptance_row("in its run", evaluation)] if evaluation else []
 
     def fill(directory: Path) -> None:
@@ -123,15 +118,15 @@ def export_drafter(
         record = {
             "format": FORMAT,
             "layout": layout.name,
-            "kind": job.kind,
+            "kind": trained.kind,
             "gamma": job.gamma,
             "facts": facts | {"max_depth": max_depth},
-            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **description},
+            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **trained.description},
             "backbone": job.backbone,
             "repository": options.repository or out.name,
             "licence": options.licence,
             "data_licence": options.data_licence,
-            "training": training_in_run(drafter, description.get("provenance") or {}),
+            "training": training_in_run(trained),
         }
         record_file = directory / EXPORT_FILE
         record_file.write_text(json.dumps(record, indent=2, default=str))
@@ -156,13 +151,11 @@ def target_repository(options: ExportOptions) -> str:
     return f"{options.repository}-target" if options.repository else options.backbone.name
 
 
-def _backbone_to_export(
-    drafter: Path, description: dict[str, Any], options: ExportOptions, out: Path
-) -> Path | None:
+def _backbone_to_export(drafter: TrainedDrafter, options: ExportOptions, out: Path) -> Path | None:
     """Return the directory of the drafter's target if it was trained with it, else None.
     Raises UserError if `options.backbone` is missing for such a target or given for another one, or
     if the target cannot be exported."""
-    if not has_backbone(description):
+    if not drafter.has_backbone:
         if options.backbone is not None:
             raise UserError(
                 f"--backbone was given, but {drafter} was trained for an unchanged target; leave "
@@ -180,7 +173,7 @@ def _backbone_to_export(
             f"--backbone {backbone_out} and --out {out} overlap; give two directories, neither "
             "inside the other"
         )
-    return find_backbone(drafter, options.target)
+    return find_backbone(drafter.path, options.target)
 
 
 def vacant(path: Path, option: str) -> Path:

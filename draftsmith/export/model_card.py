@@ -25,7 +25,7 @@ def drafter_card(record: dict[str, Any]) -> str:
 
     Its `acceptance` are rows of figures, each {where, prompts, gamma, dtype, drafted,
     draft_efficiency, acceptance_rate, tokens_per_step, timed_prompts, speedup}. `training`: see
-    `draftsmith.export.trained_drafter.training_in_run`. `repository`: the future location of the
+    `draftsmith.export.trained_in_run.training_in_run`. `repository`: the future location of the
     export. `example`: {prompt, text} of the measurement; the model's page shows it.
     """
     layout, description, backbone = FORMATS[record["layout"]], record["drafter"], record["backbone"]

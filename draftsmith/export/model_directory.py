@@ -92,11 +92,6 @@ def for_older_readers(directory: Path, dtype: str) -> None:
     file.write_text(json.dumps(settings, indent=2))
 
 
-def has_backbone(description: dict[str, Any]) -> bool:
-    """Whether a drafter was trained together with its target. description: the drafter's."""
-    return bool((description.get("provenance") or {}).get("drift"))
-
-
 def find_backbone(drafter: Path, target: str | None) -> Path:
     """Return the directory of such a drafter's target: `target`, else the one that its stage wrote.
     Raises UserError if it does not exist, is damaged or is not a complete model."""

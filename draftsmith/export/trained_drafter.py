@@ -1,9 +1,9 @@
-"""Reads a trained drafter for export: a small LM with an output layer for every token, or heads."""
+"""A trained drafter that is exported: a small LM with an output layer for every token, or heads."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +27,9 @@ from decode.model.loading import (
     load_model_and_tokenizer,
 )
 from decode.opening.directory import DRAFTER_FILE, describe_drafter
-from heads.heads_directory import build_heads, make_ready, read_heads
+from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import HEADS, HeadOptions, Heads
 from heads.layers.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
@@ -58,69 +58,128 @@ class SmallLMSource:
         return self.model.config
 
 
-def describe_trained(path: Path) -> dict[str, Any]:
-    """Check a drafter directory against its manifest and return its description.
+@dataclass(frozen=True)
+class TrainedDrafter:
+    """A drafter directory that was checked against its manifest.
 
-    Raises UserError if it is not a trained drafter or is damaged.
+    description: the contents of `drafter.json`.
     """
-    if (path / DRAFTER_FILE).exists():
-        return describe_drafter(path)
-    if str(path).partition(":")[0] in DRAFTERS and not path.exists():
-        raise UserError(f"drafter {path} is not trained, so there is nothing to export; {BUILT_IN}")
-    if (path / MANIFEST).exists():
-        verify_directory(path)
+
+    path: Path
+    description: dict[str, Any]
+
+    @classmethod
+    def open(cls, path: Path) -> "TrainedDrafter":
+        """Open a directory. Raises UserError if it is not a trained drafter or is damaged."""
+        if (path / DRAFTER_FILE).exists():
+            return cls(path, describe_drafter(path))
+        if str(path).partition(":")[0] in DRAFTERS and not path.exists():
+            raise UserError(
+                f"drafter {path} is not trained, so there is nothing to export; {BUILT_IN}"
+            )
+        if (path / MANIFEST).exists():
+            verify_directory(path)
+            raise UserError(
+                f"{path} has no {DRAFTER_FILE}: draftsmith did not train it, or it is already an "
+                "export. Give the drafter/ directory of a stage"
+            )
+        problem = "is not a drafter directory" if path.is_dir() else "does not exist"
         raise UserError(
-            f"{path} has no {DRAFTER_FILE}: draftsmith did not train it, or it is already an "
-            "export. Give the drafter/ directory of a stage"
+            f"{path} {problem}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A "
+            "plain model needs no export; engines read it directly"
         )
-    problem = "is not a drafter directory" if path.is_dir() else "does not exist"
-    raise UserError(
-        f"{path} {problem}: expected the drafter/ directory of a stage, with {DRAFTER_FILE}. A "
-        "plain model needs no export; engines read it directly"
-    )
 
+    def __str__(self) -> str:
+        return str(self.path)
 
-def read_small_lm(path: Path, target: Target | None) -> SmallLMSource:
-    """Return the small LM in a drafter directory, with an output layer for the full vocabulary.
+    @property
+    def kind(self) -> str:
+        return str(self.description["kind"])
 
-    A reduced draft vocabulary is filled up. Tokens in it keep their rows. All other tokens get the
-    target's row if the hidden sizes are equal, else the row from before the reduction. Rows of
-    zeros would not work: they give logit 0, which does not mean "never". Raises UserError without a
-    target that is needed for that.
-    """
-    stored = json.loads((path / "config.json").read_text())
-    dtype = stored.get("dtype") or "float32"
-    if dtype not in DTYPES:
-        raise UserError(f"{path} has weights in {dtype}; expected one of {', '.join(DTYPES)}")
-    model, tokenizer, _ = load_model_and_tokenizer(str(path), dtype=dtype, device="cpu")
-    reduced = load_vocabulary(path, model)
-    made_for = describe_drafter(path)["target"]["fingerprint"]
-    _resize(model, tokenizer, made_for["vocab_size"], reduced is None)
-    if reduced is None:
-        return SmallLMSource(model, tokenizer, dtype)
-    layer, full_layer = model.get_output_embeddings(), reduced.full
-    filled_from = "the output layer it had before it was reduced"
-    rows = full_layer.weight.detach()
-    if target is not None:
-        target_rows = target.model.get_output_embeddings().weight.detach()
-        if target_rows.shape == rows.shape and layer.bias is None:
-            rows, filled_from = target_rows.to(rows), "the target's output layer"
-    ids = reduced.ids.cpu()
-    weight = rows.clone()
-    weight[ids] = layer.weight.detach()
-    model.set_output_embeddings(full_layer)
-    if not torch.equal(weight, full_layer.weight):
-        has_bias = layer.bias is not None
-        filled_layer = nn.Linear(full_layer.in_features, full_layer.out_features, has_bias)
-        filled_layer.to(full_layer.weight.dtype)
-        with torch.no_grad():
-            filled_layer.weight.copy_(weight)
-            if has_bias:
-                filled_layer.bias.copy_(full_layer.bias)
-                filled_layer.bias[ids] = layer.bias
-        model.set_output_embeddings(filled_layer.requires_grad_(False))
-        model.config.tie_word_embeddings = False
-    return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
+    @property
+    def target(self) -> dict[str, Any]:
+        """The description of the target that it was trained for."""
+        target: dict[str, Any] = self.description["target"]
+        return target
+
+    @property
+    def provenance(self) -> dict[str, Any]:
+        return self.description.get("provenance") or {}
+
+    @property
+    def has_backbone(self) -> bool:
+        """Whether it was trained together with its target."""
+        return bool(self.provenance.get("drift"))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The contents of config.json."""
+        config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
+        return config
+
+    @cached_property
+    def options(self) -> Any:
+        """The options of its heads; None for a small LM."""
+        return stored_options(self.path) if self.kind in HEADS else None
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether it has a reduced draft vocabulary."""
+        rows = self.config["vocab_size"]
+        is_reduced = self.config.get("draft_vocab_size", rows) < rows
+        return is_reduced or (self.path / "draft_vocabulary.safetensors").exists()
+
+    def heads(self, layout: str, target: Target) -> Heads:
+        """Return its heads in their stored dtype, with the modules that they borrow from the
+        target in float32. Raises UserError if the target's output layer has a bias, which no layout
+        of heads can hold."""
+        if output_layer(target.model).bias is not None:
+            raise UserError(
+                f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
+            )
+        heads = read_heads(self.path, target)
+        heads.borrow(target.model, torch.float32)
+        return heads
+
+    def small_lm(self, target: Target | None) -> SmallLMSource:
+        """Return its small LM, with an output layer for the full vocabulary.
+
+        A reduced draft vocabulary is filled up. Tokens in it keep their rows. All other tokens get
+        the target's row if the hidden sizes are equal, else the row from before the reduction. Rows
+        of zeros would not work: they give logit 0, which does not mean "never". Raises UserError
+        without a target that is needed for that.
+        """
+        dtype = self.config.get("dtype") or "float32"
+        if dtype not in DTYPES:
+            raise UserError(f"{self} has weights in {dtype}; expected one of {', '.join(DTYPES)}")
+        model, tokenizer, _ = load_model_and_tokenizer(str(self), dtype=dtype, device="cpu")
+        reduced = load_vocabulary(self.path, model)
+        _resize(model, tokenizer, self.target["fingerprint"]["vocab_size"], reduced is None)
+        if reduced is None:
+            return SmallLMSource(model, tokenizer, dtype)
+        layer, full_layer = model.get_output_embeddings(), reduced.full
+        filled_from = "the output layer it had before it was reduced"
+        rows = full_layer.weight.detach()
+        if target is not None:
+            target_rows = target.model.get_output_embeddings().weight.detach()
+            if target_rows.shape == rows.shape and layer.bias is None:
+                rows, filled_from = target_rows.to(rows), "the target's output layer"
+        ids = reduced.ids.cpu()
+        weight = rows.clone()
+        weight[ids] = layer.weight.detach()
+        model.set_output_embeddings(full_layer)
+        if not torch.equal(weight, full_layer.weight):
+            has_bias = layer.bias is not None
+            filled_layer = nn.Linear(full_layer.in_features, full_layer.out_features, has_bias)
+            filled_layer.to(full_layer.weight.dtype)
+            with torch.no_grad():
+                filled_layer.weight.copy_(weight)
+                if has_bias:
+                    filled_layer.bias.copy_(full_layer.bias)
+                    filled_layer.bias[ids] = layer.bias
+            model.set_output_embeddings(filled_layer.requires_grad_(False))
+            model.config.tie_word_embeddings = False
+        return SmallLMSource(model, tokenizer, dtype, len(ids), filled_from)
 
 
 def _resize(model: PreTrainedModel, tokenizer: Any, rows: int, is_complete: bool) -> None:
@@ -156,13 +215,6 @@ def load_small_lm(path: Path, target: Target) -> SmallLMDrafter:
     return small_lm_drafter(loaded.model, target)
 
 
-def is_reduced(path: Path) -> bool:
-    """Whether the drafter in a directory has a reduced draft vocabulary."""
-    config = json.loads((path / "config.json").read_text())
-    reduced = config.get("draft_vocab_size", config["vocab_size"]) < config["vocab_size"]
-    return reduced or (path / "draft_vocabulary.safetensors").exists()
-
-
 def target_hub_id(name: str) -> str | None:
     """Return the hub id of a target. name: the name it was loaded with. None for a local file."""
     if name.startswith(EMBEDDED_PREFIX):
@@ -177,97 +229,6 @@ def public_name(name: str) -> str:
     """Return a target's name to show to others. A local path is cut to its last part: the rest is
     private and helps nobody else."""
     return name if target_hub_id(name) else Path(name).name
-
-
-def evaluation_in_run(path: Path) -> dict[str, Any] | None:
-    """Return the evaluation of this drafter in the run that trained it, None if there is none.
-    The evaluation of …/stages/NN-NAME/drafter is under …/evaluations."""
-    run = _run_of(path)
-    if run is None:
-        return None
-    name = _stage_name(path.resolve().parent)
-    for file in sorted((run / "evaluations").glob("*/evaluation.json")):
-        record = json.loads(file.read_text())
-        if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
-            evaluation: dict[str, Any] = record["evaluation"]
-            return evaluation
-    return None
-
-
-def training_in_run(path: Path, provenance: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return how the run made this drafter, None if its directory is not in a run.
-
-    {command: the words that started the run; data: {split: file}; texts: what the stage learnt
-    from, each {name}, and for answers of the target also {answers, prompts, tokens, temperature,
-    self_prompts}}. Directories on this machine are left out of all names.
-    """
-    run = _run_of(path)
-    if run is None or not (run / "config.json").exists():
-        return None
-    config = json.loads((run / "config.json").read_text())
-    starts = json.loads((run / "provenance.json").read_text())
-    names = (provenance.get("settings") or {}).get("text")
-    stages = {stage["name"]: stage for stage in config["stages"]}
-    sources = {split: _as_list(config["data"][split]) for split in ("train", "dev", "test")}
-    return {
-        "command": _command(starts[-1]["argv"]),
-        "data": {split: ", ".join(map(public_name, x)) for split, x in sources.items() if x},
-        "texts": [_text_in_run(run, stages.get(x, {"name": x})) for x in _as_list(names)],
-    }
-
-
-def _as_list(names: str | list[str] | None) -> list[str]:
-    return [names] if isinstance(names, str) else names or []
-
-
-def _run_of(path: Path) -> Path | None:
-    stage = path.resolve().parent
-    is_stage = path.name == "drafter" and stage.parent.name == "stages"
-    return stage.parents[1] if is_stage else None
-
-
-def _stage_name(stage: Path) -> str:
-    return re.sub(r"^\d+-", "", stage.name)
-
-
-# In a word of a command: of /a/b/c, ~/b/c or, behind `=`, `[` or the like, /a/b/c, all but c.
-_DIRECTORIES = re.compile(r"(?:(?<![\w./])~|(?<![\w.:/~]))/(?:[^\s,=\[\]{}\"']*/)?")
-
-
-def _command(argv: list[str]) -> list[str] | None:
-    """The command of a run, without directories of this machine. None: it is a program's."""
-    words = argv[2:] if argv[1:2] == ["train"] else argv[1:]
-    if not words or not words[0].endswith((".yaml", ".yml")):
-        return None
-    return ["draftsmith", "train", *(_DIRECTORIES.sub("", word) for word in words)]
-
-
-def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A text that a stage learnt from, and if the target wrote it, how much."""
-    files = run.glob("stages/*/done.json")
-    done = [file for file in files if _stage_name(file.parent) == stage["name"]]
-    if stage.get("kind") != "generate" or not done:
-        return {"name": stage["name"]}
-    summary = json.loads(done[0].read_text())["summary"]
-    return {
-        "name": stage["name"],
-        **{key: summary[key] for key in ("answers", "prompts", "tokens")},
-        "temperature": stage["sampling"]["temperature"],
-        "self_prompts": bool(stage["self_prompts"]),
-    }
-
-
-def read_heads_for(layout: str, path: Path, target: Target) -> Heads:
-    """Return the heads in a drafter directory in their stored dtype, with the modules that they
-    borrow from the target in float32. Raises UserError if the target's output layer has a bias,
-    which no layout of heads can hold."""
-    if output_layer(target.model).bias is not None:
-        raise UserError(
-            f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
-        )
-    heads = read_heads(path, target)
-    heads.borrow(target.model, torch.float32)
-    return heads
 
 
 def heads_drafter(

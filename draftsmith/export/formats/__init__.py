@@ -16,9 +16,9 @@ from decode.base.registry import Registry
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.published import Checkpoint
-from draftsmith.export.trained_drafter import public_name, target_hub_id
-from heads.heads_directory import stored_options, write_heads
-from heads.heads_module import HEADS, Heads
+from draftsmith.export.trained_drafter import TrainedDrafter, public_name, target_hub_id
+from heads.heads_directory import write_heads
+from heads.heads_module import Heads
 
 EXPORT_FILE = "export.json"
 
@@ -27,14 +27,13 @@ EXPORT_FILE = "export.json"
 class ExportJob:
     """The input of a format.
 
-    drafter: the drafter's directory. target: the model it was trained for, loaded; None if neither
-    the format nor the drafter needs it. target_spec: as `load_target` takes it. dtype: the dtype of
-    the weights; None keeps the stored one. gamma: the default γ for readers. backbone: where
-    readers find the target, if it was trained with the drafter.
+    target: the model that the drafter was trained for, loaded; None if neither the format nor the
+    drafter needs it. target_spec: as `load_target` takes it. dtype: of the weights; None keeps the
+    stored one. gamma: the default γ for readers. backbone: where readers find the target, if it was
+    trained with the drafter.
     """
 
-    drafter: Path
-    description: dict[str, Any]
+    drafter: TrainedDrafter
     target: Target | None
     target_spec: str
     dtype: str | None
@@ -48,13 +47,9 @@ class ExportJob:
         return self.target
 
     @property
-    def kind(self) -> str:
-        return str(self.description["kind"])
-
-    @property
     def target_name(self) -> str:
         """The target's name for readers: its hub id, or its local name."""
-        name = str(self.description["target"]["name"])
+        name = str(self.drafter.target["name"])
         return self.backbone or target_hub_id(name) or public_name(name)
 
 
@@ -117,6 +112,7 @@ class Format(ABC):
     the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
     readers support it. holds_windows: whether all readers keep to the window of the text that a
     drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
+    depth_option: the option of the heads that limits the depth of a draft; None for any depth.
     """
 
     name: ClassVar[str]
@@ -127,10 +123,11 @@ class Format(ABC):
     carries_vocabulary: ClassVar[bool] = False
     is_ours: ClassVar[bool] = False
     holds_windows: ClassVar[bool] = False
+    depth_option: ClassVar[str | None] = None
 
-    def max_depth(self, drafter: Path) -> int | None:
-        """Return the largest γ that a drafter directory can draft; None for any γ."""
-        return None
+    def max_depth(self, drafter: TrainedDrafter) -> int | None:
+        """Return the largest γ that the drafter can draft; None for any γ."""
+        return getattr(drafter.options, self.depth_option) if self.depth_option else None
 
     def target_to_load(self, job: ExportJob) -> str:
         """Return the target to load, as `load_target` takes it."""
@@ -216,21 +213,22 @@ UNSERVED = {
 }
 
 
-def require_window(layout: Format, drafter: Path, kind: str) -> None:
+def require_window(layout: Format, drafter: TrainedDrafter) -> None:
     """Raise UserError for heads that see a window of the text, if the readers of the layout would
     let them see something else without a word."""
-    options: Any = stored_options(drafter) if kind in HEADS else None
-    window = getattr(options, "window", None)
+    window = getattr(drafter.options, "window", None)
     if window is None or layout.is_ours:
         return
-    if options.sinks:
+    if drafter.options.sinks:
         raise UserError(
-            f"{drafter} sees a window of {window} tokens and {options.sinks} sinks, and no engine "
-            "keeps sinks; train it with sinks: 0"
+            f"{drafter} sees a window of {window} tokens and {drafter.options.sinks} sinks, "
+            "and no engine keeps sinks; train it with sinks: 0"
         )
     if not layout.holds_windows:
         fitting = [
-            name for name in FORMATS if kind in FORMATS[name].kinds and FORMATS[name].holds_windows
+            name
+            for name in FORMATS
+            if drafter.kind in FORMATS[name].kinds and FORMATS[name].holds_windows
         ]
         advice = f"export it as {' or '.join(fitting)}" if fitting else "train it without window"
         raise UserError(

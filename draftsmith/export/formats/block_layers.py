@@ -61,14 +61,13 @@ from draftsmith.export.formats.published_layer import (
 )
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
+    TrainedDrafter,
     heads_drafter,
-    is_reduced,
     rebuild_heads,
     require_fitting_target,
 )
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
-from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
@@ -95,13 +94,12 @@ class DFlashLayers(LayerFormat):
     def kind(self) -> str:
         return self.kinds[0]
 
-    def max_depth(self, drafter: Path) -> int | None:
-        options: Any = stored_options(drafter)
-        depth: int = options.block - self.heads.first_slot
+    def max_depth(self, drafter: TrainedDrafter) -> int | None:
+        depth: int = drafter.options.block - self.heads.first_slot
         return depth
 
     def refuse(self, job: ExportJob) -> None:
-        if is_reduced(job.drafter) and not self.carries_vocabulary:
+        if job.drafter.is_reduced and not self.carries_vocabulary:
             raise UserError(
                 f"the {self.kind} heads {job.drafter} have a reduced draft vocabulary, which not "
                 f"all readers of format {self.name} support; export them as "

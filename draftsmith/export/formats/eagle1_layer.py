@@ -15,7 +15,6 @@ from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, pla
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle1Drafter
 from heads.eagle_heads import Eagle1Options
-from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
 
 FC_BIAS = "fc.bias"
@@ -38,10 +37,10 @@ class Eagle1(EagleLayer):
     engines = ("vllm",)
     architecture = "LlamaForCausalLM"
     drafter = Eagle1Drafter
+    depth_option = "depth"
 
     def refuse(self, job: ExportJob) -> None:
-        options: Any = stored_options(job.drafter)
-        if options.bias:
+        if job.drafter.options.bias:
             raise UserError(
                 f"{job.drafter} has a bias in fc, which vLLM drops silently; export it as "
                 "eagle1-sglang and serve it with SGLang"
@@ -62,10 +61,6 @@ class Eagle1(EagleLayer):
             return {}, [f"config.json says that fc has a bias, but tensor {FC_BIAS} is missing"]
         return {"bias": True} if FC_BIAS in tensors else {}, []
 
-    def depth_of(self, options: Any) -> int:
-        depth: int = options.depth
-        return depth
-
     def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
         embeddings: Tensor = target.model.get_input_embeddings().weight
         return {**heads.state_dict(), EMBEDDINGS: embeddings}
@@ -82,13 +77,12 @@ class Eagle1(EagleLayer):
         self,
         config: dict[str, Any],
         weights: dict[str, Tensor],
-        depth: int | None,
+        depth: dict[str, Any],
         target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         # The embeddings are the target's. Heads borrow them.
         state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
-        named: dict[str, Any] = {} if depth is None else {"depth": depth}
-        return Eagle1Options(bias=FC_BIAS in state, **named), None, state
+        return Eagle1Options(bias=FC_BIAS in state, **depth), None, state
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle", target, repository, gamma)]

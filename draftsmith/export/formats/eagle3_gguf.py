@@ -47,13 +47,11 @@ from draftsmith.export.formats.gguf_layout import (
 from draftsmith.export.formats.published_layer import are_ascending_ids
 from draftsmith.export.trained_drafter import (
     heads_drafter,
-    read_heads_for,
     require_fitting_target,
     stored_dtype,
 )
 from heads.eagle_drafter import Eagle3Drafter
 from heads.eagle_heads import Eagle3Options
-from heads.heads_directory import stored_options
 
 ARCH = "eagle3"
 # GGUF's tensor names, by the names of the layout for vLLM.
@@ -76,19 +74,15 @@ class Eagle3GGUF(GGUFLayout):
     architectures = (ARCH,)
     spec_type = "draft-eagle3"
     carries_vocabulary = True
-
-    def max_depth(self, drafter: Path) -> int | None:
-        options: Any = stored_options(drafter)
-        steps: int = options.steps
-        return steps
+    depth_option = "steps"
 
     def target_to_load(self, job: ExportJob) -> str:
         """Return the target that the heads were trained for. The file for serving may be quantized
         and then has other weights."""
-        return str(job.description["target"]["name"])
+        return str(job.drafter.target["name"])
 
     def refuse(self, job: ExportJob) -> None:
-        options: Any = stored_options(job.drafter)
+        options = job.drafter.options
         used = [name for name in (*SWITCHES, *OTHER_SWITCHES) if getattr(options, name)]
         used += ["a layer with other settings than its target's"] if options.layer else []
         if used:
@@ -99,7 +93,7 @@ class Eagle3GGUF(GGUFLayout):
         target_gguf(job.target_spec)
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        heads: Any = read_heads_for(self.name, job.drafter, job.loaded_target)
+        heads: Any = job.drafter.heads(self.name, job.loaded_target)
         config = heads.config
         rope = config.rope_parameters.get("rope_type", "default")
         if rope not in ("default", "llama3"):

@@ -38,7 +38,6 @@ from draftsmith.export.formats.published_layer import (
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle3Drafter
 from heads.eagle_heads import Eagle3Options
-from heads.heads_directory import stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
 
@@ -66,15 +65,12 @@ class Eagle3(EagleLayer):
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     architecture = "LlamaForCausalLMEagle3"
     drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
+    depth_option = "steps"
     carries_vocabulary = True
 
-    def depth_of(self, options: Any) -> int:
-        depth: int = options.steps
-        return depth
-
     def refuse(self, job: ExportJob) -> None:
-        options: Any = stored_options(job.drafter)
-        if options.captured_layers and options.captured_layers[0] == 0:
+        captured = job.drafter.options.captured_layers
+        if captured and captured[0] == 0:
             raise UserError(
                 f"{job.drafter} reads the output of layer 0, which is the input of layer 1; SGLang "
                 "takes numbers that begin with 1 for outputs. Export it as speculators"
@@ -154,7 +150,7 @@ class Eagle3(EagleLayer):
         self,
         config: dict[str, Any],
         weights: dict[str, Tensor],
-        depth: int | None,
+        depth: dict[str, Any],
         target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids, stored = self.rebuilt_state(weights)
@@ -165,11 +161,9 @@ class Eagle3(EagleLayer):
         options: dict[str, Any] = {
             name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
         }
-        if depth is not None:
-            options["steps"] = depth
         if OUTPUT not in weights:
             options["output"] = "target"
-        return Eagle3Options(**options), ids, state
+        return Eagle3Options(**options, **depth), ids, state
 
     def rebuilt_state(self, weights: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
         """Return the draft vocabulary, and the heads' state with the layout's names of layers."""

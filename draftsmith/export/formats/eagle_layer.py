@@ -40,7 +40,6 @@ from draftsmith.export.trained_drafter import (
     rebuild_heads,
     require_fitting_target,
 )
-from heads.heads_directory import stored_options
 from heads.heads_module import HeadOptions
 from heads.layers.layer_config import LayerSettings, layer_config
 
@@ -53,24 +52,16 @@ class EagleLayer(LayerFormat):
 
     layer: ClassVar[str] = "layers.0"
 
-    def max_depth(self, drafter: Path) -> int | None:
-        options: Any = stored_options(drafter)
-        return self.depth_of(options)
-
-    @abstractmethod
-    def depth_of(self, options: Any) -> int:
-        """Return the max depth of heads with these options."""
-
     @abstractmethod
     def rebuilt_heads(
         self,
         config: dict[str, Any],
         weights: dict[str, Tensor],
-        depth: int | None,
+        depth: dict[str, Any],
         target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         """Rebuild the heads' options, draft vocabulary and state from config and weights. depth:
-        None for the usual one."""
+        the option that limits it; empty for the usual one."""
 
     def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
@@ -111,7 +102,7 @@ class EagleLayer(LayerFormat):
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
         weights = load_file(directory / WEIGHTS)
-        options, ids, state = self.rebuilt_heads(config, weights, depth, target)
+        options, ids, state = self.rebuilt_heads(config, weights, self._depth(depth), target)
         layer = unusual_layer(config, target)
         captured = self.captured(config, target, "inputs")
         options = _with(options, layer, captured, config.get("sliding_window"))
@@ -140,9 +131,12 @@ class EagleLayer(LayerFormat):
         problems += tensor_problems(expected, stored_tensors(tensors))
         job.require(problems or self.value_problems(config, tensors), self.name)
         depth = job.depth or self.published_depth(checkpoint)
-        options, ids, state = self.rebuilt_heads(config, tensors, depth, target)
+        options, ids, state = self.rebuilt_heads(config, tensors, self._depth(depth), target)
         heads = rebuild_heads(_with(options, layer, captured, window), ids, state, target)
         return Restored.of_heads(heads, target, differences(layer, captured))
+
+    def _depth(self, depth: int | None) -> dict[str, Any]:
+        return {} if depth is None else {str(self.depth_option): depth}
 
     def layer_count(self, contents: dict[str, Any]) -> int:
         """Return the number of decoder layers to expect of a published config."""

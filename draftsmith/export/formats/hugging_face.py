@@ -10,6 +10,7 @@ from decode.drafters import Drafter
 from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import (
     is_count,
     is_positive,
@@ -27,8 +28,7 @@ from draftsmith.export.formats import (
 )
 from draftsmith.export.formats.published_layer import mask_problems
 from draftsmith.export.model_directory import for_older_readers, model_problems
-from draftsmith.export.published import Checkpoint
-from draftsmith.export.trained_drafter import load_small_lm, read_small_lm
+from draftsmith.export.trained_drafter import load_small_lm
 
 # Keys of configs of models that draft in another way than a small LM: other formats read them.
 OTHER_DRAFTERS = {
@@ -50,7 +50,7 @@ class HuggingFace(Format):
     engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm", "sglang", "mlx", "openvino")
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        source = read_small_lm(job.drafter, job.target)
+        source = job.drafter.small_lm(job.target)
         dtype = job.dtype or source.dtype
         model = source.model.to(DTYPES[dtype])
         # Do not copy the target's sampling defaults to the drafter.

@@ -26,7 +26,7 @@ from draftsmith.export.file_schema import (
     tensor_problems,
 )
 from draftsmith.export.formats import ExportJob, Format
-from draftsmith.export.trained_drafter import copy_to_cpu, read_heads_for, stored_dtype
+from draftsmith.export.trained_drafter import copy_to_cpu, stored_dtype
 from heads.heads_drafter import HeadsDrafter
 from heads.layers.layer_config import LayerSettings, layer_config
 
@@ -90,7 +90,7 @@ class LayerFormat(Format):
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.loaded_target
-        heads: Any = read_heads_for(self.name, job.drafter, target)
+        heads: Any = job.drafter.heads(self.name, target)
         dtype = job.dtype or stored_dtype(heads)
         weights = self.tensors(heads, target)
         save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)

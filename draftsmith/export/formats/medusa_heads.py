@@ -45,12 +45,10 @@ from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
     copy_to_cpu,
     heads_drafter,
-    read_heads_for,
     rebuild_heads,
     require_fitting_target,
     stored_dtype,
 )
-from heads.heads_directory import stored_options
 from heads.heads_module import Heads, output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions
 
@@ -71,15 +69,11 @@ class Medusa(Format):
     kinds = ("medusa",)
     engines = ("vllm", "tgi")
     needs_target = True
-
-    def max_depth(self, drafter: Path) -> int:
-        options: Any = stored_options(drafter)
-        depth: int = options.heads
-        return depth
+    depth_option = "heads"
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         target = job.loaded_target
-        heads = read_heads_for(self.name, job.drafter, target)
+        heads = job.drafter.heads(self.name, target)
         options: MedusaOptions = heads.options
         ids = heads.vocabulary
         shared = options.output != "own"

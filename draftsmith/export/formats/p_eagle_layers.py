@@ -56,6 +56,7 @@ class PEagle(Eagle3):
     engines = ("vllm",)
     holds_windows = True
     drafter = PEagleDrafter
+    depth_option = "tokens"
 
     def refuse(self, job: ExportJob) -> None:
         """Nothing is refused."""
@@ -63,10 +64,6 @@ class PEagle(Eagle3):
     def recognises(self, checkpoint: Checkpoint) -> bool:
         is_named = checkpoint.config.get(MODEL_TYPE) == "peagle"
         return is_named or has_stand_in(checkpoint.names)
-
-    def depth_of(self, options: Any) -> int:
-        depth: int = options.tokens
-        return depth
 
     def extra_config(self, heads: Any) -> dict[str, Any]:
         options = heads.options
@@ -159,7 +156,7 @@ class PEagle(Eagle3):
         self,
         config: dict[str, Any],
         weights: dict[str, Tensor],
-        depth: int | None,
+        depth: dict[str, Any],
         target: Target,
     ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
         ids, state = self.rebuilt_state(weights)
@@ -168,8 +165,6 @@ class PEagle(Eagle3):
             "layers": config["num_hidden_layers"],
             RESIDUAL: config.get(RESIDUAL, False),
         }
-        if depth is not None:
-            options["tokens"] = depth
         if OUTPUT not in weights:
             options["output"] = "target"
         targets = _target_table(target).cpu().to(state["fc.weight"].dtype)
@@ -184,7 +179,7 @@ class PEagle(Eagle3):
             state[TABLE] = table
         else:
             state[MASK_EMBEDDING] = table[token].clone()
-        return PEagleOptions(**options), ids, state
+        return PEagleOptions(**options, **depth), ids, state
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle3", target, repository, gamma, parallel_drafting=True)]

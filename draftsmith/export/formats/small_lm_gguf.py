@@ -1,6 +1,5 @@
 """A small LM as a GGUF file for llama.cpp."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from draftsmith.export.formats.gguf_layout import (
     tokenizer_keys,
     write_gguf,
 )
-from draftsmith.export.trained_drafter import load_small_lm, read_small_lm
+from draftsmith.export.trained_drafter import load_small_lm
 
 # GGUF's name of each module outside the layers, by transformers' name.
 OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -64,7 +63,7 @@ class GGUF(GGUFLayout):
 
     def refuse(self, job: ExportJob) -> None:
         target_gguf(job.target_spec)
-        config = json.loads((job.drafter / "config.json").read_text())
+        config = job.drafter.config
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
             raise UserError(
@@ -87,7 +86,7 @@ class GGUF(GGUFLayout):
             )
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        source = read_small_lm(job.drafter, job.loaded_target)
+        source = job.drafter.small_lm(job.loaded_target)
         dtype = job.dtype or source.dtype
         config = source.config
         architecture = ARCHITECTURES[config.model_type]

@@ -38,21 +38,22 @@ class StoredHeads(Format):
     is_ours = True
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        weights = load_file(job.drafter / WEIGHTS)
+        source = job.drafter.path
+        weights = load_file(source / WEIGHTS)
         sample = weights.pop(SAMPLE)  # keeps its dtype: loading compares it bit by bit
         floats = [tensor for tensor in weights.values() if tensor.is_floating_point()]
         stored = next(name for name, dtype in DTYPES.items() if dtype == floats[0].dtype)
         dtype = job.dtype or stored
         save_file({**copy_to_cpu(weights, dtype), SAMPLE: sample}, directory / WEIGHTS)
         for name in (CONFIG, DRAFTER_FILE, TREE):
-            if (job.drafter / name).exists():
-                shutil.copyfile(job.drafter / name, directory / name)
+            if (source / name).exists():
+                shutil.copyfile(source / name, directory / name)
         return {
             "dtype": dtype,
             "kept": len(weights[IDS]) if IDS in weights else None,
             "filled_from": None,
             "parameters": sum(tensor.numel() for tensor in floats),
-            "size": f"{job.kind} heads",
+            "size": f"{job.drafter.kind} heads",
         }
 
     def problems(self, directory: Path) -> list[str]:
