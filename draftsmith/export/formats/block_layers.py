@@ -20,7 +20,6 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import (
-    TensorSpec,
     is_count,
     key_problems,
     tensor_problems,
@@ -35,13 +34,10 @@ from draftsmith.export.formats import (
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
 from draftsmith.export.formats.layer_format import (
     SLIDING,
-    WEIGHTS,
     LayerFormat,
     expected_window,
-    layer_tensors,
     llama_settings,
     unusual_layer,
-    weight_spec,
     window_settings,
 )
 from draftsmith.export.formats.published_layer import (
@@ -50,14 +46,20 @@ from draftsmith.export.formats.published_layer import (
     embedding_problems,
     head_problems,
     map_problems,
-    map_specs,
     map_value_problems,
     plain_name,
     published_window,
     row_problems,
     sound_settings,
     token_ids,
-    vocabulary_maps,
+)
+from draftsmith.export.formats.tensor_table import (
+    OWN_OUTPUT,
+    Row,
+    expected_tensors,
+    layer_rows,
+    map_rows,
+    read_state,
 )
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
@@ -106,7 +108,7 @@ class DFlashLayers(LayerFormat):
                 f"speculators-{self.kind}"
             )
 
-    def kind_settings(self, heads: Any) -> dict[str, Any]:
+    def draft_settings(self, heads: Any) -> dict[str, Any]:
         """Return the settings that tell how the heads draft."""
         return {
             "dflash_config": {
@@ -126,14 +128,15 @@ class DFlashLayers(LayerFormat):
             window=config.get("sliding_window") if self.holds_windows else None,
         )
 
-    def kind_expected(self) -> dict[str, Any]:
-        """Return the expected values of `kind_settings`, for `key_problems`."""
+    def draft_expected(self) -> dict[str, Any]:
+        """Return the expected values of `draft_settings`, for `key_problems`."""
         return {"dflash_config": _is_dflash_config}
 
-    def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
+    def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype)
         del config["mlp_bias"]
         layers, window = heads.options.layers, heads.options.window
+        target = job.loaded_target
         return config | {
             "model_type": "qwen3",
             "num_hidden_layers": layers,
@@ -142,10 +145,10 @@ class DFlashLayers(LayerFormat):
             **window_settings(window, layers),
             "block_size": heads.options.block,
             "num_target_layers": target.model.config.get_text_config().num_hidden_layers,
-            **self.kind_settings(heads),
+            **self.draft_settings(heads),
         }
 
-    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+    def kind_expected(self, config: dict[str, Any]) -> dict[str, Any]:
         window = expected_window(config) if self.holds_windows else {}
         return {
             "model_type": "qwen3",
@@ -154,15 +157,8 @@ class DFlashLayers(LayerFormat):
             **window,
             "block_size": is_count,
             "num_target_layers": is_count,
-            **self.kind_expected(),
+            **self.draft_expected(),
         }
-
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        tensors: dict[str, Tensor] = dict(heads.state_dict())
-        if self.has_target_layers:
-            tensors[EMBEDDINGS] = target.model.get_input_embeddings().weight
-            tensors[OUTPUT] = heads.output.of(1)[0]
-        return tensors | vocabulary_maps(heads.vocabulary, target.vocab_size)
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         taps = self.options_of(config).taps or []
@@ -170,21 +166,19 @@ class DFlashLayers(LayerFormat):
             return [f"config.json: the target's layers are {taps}, which is not valid"]
         return map_value_problems(weights, config["vocab_size"])
 
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        """Return the tensors that a sound config requires."""
+    def table(self, config: dict[str, Any]) -> list[Row]:
         hidden, size = config["hidden_size"], config["head_dim"]
+        rows, vocab_size = self.rows_of(config), config["vocab_size"]
         taps = self.options_of(config).taps or []
-        specs = {"fc.weight": weight_spec(config, hidden, len(taps) * hidden)}
-        norms = {"hidden_norm": hidden, "norm": hidden}
-        for layer in range(config["num_hidden_layers"]):
-            specs |= layer_tensors(config, f"layers.{layer}", hidden)
-            norms[f"layers.{layer}.input_layernorm"] = hidden
-            norms |= {f"layers.{layer}.self_attn.{x}_norm": size for x in ("q", "k")}
-        specs |= {f"{name}.weight": weight_spec(config, width) for name, width in norms.items()}
+        table = [Row("fc.weight", (hidden, len(taps) * hidden))]
+        table += [Row(f"{norm}.weight", (hidden,)) for norm in ("hidden_norm", "norm")]
+        for layer in (f"layers.{number}" for number in range(config["num_hidden_layers"])):
+            table += layer_rows(config, layer, hidden, ["input_layernorm"])
+            table += [Row(f"{layer}.self_attn.{x}_norm.weight", (size,)) for x in ("q", "k")]
         if self.has_target_layers:
-            rows = {EMBEDDINGS: config["vocab_size"], OUTPUT: self.rows_of(config)}
-            specs |= {name: weight_spec(config, count, hidden) for name, count in rows.items()}
-        return specs | map_specs(self.rows_of(config), config["vocab_size"])
+            table.append(Row(EMBEDDINGS, (vocab_size, hidden), shared=True))
+            table.append(Row(OUTPUT, (rows, hidden), OWN_OUTPUT, shared=True))
+        return table + map_rows(rows, vocab_size)
 
     def rows_of(self, config: dict[str, Any]) -> int:
         """Return the number of tokens that the heads draft, V'."""
@@ -194,9 +188,9 @@ class DFlashLayers(LayerFormat):
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = self.stored_settings(json.loads((directory / "config.json").read_text()))
         require_fitting_target(config, directory, target)
-        weights = load_file(directory / WEIGHTS)
+        weights = load_file(directory / self.weights)
         ids = token_ids(weights["d2t"]) if "d2t" in weights else None
-        state = {name: x for name, x in weights.items() if name not in SHARED}
+        state = read_state(self.table(config), weights)
         options = _with_layer(self.options_of(config), unusual_layer(config, target))
         return heads_drafter(self.drafter, options, ids, state, target)
 
@@ -222,7 +216,7 @@ class DFlashLayers(LayerFormat):
             "layer_types": lambda x: set(x or [FULL]) <= known,
             "use_sliding_window": lambda x: not x or SLIDING in (contents.get("layer_types") or ()),
             "num_target_layers": layer_count,
-            **self.kind_expected(),
+            **self.draft_expected(),
         }
         problems += key_problems(expected, usual | contents, "config.json")
         block, context = contents.get("block_size"), target.max_positions
@@ -249,10 +243,10 @@ class DFlashLayers(LayerFormat):
             layer_config(target.model, layer), self.architecture, checkpoint.dtype
         )
         config |= {key: contents[key] for key in ("num_hidden_layers", "block_size")}
-        config |= {key: contents[key] for key in self.kind_expected()} | {ROWS: len(table)}
+        config |= {key: contents[key] for key in self.draft_expected()} | {ROWS: len(table)}
         config |= window_settings(window, config["num_hidden_layers"])
-        specs = self.expected_tensors(config)
-        specs = {name: spec for name, spec in specs.items() if name not in SHARED}
+        own = [row for row in self.table(config) if not row.shared]
+        specs = expected_tensors(own, checkpoint.dtype)
         problems += head_problems(config, state, FIRST_LAYER)
         job.require(problems + tensor_problems(specs, stored_tensors(state)), self.name)
         options = _with_layer(self.options_of(config), layer)
@@ -291,7 +285,7 @@ class DSparkLayers(DFlashLayers):
     heads = DSparkHeads
     drafter = DSparkDrafter
 
-    def kind_settings(self, heads: Any) -> dict[str, Any]:
+    def draft_settings(self, heads: Any) -> dict[str, Any]:
         return {
             "mask_token_id": heads.mask_token,
             "target_layer_ids": list(heads.captured_layers),
@@ -314,7 +308,7 @@ class DSparkLayers(DFlashLayers):
             confidence=config[CONFIDENCE],
         )
 
-    def kind_expected(self) -> dict[str, Any]:
+    def draft_expected(self) -> dict[str, Any]:
         return {
             "mask_token_id": is_id,
             "target_layer_ids": are_layers,
@@ -324,18 +318,17 @@ class DSparkLayers(DFlashLayers):
             "confidence_head_with_markov": lambda x: isinstance(x, bool),
         }
 
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        rank = config[RANK]
-        specs = super().expected_tensors(config)
-        embedded = config["vocab_size"]
-        for number, rows in ((1, embedded), (2, config.get(ROWS, embedded))):
-            name = f"markov_head.markov_w{number}.weight"
-            specs[name] = weight_spec(config, rows, rank)
+    def table(self, config: dict[str, Any]) -> list[Row]:
+        rank, rows = config[RANK], (config["vocab_size"], self.rows_of(config))
+        table = super().table(config)
+        table += [
+            Row(f"markov_head.markov_w{number}.weight", (count, rank))
+            for number, count in enumerate(rows, 1)
+        ]
         if config[CONFIDENCE]:
-            width = config["hidden_size"] + rank
-            specs["confidence_head.proj.weight"] = weight_spec(config, 1, width)
-            specs["confidence_head.proj.bias"] = weight_spec(config, 1)
-        return specs
+            table.append(Row("confidence_head.proj.weight", (1, config["hidden_size"] + rank)))
+            table.append(Row("confidence_head.proj.bias", (1,)))
+        return table
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving(self.kind, target, repository, gamma)]

@@ -7,12 +7,11 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.file_schema import TensorSpec
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
-from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
-from draftsmith.export.published import Checkpoint
+from draftsmith.export.formats.tensor_table import Row, layer_rows
 from heads.eagle_drafter import Eagle1Drafter
 from heads.eagle_heads import Eagle1Options
 from heads.heads_module import HeadOptions
@@ -61,28 +60,23 @@ class Eagle1(EagleLayer):
             return {}, [f"config.json says that fc has a bias, but tensor {FC_BIAS} is missing"]
         return {"bias": True} if FC_BIAS in tensors else {}, []
 
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        embeddings: Tensor = target.model.get_input_embeddings().weight
-        return {**heads.state_dict(), EMBEDDINGS: embeddings}
-
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
+    def table(self, config: dict[str, Any]) -> list[Row]:
         hidden = config["hidden_size"]
-        specs = layer_tensors(config, self.layer, hidden) | {
-            "fc.weight": weight_spec(config, hidden, 2 * hidden),
-            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
-        }
-        return specs | ({FC_BIAS: weight_spec(config, hidden)} if config.get("bias") else {})
+        return [
+            Row("fc.weight", (hidden, 2 * hidden)),
+            *([Row(FC_BIAS, (hidden,))] if config.get("bias") else []),
+            *layer_rows(config, self.layer, hidden),
+            Row(EMBEDDINGS, (config["vocab_size"], hidden), shared=True, implied=True),
+        ]
 
-    def rebuilt_heads(
+    def options(
         self,
         config: dict[str, Any],
-        weights: dict[str, Tensor],
+        state: dict[str, Tensor],
         depth: dict[str, Any],
         target: Target,
-    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        # The embeddings are the target's. Heads borrow them.
-        state = {name: tensor for name, tensor in weights.items() if name != EMBEDDINGS}
-        return Eagle1Options(bias=FC_BIAS in state, **depth), None, state
+    ) -> HeadOptions:
+        return Eagle1Options(bias=FC_BIAS in state, **depth)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle", target, repository, gamma)]
@@ -114,9 +108,8 @@ class Eagle1SGLang(Eagle1):
     def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
         return {"bias": True}
 
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        zeros = torch.zeros(heads.hidden_size)
-        return {FC_BIAS: zeros} | super().tensors(heads, target)
+    def state(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        return {FC_BIAS: torch.zeros(heads.hidden_size), **heads.state_dict()}
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [sglang_serving("EAGLE", target, repository, gamma)]

@@ -24,11 +24,8 @@ from draftsmith.export.file_schema import is_count, read_json
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, ExportJob
 from draftsmith.export.formats.eagle3_layer import (
     OTHER_SWITCHES,
-    OUTPUT,
-    OWN_OUTPUT,
     SWITCHES,
     are_inputs,
-    eagle3_tensors,
 )
 from draftsmith.export.formats.gguf_layout import (
     D2T,
@@ -45,6 +42,7 @@ from draftsmith.export.formats.gguf_layout import (
     write_gguf,
 )
 from draftsmith.export.formats.published_layer import are_ascending_ids
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT
 from draftsmith.export.trained_drafter import (
     heads_drafter,
     require_fitting_target,
@@ -54,11 +52,11 @@ from heads.eagle_drafter import Eagle3Drafter
 from heads.eagle_heads import Eagle3Options
 
 ARCH = "eagle3"
-# GGUF's tensor names, by the names of the layout for vLLM.
+# GGUF's tensor names, by the names in our heads.
 NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
-    OUTPUT: "output.weight",
+    OWN_OUTPUT: "output.weight",
     "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
     **{f"midlayer.{module}.weight": f"blk.0.{name}.weight" for module, name in LAYER.items()},
 }
@@ -105,8 +103,8 @@ class Eagle3GGUF(GGUFLayout):
         file = target_gguf(job.target_spec)
         copied = tokenizer_keys(file, config.vocab_size)
         _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
-        vllm_tensors = eagle3_tensors(heads, config.vocab_size)
-        tensors = {name: vllm_tensors[other].detach().cpu() for other, name in NAMES.items()}
+        state = {OWN_OUTPUT: heads.output.of(1)[0], **heads.state_dict()}
+        tensors = {name: state[ours].detach().cpu() for ours, name in NAMES.items()}
         counts = (config.num_attention_heads, config.num_key_value_heads)
         for name, count in zip(ROTATED, counts, strict=True):
             tensors[name] = rows_in_pairs(tensors[name], count)
@@ -183,8 +181,7 @@ class Eagle3GGUF(GGUFLayout):
         require_fitting_target(sizes, directory, target)
         for name, count in ROTATED.items():
             weights[name] = rows_in_halves(weights[name], keys[f"{ARCH}.attention.{count}"])
-        state = {other: weights[name] for other, name in NAMES.items()}
-        state[OWN_OUTPUT] = state.pop(OUTPUT)
+        state = {ours: weights[name] for ours, name in NAMES.items()}
         record: Any = read_json(directory / EXPORT_FILE)
         facts = record["facts"]
         options = Eagle3Options(

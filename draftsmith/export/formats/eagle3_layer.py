@@ -11,17 +11,17 @@ names (`heads.eagle_heads.auxiliary_layers`), because engines count them differe
 (`published_layer`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.file_schema import TensorSpec, extra_key_problems, is_count, key_problems
+from draftsmith.export.published import Checkpoint
+from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
 from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
-from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
     NESTED,
@@ -29,20 +29,17 @@ from draftsmith.export.formats.published_layer import (
     captured_layers,
     is_eagle3,
     map_problems,
-    map_specs,
     map_value_problems,
     named_layers,
-    token_ids,
-    vocabulary_maps,
 )
-from draftsmith.export.published import Checkpoint
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
 from heads.eagle_drafter import Eagle3Drafter
 from heads.eagle_heads import Eagle3Options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
 
 LAYER = "midlayer"
-OUTPUT, OWN_OUTPUT = "lm_head.weight", "output.layers.0.weight"
+OUTPUT = "lm_head.weight"
 MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 # The version of speculators with this layout.
 VERSION = "0.9.0"
@@ -126,53 +123,33 @@ class Eagle3(EagleLayer):
             )
         return config, problems
 
-    def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
-        # Without them: the target's output layer, and a map that follows from the other.
-        return ("t2d",) if config[ROWS] != config["vocab_size"] else (OUTPUT, "t2d")
-
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        tensors = eagle3_tensors(heads, target.vocab_size)
-        return {name.replace(LAYER, self.layer): tensor for name, tensor in tensors.items()}
-
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        count = captured_count(config)
-        specs = shared_tensors(config, self.layer, count)
-        for number in range(count if config["fc_norm"] else 0):
-            specs[f"fc_norm.{number}.weight"] = weight_spec(config, config["hidden_size"])
-        if config.get("norm_before_fc"):
-            specs["input_norm.weight"] = weight_spec(config, count * config["hidden_size"])
-        return specs
+    def table(self, config: dict[str, Any]) -> list[Row]:
+        hidden, count = config["hidden_size"], captured_count(config)
+        norms = range(count if config["fc_norm"] else 0)
+        return [
+            *features_table(config, self.layer, LAYER),
+            *(Row(f"fc_norm.{number}.weight", (hidden,)) for number in norms),
+            *(
+                [Row("input_norm.weight", (count * hidden,))]
+                if config.get("norm_before_fc")
+                else []
+            ),
+        ]
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         return map_value_problems(weights, config["vocab_size"])
 
-    def rebuilt_heads(
+    def options(
         self,
         config: dict[str, Any],
-        weights: dict[str, Tensor],
+        state: dict[str, Tensor],
         depth: dict[str, Any],
         target: Target,
-    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        ids, stored = self.rebuilt_state(weights)
-        state = {
-            name if name == OWN_OUTPUT else name.replace(self.layer, LAYER): x
-            for name, x in stored.items()
-        }
-        options: dict[str, Any] = {
+    ) -> HeadOptions:
+        named: dict[str, Any] = {
             name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
         }
-        if OUTPUT not in weights:
-            options["output"] = "target"
-        return Eagle3Options(**options, **depth), ids, state
-
-    def rebuilt_state(self, weights: dict[str, Tensor]) -> tuple[Tensor | None, dict[str, Tensor]]:
-        """Return the draft vocabulary, and the heads' state with the layout's names of layers."""
-        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
-        others = ("d2t", "t2d", OUTPUT)
-        state = {name: x for name, x in weights.items() if name not in others}
-        if OUTPUT in weights:
-            state[OWN_OUTPUT] = weights[OUTPUT]
-        return ids, state
+        return Eagle3Options(**named, **depth, **output_option(state))
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -184,26 +161,24 @@ class Eagle3(EagleLayer):
 FORMATS.register("eagle3")(Eagle3())
 
 
-def shared_tensors(config: dict[str, Any], layer: str, count: int = 3) -> dict[str, TensorSpec]:
+def features_table(config: dict[str, Any], layer: str, ours: str = "") -> list[Row]:
     """Return the tensors that all layouts of EAGLE-3 require. layer: the name of the layer that
-    reads the features. count: the count of the captured layers."""
-    hidden, rows = config["hidden_size"], config[ROWS]
-    specs = layer_tensors(config, layer, 2 * hidden) | {
-        "fc.weight": weight_spec(config, hidden, count * hidden),
-        "norm.weight": weight_spec(config, hidden),
-        OUTPUT: weight_spec(config, rows, hidden),
-    }
-    norms = [f"{layer}.{norm}" for norm in ("hidden_norm", "input_layernorm")]
-    specs |= {f"{norm}.weight": weight_spec(config, hidden) for norm in norms}
-    return specs | map_specs(rows, config["vocab_size"])
+    reads the features. ours: its name in our heads, empty if it is the same. Without an output
+    layer, a published drafter has the target's."""
+    hidden, rows, vocab_size = config["hidden_size"], config[ROWS], config["vocab_size"]
+    norms = ("hidden_norm", "input_layernorm")
+    return [
+        Row("fc.weight", (hidden, captured_count(config) * hidden)),
+        *layer_rows(config, layer, 2 * hidden, norms, ours),
+        Row("norm.weight", (hidden,)),
+        Row(OUTPUT, (rows, hidden), OWN_OUTPUT, implied=rows == vocab_size),
+        *map_rows(rows, vocab_size),
+    ]
 
 
-def eagle3_tensors(heads: Any, vocab_size: int) -> dict[str, Tensor]:
-    """Return the weights of EAGLE-3's heads by the names that engines know, and the maps of a
-    reduced draft vocabulary. Heads without an output layer get the target's."""
-    tensors = {name: x for name, x in heads.state_dict().items() if name != OWN_OUTPUT}
-    tensors[OUTPUT] = heads.output.of(1)[0]
-    return tensors | vocabulary_maps(heads.vocabulary, vocab_size)
+def output_option(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the option of heads without an output layer in their state."""
+    return {} if OWN_OUTPUT in state else {"output": "target"}
 
 
 def are_inputs(value: Any) -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from decode.drafters import Drafter
 from decode.model.loading import Target
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import tensor_problems
-from draftsmith.export.formats import EXPORT_FILE, ImportJob, Restored
+from draftsmith.export.formats import EXPORT_FILE, ExportJob, ImportJob, Restored
 from draftsmith.export.formats.layer_format import (
-    WEIGHTS,
     LayerFormat,
     expected_window,
     llama_settings,
@@ -33,8 +33,9 @@ from draftsmith.export.formats.published_layer import (
     plain_name,
     published_window,
     sound_settings,
+    token_ids,
 )
-from draftsmith.export.published import Checkpoint, renamed, stored_tensors
+from draftsmith.export.formats.tensor_table import expected_tensors, read_state
 from draftsmith.export.trained_drafter import (
     heads_drafter,
     rebuild_heads,
@@ -53,21 +54,31 @@ class EagleLayer(LayerFormat):
     layer: ClassVar[str] = "layers.0"
 
     @abstractmethod
-    def rebuilt_heads(
+    def options(
         self,
         config: dict[str, Any],
-        weights: dict[str, Tensor],
+        state: dict[str, Tensor],
         depth: dict[str, Any],
         target: Target,
-    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        """Rebuild the heads' options, draft vocabulary and state from config and weights. depth:
+    ) -> HeadOptions:
+        """Rebuild the heads' options from the config and their state, which it may change. depth:
         the option that limits it; empty for the usual one."""
 
-    def settings(self, heads: Any, dtype: str, target: Target) -> dict[str, Any]:
+    def rebuilt_heads(
+        self, config: dict[str, Any], tensors: dict[str, Tensor], depth: int | None, target: Target
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        """Rebuild the heads' options, draft vocabulary and state from config and tensors. depth:
+        None for the usual one."""
+        state = read_state(self.table(config), tensors)
+        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
+        named = {} if depth is None else {str(self.depth_option): depth}
+        return self.options(config, state, named, target), ids, state
+
+    def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
         return config | window_settings(heads.options.window, config["num_hidden_layers"])
 
-    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+    def kind_expected(self, config: dict[str, Any]) -> dict[str, Any]:
         usual = {"model_type": "llama", "num_hidden_layers": 1, "mlp_bias": False}
         if self.holds_windows:
             usual |= expected_window(config)
@@ -101,8 +112,8 @@ class EagleLayer(LayerFormat):
         config = self.stored_settings(json.loads((directory / "config.json").read_text()))
         depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
-        weights = load_file(directory / WEIGHTS)
-        options, ids, state = self.rebuilt_heads(config, weights, self._depth(depth), target)
+        weights = load_file(directory / self.weights)
+        options, ids, state = self.rebuilt_heads(config, weights, depth, target)
         layer = unusual_layer(config, target)
         captured = self.captured(config, target, "inputs")
         options = _with(options, layer, captured, config.get("sliding_window"))
@@ -123,20 +134,15 @@ class EagleLayer(LayerFormat):
         captured = self.captured(contents, target, job.layer_ids)
         sizes = layer_config(target.model, layer)
         config = llama_settings(sizes, self.architecture, checkpoint.dtype) | extra
-        expected = self.expected_tensors(config)
-        for name in (EMBEDDINGS, *self.optional_tensors(config)):
-            if name not in tensors:
-                expected.pop(name, None)
+        table = [row for row in self.table(config) if row.name in tensors or not row.implied]
+        expected = expected_tensors(table, checkpoint.dtype)
         problems = head_problems(config, tensors, self.layer)
         problems += tensor_problems(expected, stored_tensors(tensors))
         job.require(problems or self.value_problems(config, tensors), self.name)
         depth = job.depth or self.published_depth(checkpoint)
-        options, ids, state = self.rebuilt_heads(config, tensors, self._depth(depth), target)
+        options, ids, state = self.rebuilt_heads(config, tensors, depth, target)
         heads = rebuild_heads(_with(options, layer, captured, window), ids, state, target)
         return Restored.of_heads(heads, target, differences(layer, captured))
-
-    def _depth(self, depth: int | None) -> dict[str, Any]:
-        return {} if depth is None else {str(self.depth_option): depth}
 
     def layer_count(self, contents: dict[str, Any]) -> int:
         """Return the number of decoder layers to expect of a published config."""
@@ -150,10 +156,6 @@ class EagleLayer(LayerFormat):
         problems = embedding_problems(tensors, target)
         tensors.pop(EMBEDDINGS, None)
         return problems
-
-    def optional_tensors(self, config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the tensors that a published drafter may leave out."""
-        return ()
 
     def published_depth(self, checkpoint: Checkpoint) -> int | None:
         """Return the number of draft tokens that a published drafter names."""

@@ -11,134 +11,116 @@ it, but 0.32 refuses every checkpoint with one ("not initialized"), and TGI does
 
 import json
 import re
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
-from draftsmith.export.file_schema import (
-    DTYPE_NAMES,
-    TensorSpec,
-    extra_key_problems,
-    is_count,
-    key_problems,
-    read_json,
-    read_tensors,
-    tensor_problems,
-)
-from draftsmith.export.formats import (
-    FORMATS,
-    ExportJob,
-    Format,
-    ImportJob,
-    Restored,
-    vllm_serving,
-)
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
-from draftsmith.export.trained_drafter import (
-    copy_to_cpu,
-    heads_drafter,
-    rebuild_heads,
-    require_fitting_target,
-    stored_dtype,
-)
-from heads.heads_module import Heads, output_layer
+from draftsmith.export.file_schema import DTYPE_NAMES, is_count, tensor_problems
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored, vllm_serving
+from draftsmith.export.formats.table_format import TableFormat
+from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_state
+from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
+from heads.heads_module import output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions
 
-WEIGHTS = "medusa_lm_head.safetensors"
 # The names of tensors in published files: those of the paper's code, and vLLM's.
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")
 VLLM_BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 VLLM_OUTPUT = re.compile(r"lm_heads\.(\d+)\.weight")
 PREFIX = re.compile(r"^medusa_heads?\.")
 SHARED_OUTPUT, IDS = "lm_head.weight", "token_map"
+# Settings: that all heads have one output layer; the size of a reduced draft vocabulary.
+SHARES, ROWS = "original_lm_head", "truncated_vocab_size"
 
 
-class Medusa(Format):
+class Medusa(TableFormat):
     """config.json and medusa_lm_head.safetensors. The config has no `architectures`, because TGI
     would take the heads for another kind of speculator."""
 
     name = "medusa"
     kinds = ("medusa",)
     engines = ("vllm", "tgi")
-    needs_target = True
+    weights = "medusa_lm_head.safetensors"
     depth_option = "heads"
 
-    def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
-        target = job.loaded_target
-        heads = job.drafter.heads(self.name, target)
+    def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         options: MedusaOptions = heads.options
-        ids = heads.vocabulary
-        shared = options.output != "own"
-        dtype = job.dtype or stored_dtype(heads)
-        weights = _blocks(heads)
-        rows = output_layer(target.model).weight
-        for head in range(options.heads):
-            output, _ = heads.output.of(head + 1)
-            weights[f"{head}.{options.layers}.weight"] = (
-                output if ids is None else _filled(output, ids, rows)
-            )
-        save_file(copy_to_cpu(weights, dtype), directory / WEIGHTS)
         config = {
             "model_type": "medusa",
             "medusa_num_heads": options.heads,
             "medusa_num_layers": options.layers,
             "hidden_size": heads.hidden_size,
-            "vocab_size": target.vocab_size,
+            "vocab_size": job.loaded_target.vocab_size,
             "medusa_fc_bias": True,
             "base_model_name_or_path": job.target_name,
             "torch_dtype": dtype,
         }
-        if shared:
-            config["original_lm_head"] = True
-        (directory / "config.json").write_text(json.dumps(config, indent=2))
-        return {
-            "dtype": dtype,
-            "kept": None if ids is None else len(ids),
-            "filled_from": None if ids is None else "the target's output layer",
-            "parameters": sum(tensor.numel() for tensor in weights.values()),
-            "size": f"{options.heads} Medusa heads, residual blocks in each: {options.layers}",
-        }
+        return config if options.output == "own" else config | {SHARES: True}
 
-    def problems(self, directory: Path) -> list[str]:
-        config = read_json(directory / "config.json")
-        if config is None:
-            return ["config.json is missing or is not JSON"]
-        expected: dict[str, Any] = {
+    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Above all no `architectures`."""
+        counts = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+        expected = {
             "model_type": "medusa",
-            "medusa_num_heads": is_count,
-            "medusa_num_layers": is_count,
-            "hidden_size": is_count,
-            "vocab_size": is_count,
+            **dict.fromkeys(counts, is_count),
             "medusa_fc_bias": True,
             "base_model_name_or_path": lambda x: isinstance(x, str) and x != "",
             "torch_dtype": lambda x: x in DTYPE_NAMES,
         }
-        if "original_lm_head" in config:
-            expected["original_lm_head"] = True
-        problems = key_problems(expected, config, "config.json")
-        # Above all `architectures`: with it, TGI takes this for another kind of speculator.
-        problems += extra_key_problems(expected, config, "config.json")
-        if problems:
-            return problems
-        tensors, problems = read_tensors([directory / WEIGHTS])
-        problems += tensor_problems(expected_tensors(config), tensors)
-        return problems or _sharing_problems(config, load_file(directory / WEIGHTS), config)
+        return expected | ({SHARES: True} if SHARES in config else {})
+
+    def table(self, config: dict[str, Any]) -> list[Row]:
+        hidden, layers = config["hidden_size"], config["medusa_num_layers"]
+        output = (config.get(ROWS, config["vocab_size"]), hidden)
+        table = []
+        for head in range(config["medusa_num_heads"]):
+            for block in (f"{head}.{layer}.linear" for layer in range(layers)):
+                table.append(Row(f"{block}.weight", (hidden, hidden), f"blocks.{block}.weight"))
+                table.append(Row(f"{block}.bias", (hidden,), f"blocks.{block}.bias"))
+            ours = f"output.layers.{0 if SHARES in config else head}.weight"
+            table.append(Row(f"{head}.{layers}.weight", output, ours))
+        return table
+
+    def size(self, config: dict[str, Any]) -> str:
+        count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
+        return f"{count} Medusa heads, residual blocks in each: {layers}"
+
+    def state(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        """With an output layer for all tokens."""
+        options, ids = heads.options, heads.vocabulary
+        rows = output_layer(target.model).weight
+        state = super().state(heads, target)
+        for head in range(options.heads if options.output == "own" else 1):
+            output, _ = heads.output.of(head + 1)
+            full = output if ids is None else _filled(output, ids, rows)
+            state[f"output.layers.{head}.weight"] = full
+        return state
+
+    def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
+        if SHARES not in config:
+            return []
+        layers = config["medusa_num_layers"]
+        return [
+            f"{SHARES} is set, but tensor {head}.{layers}.weight differs from head 0's"
+            for head in range(1, config["medusa_num_heads"])
+            if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
+        ]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = json.loads((directory / "config.json").read_text())
         require_fitting_target(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
-        weights = load_file(directory / WEIGHTS)
-        options = _options(count, layers, shared="original_lm_head" in config)
-        return heads_drafter(MedusaDrafter, options, None, _state(options, weights), target)
+        state = read_state(self.table(config), load_file(directory / self.weights))
+        options = _options(count, layers, shared=SHARES in config)
+        return heads_drafter(MedusaDrafter, options, None, state, target)
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         keys = checkpoint.config.keys()
@@ -163,7 +145,7 @@ class Medusa(Format):
                 f"--depth is {job.depth}, but {job.checkpoint.source} has {count} Medusa heads and "
                 "drafts as many tokens; leave it out"
             )
-        shared = bool(config.get("original_lm_head"))
+        shared = bool(config.get(SHARES))
         tensors, others = renamed(tensors, partial(_with_layers, layers=layers, shared=shared))
         if shared and f"0.{layers}.weight" in tensors:
             for head in range(1, count):
@@ -173,7 +155,7 @@ class Medusa(Format):
             dtype = DTYPES[job.checkpoint.dtype]
             for head, layer in set(places):
                 tensors[f"{head}.{layer}.linear.bias"] = torch.zeros(hidden, dtype=dtype)
-        sizes = {
+        sizes: dict[str, Any] = {
             "hidden_size": hidden,
             "vocab_size": target.vocab_size,
             "medusa_num_heads": count,
@@ -188,19 +170,18 @@ class Medusa(Format):
         ]
         problems += _id_problems(ids, target.vocab_size)
         job.require(problems, "Medusa")
-        expected = expected_tensors(sizes)
+        sizes |= {SHARES: True} if shared else {}
         if ids is not None:
-            for head in range(count):
-                name = f"{head}.{layers}.weight"
+            sizes[ROWS] = len(ids)
+            for name in (f"{head}.{layers}.weight" for head in range(count)):
                 if name in tensors and len(tensors[name]) == target.vocab_size:
                     tensors[name] = tensors[name][ids]
-                expected[name] = TensorSpec((len(ids), hidden), expected[name].dtypes)
+        table = self.table(sizes)
+        expected = expected_tensors(table, job.checkpoint.dtype)
         problems = tensor_problems(expected, stored_tensors(tensors))
-        job.require(
-            problems or _sharing_problems(config if shared else {}, tensors, sizes), "Medusa"
-        )
+        job.require(problems or self.value_problems(sizes, tensors), "Medusa")
         options = _options(count, layers, shared=shared)
-        heads = rebuild_heads(options, ids, _state(options, tensors), target)
+        heads = rebuild_heads(options, ids, read_state(table, tensors), target)
         named = config.get("medusa_num_heads", config.get("num_heads", count))
         notes = (
             [] if named == count else [f"its config says {named} heads, and its file has {count}"]
@@ -217,29 +198,8 @@ class Medusa(Format):
 FORMATS.register("medusa")(Medusa())
 
 
-def expected_tensors(config: dict[str, Any]) -> dict[str, TensorSpec]:
-    """Return the tensors that a sound config requires."""
-    hidden, layers = config["hidden_size"], config["medusa_num_layers"]
-    dtypes = (DTYPE_NAMES[config["torch_dtype"]],)
-    specs = {}
-    for head in range(config["medusa_num_heads"]):
-        for layer in range(layers):
-            specs[f"{head}.{layer}.linear.weight"] = TensorSpec((hidden, hidden), dtypes)
-            specs[f"{head}.{layer}.linear.bias"] = TensorSpec((hidden,), dtypes)
-        specs[f"{head}.{layers}.weight"] = TensorSpec((config["vocab_size"], hidden), dtypes)
-    return specs
-
-
 def _options(count: int, layers: int, *, shared: bool) -> MedusaOptions:
     return MedusaOptions(heads=count, layers=layers, output="shared" if shared else "own")
-
-
-def _state(options: MedusaOptions, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state of heads from tensors by the names of this layout."""
-    state = {f"blocks.{name}": tensor for name, tensor in weights.items() if ".linear." in name}
-    for head in range(1 if options.output == "shared" else options.heads):
-        state[f"output.layers.{head}.weight"] = weights[f"{head}.{options.layers}.weight"]
-    return state
 
 
 def _our_name(name: str) -> str:
@@ -270,28 +230,6 @@ def _id_problems(ids: Tensor | None, vocab_size: int) -> list[str]:
     if sound and ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all():
         return []
     return [f"{IDS} does not hold token ids from 0 to {vocab_size - 1} in ascending order"]
-
-
-def _sharing_problems(
-    config: Mapping[str, Any], weights: Mapping[str, Tensor], sizes: Mapping[str, Any]
-) -> list[str]:
-    if "original_lm_head" not in config:
-        return []
-    layers = sizes["medusa_num_layers"]
-    return [
-        f"original_lm_head is set, but tensor {head}.{layers}.weight differs from head 0's"
-        for head in range(1, sizes["medusa_num_heads"])
-        if not torch.equal(weights[f"{head}.{layers}.weight"], weights[f"0.{layers}.weight"])
-    ]
-
-
-def _blocks(heads: Heads) -> dict[str, Tensor]:
-    prefix = "blocks."
-    return {
-        name.removeprefix(prefix): tensor
-        for name, tensor in heads.state_dict().items()
-        if name.startswith(prefix)
-    }
 
 
 def _filled(rows: Tensor, ids: Tensor, target_rows: Tensor) -> Tensor:

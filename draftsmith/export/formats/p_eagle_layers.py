@@ -15,27 +15,26 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters.pard import free_token
 from decode.model.loading import Target
-from draftsmith.export.file_schema import TensorSpec, is_count
+from draftsmith.export.published import Checkpoint
+from draftsmith.export.file_schema import is_count
 from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
 from draftsmith.export.formats.eagle3_layer import (
     LAYER_CONFIG,
     MASK_HIDDEN,
     MODEL_TYPE,
     OUTER_KEYS,
-    OUTPUT,
     ROWS,
     Eagle3,
-    eagle3_tensors,
     expected_inputs,
+    features_table,
     flat_settings,
     has_stand_in,
     named_inputs,
-    shared_tensors,
+    output_option,
     stated_tokens,
 )
-from draftsmith.export.formats.layer_format import layer_tensors, weight_spec
 from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
-from draftsmith.export.published import Checkpoint
+from draftsmith.export.formats.tensor_table import Row, layer_rows
 from heads.heads_module import HeadOptions
 from heads.p_eagle_heads import PEagleDrafter, PEagleOptions
 
@@ -125,61 +124,55 @@ class PEagle(Eagle3):
         token: Any = contents.get(MASK_TOKEN)
         return mask_problems(MASK_TOKEN, token, target) if is_count(token) else []
 
-    def tensors(self, heads: Any, target: Target) -> dict[str, Tensor]:
-        tensors = eagle3_tensors(heads, target.vocab_size)
-        if TABLE in tensors:
-            table = tensors.pop(TABLE)
-            return tensors | {EMBEDDINGS: table}
-        stand_in = tensors.pop(MASK_EMBEDDING)
-        table = _target_table(target).to(stand_in, copy=True)
-        table[_mask_token(heads, target)] = stand_in
-        return tensors | {EMBEDDINGS: table}
+    def state(self, heads: Any, target: Target) -> dict[str, Tensor]:
+        """With all embeddings, as they are written."""
+        state = super().state(heads, target)
+        if TABLE not in state:
+            stand_in = state.pop(MASK_EMBEDDING)
+            table = _target_table(target).to(stand_in, copy=True)
+            table[_mask_token(heads, target)] = stand_in
+            state[TABLE] = table
+        return state
 
-    def expected_tensors(self, config: dict[str, Any]) -> dict[str, TensorSpec]:
-        hidden, count = config["hidden_size"], captured_count(config)
-        specs = shared_tensors(config, self.layer, count) | {
-            MASK_HIDDEN: weight_spec(config, 1, 1, count * hidden),
-            EMBEDDINGS: weight_spec(config, config["vocab_size"], hidden),
-        }
-        for number in range(1, config["num_hidden_layers"]):
-            name = f"layers.{number}"
-            specs |= layer_tensors(config, name, hidden)
-            specs[f"{name}.input_layernorm.weight"] = weight_spec(config, hidden)
-        return specs
+    def table(self, config: dict[str, Any]) -> list[Row]:
+        hidden, later = config["hidden_size"], range(1, config["num_hidden_layers"])
+        layers = [layer_rows(config, f"layers.{x}", hidden, ["input_layernorm"]) for x in later]
+        return [
+            *features_table(config, self.layer),
+            *(row for layer in layers for row in layer),
+            Row(MASK_HIDDEN, (1, 1, captured_count(config) * hidden)),
+            Row(EMBEDDINGS, (config["vocab_size"], hidden), TABLE, implied=True),
+        ]
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         if config[MASK_TOKEN] >= config["vocab_size"]:
             return [f"{MASK_TOKEN} is {config[MASK_TOKEN]}, but there is no such embedding"]
         return super().value_problems(config, weights)
 
-    def rebuilt_heads(
+    def options(
         self,
         config: dict[str, Any],
-        weights: dict[str, Tensor],
+        state: dict[str, Tensor],
         depth: dict[str, Any],
         target: Target,
-    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
-        ids, state = self.rebuilt_state(weights)
+    ) -> HeadOptions:
+        """Without trained embeddings, the stand-in alone stays in the state."""
         token = config[MASK_TOKEN]
-        options: dict[str, Any] = {
-            "layers": config["num_hidden_layers"],
-            RESIDUAL: config.get(RESIDUAL, False),
-        }
-        if OUTPUT not in weights:
-            options["output"] = "target"
+        named = {"layers": config["num_hidden_layers"], RESIDUAL: config.get(RESIDUAL, False)}
+        named |= depth | output_option(state)
         targets = _target_table(target).cpu().to(state["fc.weight"].dtype)
-        table = state.pop(EMBEDDINGS, targets)
+        table = state.pop(TABLE, targets)
         differs = (table != targets).any(1)
         differs[token] = False
         is_trained = bool(differs.any())
         if is_trained or token != _usual_mask_token(target):
-            options["mask_token"] = token
+            named["mask_token"] = token
         if is_trained:
-            options["embeddings"] = "trained"
+            named["embeddings"] = "trained"
             state[TABLE] = table
         else:
             state[MASK_EMBEDDING] = table[token].clone()
-        return PEagleOptions(**options, **depth), ids, state
+        return PEagleOptions(**named)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle3", target, repository, gamma, parallel_drafting=True)]

@@ -24,7 +24,7 @@ from decode.base.errors import UserError
 from decode.drafters.pard import text_of_used
 from decode.model.loading import Target
 from decode.model.pretrained import explained
-from draftsmith.export.file_schema import TensorSpec, is_count, is_positive
+from draftsmith.export.file_schema import is_count, is_positive
 from heads.eagle_heads import auxiliary_layers
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
@@ -343,13 +343,6 @@ def vocabulary_maps(ids: Tensor | None, vocab_size: int) -> dict[str, Tensor]:
     has_row = torch.zeros(vocab_size, dtype=torch.bool)
     has_row[ids.cpu()] = True
     return {"d2t": ids.cpu() - torch.arange(len(ids)), "t2d": has_row}
-
-
-def map_specs(rows: int, vocab_size: int) -> dict[str, TensorSpec]:
-    """Return the specs of `vocabulary_maps` with this number of rows."""
-    if rows == vocab_size:
-        return {}
-    return {"d2t": TensorSpec((rows,), ("I64",)), "t2d": TensorSpec((vocab_size,), ("BOOL",))}
 
 
 def token_ids(offsets: Tensor) -> Tensor:

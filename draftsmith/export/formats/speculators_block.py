@@ -48,7 +48,7 @@ class SpeculatorsBlock(DFlashLayers):
         return key_problems(expected, usual | contents, "config.json")
 
     def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        outer = self.kind_settings(heads)
+        outer = self.draft_settings(heads)
         return {
             "architectures": [self.architecture],
             MODEL_TYPE: self.kind,
@@ -65,8 +65,8 @@ class SpeculatorsBlock(DFlashLayers):
             **{key: x for key, x in outer.items() if key not in OTHER_NAMES},
         }
 
-    def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
-        return super().expected_settings(config) | {ROWS: is_count}
+    def kind_expected(self, config: dict[str, Any]) -> dict[str, Any]:
+        return super().kind_expected(config) | {ROWS: is_count}
 
     def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
         layers = contents.get(LAYER_CONFIG)
@@ -75,7 +75,7 @@ class SpeculatorsBlock(DFlashLayers):
             "mask_token_id": contents.get("mask_token_id"),
             "target_layer_ids": [x - 1 for x in ids] if are_layers(ids) else None,
         }
-        kind = {key: contents[key] for key in self.kind_expected() if key in contents}
+        kind = {key: contents[key] for key in self.draft_expected() if key in contents}
         kind |= {"dflash_config": inner} if self.kind == "dflash" else inner
         # The library states these beside the settings of the layers only.
         kind |= {key: contents[key] for key in (ROWS, "block_size") if key in contents}
@@ -98,7 +98,7 @@ class SpeculatorsBlock(DFlashLayers):
         }
         expected |= {NON_CAUSAL: True} if "sliding_window" in layers else {}
         problems = key_problems(expected, contents, "config.json")
-        others = [key for key in self.kind_expected() if key not in OTHER_NAMES]
+        others = [key for key in self.draft_expected() if key not in OTHER_NAMES]
         return problems + extra_key_problems([*expected, *others], contents, "config.json")
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
