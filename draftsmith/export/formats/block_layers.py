@@ -8,27 +8,21 @@ whose output is read, counted from 0. `speculators_block` has the layout of the 
 speculators, which can have a window of the text and a reduced draft vocabulary.
 """
 
-import json
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
-from safetensors.torch import load_file
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.drafters import Drafter
 from decode.model.loading import Target
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import (
     is_count,
     key_problems,
-    tensor_problems,
 )
 from draftsmith.export.formats import (
     FORMATS,
     ExportJob,
     ImportJob,
-    Restored,
     vllm_serving,
 )
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
@@ -37,47 +31,31 @@ from draftsmith.export.formats.layer_format import (
     LayerFormat,
     expected_window,
     llama_settings,
-    unusual_layer,
     window_settings,
 )
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
-    differences,
-    embedding_problems,
-    head_problems,
     map_problems,
     map_value_problems,
-    plain_name,
-    published_window,
     row_problems,
-    sound_settings,
     token_ids,
 )
 from draftsmith.export.formats.tensor_table import (
     OWN_OUTPUT,
     Row,
-    expected_tensors,
     layer_rows,
     map_rows,
-    read_state,
 )
-from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import (
     TrainedDrafter,
-    heads_drafter,
-    rebuild_heads,
-    require_fitting_target,
 )
-from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
-from heads.dspark_heads import DSparkDrafter, DSparkHeads, DSparkOptions
+from heads.dflash_heads import DFlashDrafter, DFlashHeads
+from heads.dspark_heads import DSparkDrafter, DSparkHeads
 from heads.heads_drafter import HeadsDrafter
-from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
-FIRST_LAYER, FULL = "layers.0", "full_attention"
-# Tensors that are not part of the heads' state: the target's, and the maps of a draft vocabulary.
-SHARED = (EMBEDDINGS, OUTPUT, "d2t", "t2d")
+FULL = "full_attention"
 
 
 class DFlashLayers(LayerFormat):
@@ -86,7 +64,7 @@ class DFlashLayers(LayerFormat):
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
-    layer_ids: ClassVar[str] = "outputs"  # what the numbers of its layers mean
+    layer_ids = "outputs"
     architecture = "DFlashDraftModel"
     heads: ClassVar[type[DFlashHeads]] = DFlashHeads
     drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
@@ -117,16 +95,29 @@ class DFlashLayers(LayerFormat):
             }
         }
 
-    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
-        """Rebuild the options from a sound config."""
-        inner = config["dflash_config"]
-        return DFlashOptions(
-            layers=config["num_hidden_layers"],
-            block=config["block_size"],
-            mask_token=inner["mask_token_id"],
-            taps=inner["target_layer_ids"],
-            window=config.get("sliding_window") if self.holds_windows else None,
-        )
+    def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the part of a config that holds the mask token and the target's layers."""
+        inner: dict[str, Any] = config["dflash_config"]
+        return inner
+
+    def options(
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        draft = self.draft_of(config)
+        return {
+            "layers": config["num_hidden_layers"],
+            "block": config["block_size"],
+            "mask_token": draft["mask_token_id"],
+            "taps": draft["target_layer_ids"],
+        }
+
+    def read_layers(
+        self, contents: dict[str, Any], target: Target, convention: str | None
+    ) -> dict[str, Any]:
+        if convention in (None, self.layer_ids):
+            return {}
+        shift = 1 if convention == "outputs" else -1
+        return {"taps": [number + shift for number in self.draft_of(contents)["target_layer_ids"]]}
 
     def draft_expected(self) -> dict[str, Any]:
         """Return the expected values of `draft_settings`, for `key_problems`."""
@@ -161,38 +152,31 @@ class DFlashLayers(LayerFormat):
         }
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
-        taps = self.options_of(config).taps or []
-        if taps != sorted(set(taps)) or taps[-1] >= config["num_target_layers"]:
+        taps = self.draft_of(config)["target_layer_ids"]
+        # An import has no such number: the heads compare the layers with the target's.
+        count = config.get("num_target_layers", taps[-1] + 1)
+        if taps != sorted(set(taps)) or taps[-1] >= count:
             return [f"config.json: the target's layers are {taps}, which is not valid"]
         return map_value_problems(weights, config["vocab_size"])
 
     def table(self, config: dict[str, Any]) -> list[Row]:
         hidden, size = config["hidden_size"], config["head_dim"]
         rows, vocab_size = self.rows_of(config), config["vocab_size"]
-        taps = self.options_of(config).taps or []
+        taps = self.draft_of(config)["target_layer_ids"]
         table = [Row("fc.weight", (hidden, len(taps) * hidden))]
         table += [Row(f"{norm}.weight", (hidden,)) for norm in ("hidden_norm", "norm")]
         for layer in (f"layers.{number}" for number in range(config["num_hidden_layers"])):
             table += layer_rows(config, layer, hidden, ["input_layernorm"])
             table += [Row(f"{layer}.self_attn.{x}_norm.weight", (size,)) for x in ("q", "k")]
         if self.has_target_layers:
-            table.append(Row(EMBEDDINGS, (vocab_size, hidden), shared=True))
-            table.append(Row(OUTPUT, (rows, hidden), OWN_OUTPUT, shared=True))
+            table.append(Row(EMBEDDINGS, (vocab_size, hidden), shared=True, implied=True))
+            table.append(Row(OUTPUT, (rows, hidden), OWN_OUTPUT, shared=True, implied=True))
         return table + map_rows(rows, vocab_size)
 
     def rows_of(self, config: dict[str, Any]) -> int:
         """Return the number of tokens that the heads draft, V'."""
         rows: int = config.get(ROWS) or config["vocab_size"]
         return rows
-
-    def reload(self, directory: Path, target: Target) -> Drafter:
-        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
-        require_fitting_target(config, directory, target)
-        weights = load_file(directory / self.weights)
-        ids = token_ids(weights["d2t"]) if "d2t" in weights else None
-        state = read_state(self.table(config), weights)
-        options = _with_layer(self.options_of(config), unusual_layer(config, target))
-        return heads_drafter(self.drafter, options, ids, state, target)
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
@@ -201,12 +185,14 @@ class DFlashLayers(LayerFormat):
         """Return the problems with a published config outside the result of `stored_settings`."""
         return []
 
-    def restored(self, job: ImportJob) -> Restored:
-        target, checkpoint = job.target, job.checkpoint
-        contents = self.stored_settings(checkpoint.config)
-        layer, problems = sound_settings(contents, target, contents.get("num_hidden_layers"))
+    def layer_count(self, contents: dict[str, Any]) -> Any:
+        return contents.get("num_hidden_layers")
+
+    def published_config(
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        target, vocab_size = job.target, job.target.vocab_size
         layer_count = target.model.config.get_text_config().num_hidden_layers
-        window, window_problems = published_window(contents)
         # In other layouts, vLLM takes the tokens of a block in such a layer for causal.
         known = {FULL, SLIDING} if self.holds_windows else {FULL}
         usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
@@ -218,49 +204,27 @@ class DFlashLayers(LayerFormat):
             "num_target_layers": layer_count,
             **self.draft_expected(),
         }
-        problems += key_problems(expected, usual | contents, "config.json")
+        problems = key_problems(expected, usual | contents, "config.json")
         block, context = contents.get("block_size"), target.max_positions
         if is_count(block) and block >= context:
             problems.append(
                 f"block_size is {block}; expected from 2 to {context - 1}: the target's context "
                 f"has {context} tokens"
             )
-        problems += window_problems if self.holds_windows else []
-        problems += self.published_problems(checkpoint.config)
-        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=FIRST_LAYER))
-        problems += name_problems + embedding_problems(tensors, target)
-        rows, vocab_size = contents.get(ROWS) or target.vocab_size, target.vocab_size
+        problems += self.published_problems(job.checkpoint.config)
+        rows = contents.get(ROWS) or vocab_size
         problems += map_problems(tensors, rows, vocab_size)
         if rows != vocab_size and "d2t" not in tensors:
             problems.append(f"tensor d2t is missing; it tells which tokens the {rows} rows draft")
-        job.require(problems or map_value_problems(tensors, vocab_size), self.name)
-        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
+        problems = problems or map_value_problems(tensors, vocab_size)
+        if problems:
+            return {}, problems
         table = output_layer(target.model).weight.detach()
-        table = table if ids is None else table[ids.to(table.device)]
-        problems = row_problems(OUTPUT, tensors.get(OUTPUT), table, "output layer")
-        state = {name: x for name, x in tensors.items() if name not in SHARED}
-        config = llama_settings(
-            layer_config(target.model, layer), self.architecture, checkpoint.dtype
-        )
-        config |= {key: contents[key] for key in ("num_hidden_layers", "block_size")}
-        config |= {key: contents[key] for key in self.draft_expected()} | {ROWS: len(table)}
-        config |= window_settings(window, config["num_hidden_layers"])
-        own = [row for row in self.table(config) if not row.shared]
-        specs = expected_tensors(own, checkpoint.dtype)
-        problems += head_problems(config, state, FIRST_LAYER)
-        job.require(problems + tensor_problems(specs, stored_tensors(state)), self.name)
-        options = _with_layer(self.options_of(config), layer)
-        if job.layer_ids not in (None, self.layer_ids):
-            shift = 1 if job.layer_ids == "outputs" else -1
-            taps = [number + shift for number in options.taps or []]
-            options = options.model_copy(update={"taps": taps})
-        heads = rebuild_heads(options, ids, state, target)
-        if job.depth not in (None, heads.depth):
-            raise UserError(
-                f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "
-                "tokens; leave it out"
-            )
-        return Restored.of_heads(heads, target, differences(layer, None))
+        if "d2t" in tensors:
+            table = table[token_ids(tensors["d2t"]).to(table.device)]
+        problems = row_problems(OUTPUT, tensors.pop(OUTPUT, None), table, "output layer")
+        keys = ("num_hidden_layers", "block_size", *self.draft_expected())
+        return {key: contents[key] for key in keys} | {ROWS: len(table)}, problems
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -298,15 +262,14 @@ class DSparkLayers(DFlashLayers):
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return MODEL_TYPE not in checkpoint.config and RANK in checkpoint.config
 
-    def options_of(self, config: dict[str, Any]) -> DFlashOptions:
-        return DSparkOptions(
-            layers=config["num_hidden_layers"],
-            block=config["block_size"],
-            mask_token=config["mask_token_id"],
-            taps=config["target_layer_ids"],
-            rank=config[RANK],
-            confidence=config[CONFIDENCE],
-        )
+    def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
+        return config
+
+    def options(
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        own = {"rank": config[RANK], "confidence": config[CONFIDENCE]}
+        return super().options(config, state, target) | own
 
     def draft_expected(self) -> dict[str, Any]:
         return {
@@ -336,10 +299,6 @@ class DSparkLayers(DFlashLayers):
 
 for layout in (DFlashLayers(), DSparkLayers()):
     FORMATS.register(layout.name)(layout)
-
-
-def _with_layer(options: DFlashOptions, layer: LayerSettings | None) -> DFlashOptions:
-    return options.model_copy(update={"layer": layer})
 
 
 def is_id(value: Any) -> bool:

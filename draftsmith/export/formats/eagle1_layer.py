@@ -8,13 +8,17 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.export.published import Checkpoint
-from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
+from draftsmith.export.formats import (
+    FORMATS,
+    ExportJob,
+    ImportJob,
+    sglang_serving,
+    vllm_serving,
+)
 from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
 from draftsmith.export.formats.tensor_table import Row, layer_rows
 from heads.eagle_drafter import Eagle1Drafter
-from heads.eagle_heads import Eagle1Options
-from heads.heads_module import HeadOptions
 
 FC_BIAS = "fc.bias"
 
@@ -52,7 +56,7 @@ class Eagle1(EagleLayer):
         return is_layer and not is_other
 
     def published_config(
-        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
         # Their output layer is the target's, and no reader uses a stored one.
         tensors.pop("lm_head.weight", None)
@@ -70,13 +74,9 @@ class Eagle1(EagleLayer):
         ]
 
     def options(
-        self,
-        config: dict[str, Any],
-        state: dict[str, Tensor],
-        depth: dict[str, Any],
-        target: Target,
-    ) -> HeadOptions:
-        return Eagle1Options(bias=FC_BIAS in state, **depth)
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        return {"bias": FC_BIAS in state}
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle", target, repository, gamma)]

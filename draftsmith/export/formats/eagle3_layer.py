@@ -20,7 +20,13 @@ from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
-from draftsmith.export.formats import FORMATS, ExportJob, sglang_serving, vllm_serving
+from draftsmith.export.formats import (
+    FORMATS,
+    ExportJob,
+    ImportJob,
+    sglang_serving,
+    vllm_serving,
+)
 from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
@@ -34,9 +40,7 @@ from draftsmith.export.formats.published_layer import (
 )
 from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
 from heads.eagle_drafter import Eagle3Drafter
-from heads.eagle_heads import Eagle3Options
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions
 
 LAYER = "midlayer"
 OUTPUT = "lm_head.weight"
@@ -88,13 +92,13 @@ class Eagle3(EagleLayer):
         expected |= {name: True for name in OTHER_SWITCHES if name in config}
         return expected | expected_inputs(config)
 
-    def captured(
+    def read_layers(
         self, contents: dict[str, Any], target: Target, convention: str | None
-    ) -> list[int] | None:
-        return captured_layers(contents, target, convention)
+    ) -> dict[str, Any]:
+        return {"captured_layers": captured_layers(contents, target, convention)}
 
     def published_config(
-        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
         stated = contents.get(NESTED)
         nested = stated if isinstance(stated, dict) else {}
@@ -140,16 +144,10 @@ class Eagle3(EagleLayer):
         return map_value_problems(weights, config["vocab_size"])
 
     def options(
-        self,
-        config: dict[str, Any],
-        state: dict[str, Tensor],
-        depth: dict[str, Any],
-        target: Target,
-    ) -> HeadOptions:
-        named: dict[str, Any] = {
-            name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)
-        }
-        return Eagle3Options(**named, **depth, **output_option(state))
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        switches = {name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)}
+        return switches | output_option(state)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
@@ -252,9 +250,9 @@ class Speculators(Eagle3):
         return checkpoint.config.get(MODEL_TYPE) == "eagle3"
 
     def published_config(
-        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
-        config, problems = super().published_config(contents, tensors)
+        config, problems = super().published_config(job, contents, tensors)
         if "norm_before_residual" not in contents:
             problems.append(
                 "config.json has no norm_before_residual, and readers assume different values; "

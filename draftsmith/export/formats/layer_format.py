@@ -4,15 +4,37 @@
 size, V vocabulary.
 """
 
+import json
 from abc import abstractmethod
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import LlamaConfig
 
+from decode.base.errors import UserError
+from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
+from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive, tensor_problems
+from draftsmith.export.formats import EXPORT_FILE, ImportJob, Restored
+from draftsmith.export.formats.published_layer import (
+    EMBEDDINGS,
+    differences,
+    embedding_problems,
+    head_problems,
+    plain_name,
+    published_window,
+    sound_settings,
+    token_ids,
+)
 from draftsmith.export.formats.table_format import TableFormat
+from draftsmith.export.formats.tensor_table import expected_tensors, read_state
+from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import HeadOptions
 from heads.layers.layer_config import LayerSettings, layer_config
 
 SIZES = (
@@ -29,10 +51,14 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LayerFormat(TableFormat):
-    """architecture: the name in the config. drafter: our drafter class for the heads."""
+    """architecture: the name in the config. drafter: our drafter class for the heads. layer: the
+    name of the first layer. layer_ids: what the numbers of the target's layers in a config mean.
+    """
 
     architecture: ClassVar[str]
     drafter: ClassVar[type[HeadsDrafter]]
+    layer: ClassVar[str] = "layers.0"
+    layer_ids: ClassVar[str] = "inputs"
     allowed_keys = TOKEN_IDS
 
     @abstractmethod
@@ -58,6 +84,111 @@ class LayerFormat(TableFormat):
     def size(self, config: dict[str, Any]) -> str:
         layers = config["num_hidden_layers"]
         return "one decoder layer" if layers == 1 else f"{layers} decoder layers"
+
+    @abstractmethod
+    def options(
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        """Return the options of the heads. config: a sound one. state: of the heads; may be changed
+        into the one that these options need."""
+
+    def read_layers(
+        self, contents: dict[str, Any], target: Target, convention: str | None
+    ) -> dict[str, Any]:
+        """Return the option that names the target's layers which are read, if a config needs it.
+        convention: what the numbers mean, None for what they mean in this layout."""
+        return {}
+
+    def rebuilt(
+        self,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        target: Target,
+        *,
+        depth: int | None,
+        **others: Any,
+    ) -> tuple[HeadOptions, Tensor | None, dict[str, Tensor]]:
+        """Rebuild the heads' options, draft vocabulary and state. depth: None for the usual one.
+        others: options that the config does not tell alone; None for the usual ones."""
+        state = read_state(self.table(config), tensors)
+        ids = token_ids(tensors["d2t"]) if "d2t" in tensors else None
+        options = {"type": self.kinds[0], **self.options(config, state, target)}
+        if self.depth_option:
+            others[self.depth_option] = depth
+        named = {name: value for name, value in others.items() if value is not None}
+        return HeadOptions.of(options | named), ids, state
+
+    def reload(self, directory: Path, target: Target) -> Drafter:
+        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
+        depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
+        require_fitting_target(config, directory, target)
+        options, ids, state = self.rebuilt(
+            config,
+            load_file(directory / self.weights),
+            target,
+            depth=depth,
+            layer=unusual_layer(config, target),
+            window=config.get("sliding_window"),
+            **self.read_layers(config, target, self.layer_ids),
+        )
+        return heads_drafter(self.drafter, options, ids, state, target)
+
+    def published_config(
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], list[str]]:
+        """Return the extra settings of a published drafter, and the problems with them.
+
+        contents: of its config. tensors: by the names of this format. May change `tensors` into
+        those that this format writes."""
+        return {}, []
+
+    def layer_count(self, contents: dict[str, Any]) -> Any:
+        """Return the number of decoder layers to expect of a published config."""
+        return 1
+
+    def target_problems(
+        self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
+    ) -> list[str]:
+        """Return the problems with what a published drafter shares with its target. Takes the
+        embeddings out of its tensors, because heads borrow the target's."""
+        problems = embedding_problems(tensors, target)
+        tensors.pop(EMBEDDINGS, None)
+        return problems
+
+    def published_depth(self, checkpoint: Checkpoint) -> int | None:
+        """Return the number of draft tokens that a published drafter names."""
+        return None
+
+    def restored(self, job: ImportJob) -> Restored:
+        target, checkpoint = job.target, job.checkpoint
+        contents = self.stored_settings(checkpoint.config)
+        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=self.layer))
+        layer, problems = sound_settings(contents, target, self.layer_count(contents))
+        problems += name_problems + self.target_problems(contents, tensors, target)
+        window, window_problems = published_window(contents)
+        extra, extra_problems = self.published_config(job, contents, tensors)
+        # Sizes come first: with wrong ones, every tensor is wrong too.
+        job.require(problems + window_problems + extra_problems, self.name)
+        layers = self.read_layers(contents, target, job.layer_ids)
+        sizes = layer_config(target.model, layer)
+        config = llama_settings(sizes, self.architecture, checkpoint.dtype) | extra
+        table = [row for row in self.table(config) if row.name in tensors or not row.implied]
+        expected = expected_tensors(table, checkpoint.dtype)
+        problems = head_problems(config, tensors, self.layer)
+        problems += tensor_problems(expected, stored_tensors(tensors))
+        job.require(problems or self.value_problems(config, tensors), self.name)
+        depth = job.depth or self.published_depth(checkpoint)
+        options, ids, state = self.rebuilt(
+            config, tensors, target, depth=depth, layer=layer, window=window, **layers
+        )
+        heads = rebuild_heads(options, ids, state, target)
+        if job.depth not in (None, heads.depth):
+            raise UserError(
+                f"--depth is {job.depth}, but {checkpoint.source} drafts blocks of {heads.depth} "
+                "tokens; leave it out"
+            )
+        notes = differences(layer, layers.get("captured_layers"))
+        return Restored.of_heads(heads, target, notes)
 
 
 def window_settings(window: int | None, layers: int) -> dict[str, Any]:

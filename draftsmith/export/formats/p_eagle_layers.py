@@ -17,7 +17,7 @@ from decode.drafters.pard import free_token
 from decode.model.loading import Target
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import is_count
-from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, vllm_serving
 from draftsmith.export.formats.eagle3_layer import (
     LAYER_CONFIG,
     MASK_HIDDEN,
@@ -35,8 +35,7 @@ from draftsmith.export.formats.eagle3_layer import (
 )
 from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
 from draftsmith.export.formats.tensor_table import Row, layer_rows
-from heads.heads_module import HeadOptions
-from heads.p_eagle_heads import PEagleDrafter, PEagleOptions
+from heads.p_eagle_heads import PEagleDrafter
 
 MASK_EMBEDDING, TABLE = "mask_embedding", "embeddings.weight"
 MASK_TOKEN, RESIDUAL = "pard_token", "norm_before_residual"
@@ -94,9 +93,9 @@ class PEagle(Eagle3):
         return stated_tokens(checkpoint.config)
 
     def published_config(
-        self, contents: dict[str, Any], tensors: dict[str, Tensor]
+        self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
-        config, problems = super().published_config(contents, tensors)
+        config, problems = super().published_config(job, contents, tensors)
         problems += [
             f"config.json: {name} is True, expected False, because P-EAGLE heads have no such norm"
             for name in UNSUPPORTED
@@ -150,16 +149,12 @@ class PEagle(Eagle3):
         return super().value_problems(config, weights)
 
     def options(
-        self,
-        config: dict[str, Any],
-        state: dict[str, Tensor],
-        depth: dict[str, Any],
-        target: Target,
-    ) -> HeadOptions:
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
         """Without trained embeddings, the stand-in alone stays in the state."""
         token = config[MASK_TOKEN]
         named = {"layers": config["num_hidden_layers"], RESIDUAL: config.get(RESIDUAL, False)}
-        named |= depth | output_option(state)
+        named |= output_option(state)
         targets = _target_table(target).cpu().to(state["fc.weight"].dtype)
         table = state.pop(TABLE, targets)
         differs = (table != targets).any(1)
@@ -172,7 +167,7 @@ class PEagle(Eagle3):
             state[TABLE] = table
         else:
             state[MASK_EMBEDDING] = table[token].clone()
-        return PEagleOptions(**named)
+        return named
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [vllm_serving("eagle3", target, repository, gamma, parallel_drafting=True)]
