@@ -28,9 +28,9 @@ class ExportJob:
     """The input of a format.
 
     target: the model that the drafter was trained for, loaded; None if neither the format nor the
-    drafter needs it. target_spec: as `load_target` takes it. dtype: of the weights; None keeps the
-    stored one. gamma: the default γ for readers. backbone: where readers find the target, if it was
-    trained with the drafter.
+    drafter needs it. target_spec: as `load_target` takes it. dtype: the dtype of the weights; None
+    keeps the stored one. gamma: the default γ for readers. backbone: where readers find the target,
+    if it was trained with the drafter.
     """
 
     drafter: TrainedDrafter

@@ -14,17 +14,8 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.published import Checkpoint
-from draftsmith.export.file_schema import (
-    is_count,
-    key_problems,
-)
-from draftsmith.export.formats import (
-    FORMATS,
-    ExportJob,
-    ImportJob,
-    vllm_serving,
-)
+from draftsmith.export.file_schema import is_count, key_problems
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, vllm_serving
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
 from draftsmith.export.formats.layer_format import (
     SLIDING,
@@ -40,15 +31,9 @@ from draftsmith.export.formats.published_layer import (
     row_problems,
     token_ids,
 )
-from draftsmith.export.formats.tensor_table import (
-    OWN_OUTPUT,
-    Row,
-    layer_rows,
-    map_rows,
-)
-from draftsmith.export.trained_drafter import (
-    TrainedDrafter,
-)
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
+from draftsmith.export.published import Checkpoint
+from draftsmith.export.trained_drafter import TrainedDrafter
 from heads.dflash_heads import DFlashDrafter, DFlashHeads
 from heads.dspark_heads import DSparkDrafter, DSparkHeads
 from heads.heads_drafter import HeadsDrafter

@@ -7,17 +7,11 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.published import Checkpoint
-from draftsmith.export.formats import (
-    FORMATS,
-    ExportJob,
-    ImportJob,
-    sglang_serving,
-    vllm_serving,
-)
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
 from draftsmith.export.formats.tensor_table import Row, layer_rows
+from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle1Drafter
 
 FC_BIAS = "fc.bias"

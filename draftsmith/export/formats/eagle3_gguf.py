@@ -22,17 +22,12 @@ from decode.drafters import Drafter
 from decode.model.loading import Target, target_gguf
 from draftsmith.export.file_schema import is_count, read_json
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, ExportJob
-from draftsmith.export.formats.eagle3_layer import (
-    OTHER_SWITCHES,
-    SWITCHES,
-    are_inputs,
-)
+from draftsmith.export.formats.eagle3_layer import OTHER_SWITCHES, SWITCHES, are_inputs
 from draftsmith.export.formats.gguf_layout import (
     D2T,
     FILE,
-    LAYER,
     GGUFLayout,
-    layer_shapes,
+    gguf_layer,
     metadata,
     read_keys,
     read_weights,
@@ -42,24 +37,12 @@ from draftsmith.export.formats.gguf_layout import (
     write_gguf,
 )
 from draftsmith.export.formats.published_layer import are_ascending_ids
-from draftsmith.export.formats.tensor_table import OWN_OUTPUT
-from draftsmith.export.trained_drafter import (
-    heads_drafter,
-    require_fitting_target,
-    stored_dtype,
-)
+from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, read_state, written_tensors
+from draftsmith.export.trained_drafter import heads_drafter, require_fitting_target, stored_dtype
 from heads.eagle_drafter import Eagle3Drafter
 from heads.eagle_heads import Eagle3Options
 
 ARCH = "eagle3"
-# GGUF's tensor names, by the names in our heads.
-NAMES = {
-    "fc.weight": "fc.weight",
-    "norm.weight": "output_norm.weight",
-    OWN_OUTPUT: "output.weight",
-    "midlayer.hidden_norm.weight": "blk.0.attn_norm_2.weight",
-    **{f"midlayer.{module}.weight": f"blk.0.{name}.weight" for module, name in LAYER.items()},
-}
 FREQUENCIES = "rope_freqs.weight"
 ROTATED = {"blk.0.attn_q.weight": "head_count", "blk.0.attn_k.weight": "head_count_kv"}
 
@@ -103,16 +86,6 @@ class Eagle3GGUF(GGUFLayout):
         file = target_gguf(job.target_spec)
         copied = tokenizer_keys(file, config.vocab_size)
         _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
-        state = {OWN_OUTPUT: heads.output.of(1)[0], **heads.state_dict()}
-        tensors = {name: state[ours].detach().cpu() for ours, name in NAMES.items()}
-        counts = (config.num_attention_heads, config.num_key_value_heads)
-        for name, count in zip(ROTATED, counts, strict=True):
-            tensors[name] = rows_in_pairs(tensors[name], count)
-        parameters = sum(tensor.numel() for tensor in tensors.values())
-        if rope == "llama3":
-            tensors[FREQUENCIES] = rotation_slowdowns(config)
-        if heads.vocabulary is not None:
-            tensors[D2T] = heads.vocabulary.cpu()
         described = metadata(config, ARCH, dtype) | {
             f"{ARCH}.target_layers": (
                 [layer + 1 for layer in heads.captured_layers],
@@ -122,10 +95,26 @@ class Eagle3GGUF(GGUFLayout):
             f"{ARCH}.norm_before_residual": (False, "BOOL"),
             f"{ARCH}.norm_before_fc": (False, "BOOL"),
         }
+        kept = None if heads.vocabulary is None else len(heads.vocabulary)
+        keys = {key: value for key, (value, _) in described.items()}
+        table = [
+            row for row in self.table(ARCH, keys, {"kept": kept, "rope": rope}) if not row.shared
+        ]
+        output = {OWN_OUTPUT: heads.output.of(1)[0]}
+        written = written_tensors(table, heads.state_dict(), output)
+        tensors = {name: tensor.detach().cpu() for name, tensor in written.items()}
+        counts = (config.num_attention_heads, config.num_key_value_heads)
+        for name, count in zip(ROTATED, counts, strict=True):
+            tensors[name] = rows_in_pairs(tensors[name], count)
+        parameters = sum(tensor.numel() for tensor in tensors.values())
+        if rope == "llama3":
+            tensors[FREQUENCIES] = rotation_slowdowns(config)
+        if heads.vocabulary is not None:
+            tensors[D2T] = heads.vocabulary.cpu()
         write_gguf(directory, ARCH, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
-            "kept": None if heads.vocabulary is None else len(heads.vocabulary),
+            "kept": kept,
             "filled_from": None,
             "parameters": parameters,
             "layers": 1,
@@ -142,27 +131,21 @@ class Eagle3GGUF(GGUFLayout):
             f"{ARCH}.norm_before_fc": False,
         }
 
-    def shapes(
-        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
-        hidden, rows = (
-            keys[f"{ARCH}.embedding_length"],
-            facts["kept"] or keys[f"{ARCH}.vocab_size"],
-        )
-        shapes = {
-            "fc.weight": (
-                hidden,
-                len(keys[f"{ARCH}.target_layers"]) * keys[f"{ARCH}.target_hidden_size"],
-            ),
-            "output_norm.weight": (hidden,),
-            "output.weight": (rows, hidden),
-            "blk.0.attn_norm_2.weight": (hidden,),
-        }
-        layer = layer_shapes(ARCH, keys, 2 * hidden)
-        shapes |= {f"blk.0.{name}": shape for name, shape in layer.items()}
+    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
+        hidden = keys[f"{ARCH}.embedding_length"]
+        captured = len(keys[f"{ARCH}.target_layers"]) * keys[f"{ARCH}.target_hidden_size"]
+        rows = facts["kept"] or keys[f"{ARCH}.vocab_size"]
+        table = [
+            Row("fc.weight", (hidden, captured)),
+            Row("output_norm.weight", (hidden,), "norm.weight"),
+            Row("output.weight", (rows, hidden), OWN_OUTPUT),
+            Row("blk.0.attn_norm_2.weight", (hidden,), "midlayer.hidden_norm.weight"),
+            *gguf_layer(ARCH, keys, 0, "midlayer", 2 * hidden, {}),
+        ]
         if facts["rope"] == "llama3":
-            shapes[FREQUENCIES] = (keys[f"{ARCH}.rope.dimension_count"] // 2,)
-        return shapes | ({D2T: (rows,)} if facts["kept"] else {})
+            pairs = keys[f"{ARCH}.rope.dimension_count"] // 2
+            table.append(Row(FREQUENCIES, (pairs,), shared=True))
+        return table + ([Row(D2T, (rows,), shared=True)] if facts["kept"] else [])
 
     def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
         if D2T not in weights or are_ascending_ids(weights[D2T], keys[f"{ARCH}.vocab_size"]):
@@ -181,9 +164,9 @@ class Eagle3GGUF(GGUFLayout):
         require_fitting_target(sizes, directory, target)
         for name, count in ROTATED.items():
             weights[name] = rows_in_halves(weights[name], keys[f"{ARCH}.attention.{count}"])
-        state = {ours: weights[name] for ours, name in NAMES.items()}
         record: Any = read_json(directory / EXPORT_FILE)
         facts = record["facts"]
+        state = read_state(self.table(ARCH, keys, facts), weights)
         options = Eagle3Options(
             steps=facts["max_depth"], captured_layers=facts.get("captured_layers")
         )

@@ -18,15 +18,8 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
-from draftsmith.export.formats import (
-    FORMATS,
-    ExportJob,
-    ImportJob,
-    sglang_serving,
-    vllm_serving,
-)
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, sglang_serving, vllm_serving
 from draftsmith.export.formats.eagle_layer import EagleLayer
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
@@ -39,6 +32,7 @@ from draftsmith.export.formats.published_layer import (
     named_layers,
 )
 from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
+from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle3Drafter
 from heads.heads_drafter import HeadsDrafter
 

@@ -26,6 +26,7 @@ from draftsmith.export.file_schema import (
     tensor_problems,
 )
 from draftsmith.export.formats import EXPORT_FILE, Format
+from draftsmith.export.formats.tensor_table import Row
 
 if TYPE_CHECKING:
     import gguf
@@ -37,19 +38,6 @@ FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTL
 COPIED = "tokenizer."
 # The only tensor that is not a weight: the token ids of a reduced draft vocabulary.
 D2T = "d2t"
-
-# GGUF's name of each module within a layer, by transformers' name.
-LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 
 
 class GGUFLayout(Format):
@@ -69,9 +57,7 @@ class GGUFLayout(Format):
     spec_type: ClassVar[str]
 
     @abstractmethod
-    def shapes(
-        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
+    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         """Return the tensors that a file's metadata requires, with shapes in PyTorch's order."""
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
@@ -103,8 +89,10 @@ class GGUFLayout(Format):
         if problems:
             return problems
         specs = {
-            name: TensorSpec(shape, (_tensor_type(name, len(shape), facts["dtype"]),))
-            for name, shape in self.shapes(arch, keys, facts).items()
+            row.name: TensorSpec(
+                row.shape, (_tensor_type(row.name, len(row.shape), facts["dtype"]),)
+            )
+            for row in self.table(arch, keys, facts)
         }
         problems = tensor_problems(specs, {t.name: _stored_tensor(t) for t in reader.tensors})
         return problems or self.value_problems(read_weights(reader), keys)
@@ -230,27 +218,42 @@ def read_weights(reader: "gguf.GGUFReader") -> dict[str, Tensor]:
     return {tensor.name: values(tensor) for tensor in reader.tensors}
 
 
-def layer_shapes(arch: str, keys: Mapping[str, Any], input_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of a decoder layer, by their names within the layer. input_size: the input
-    size of its attention."""
-    hidden, inner = (
-        keys[f"{arch}.embedding_length"],
-        keys[f"{arch}.feed_forward_length"],
-    )
+def gguf_layer(
+    arch: str,
+    keys: Mapping[str, Any],
+    number: int,
+    ours: str,
+    input_size: int,
+    extra: Mapping[str, str],
+) -> list[Row]:
+    """Return the tensors of a decoder layer. ours: its name in the model. input_size: the input
+    size of its attention. extra: tensors besides the usual ones, by their names in the model; the
+    values are GGUF's names."""
+    hidden, inner = keys[f"{arch}.embedding_length"], keys[f"{arch}.feed_forward_length"]
     head = keys[f"{arch}.attention.key_length"]
     q = keys[f"{arch}.attention.head_count"] * head
     kv = keys[f"{arch}.attention.head_count_kv"] * head
-    return {
-        "attn_norm.weight": (hidden,),
-        "attn_q.weight": (q, input_size),
-        "attn_k.weight": (kv, input_size),
-        "attn_v.weight": (kv, input_size),
-        "attn_output.weight": (hidden, q),
-        "ffn_norm.weight": (hidden,),
-        "ffn_gate.weight": (inner, hidden),
-        "ffn_up.weight": (inner, hidden),
-        "ffn_down.weight": (hidden, inner),
+    parts: dict[str, tuple[str, tuple[int, ...]]] = {
+        "input_layernorm": ("attn_norm", (hidden,)),
+        "self_attn.q_proj": ("attn_q", (q, input_size)),
+        "self_attn.k_proj": ("attn_k", (kv, input_size)),
+        "self_attn.v_proj": ("attn_v", (kv, input_size)),
+        "self_attn.o_proj": ("attn_output", (hidden, q)),
+        "post_attention_layernorm": ("ffn_norm", (hidden,)),
+        "mlp.gate_proj": ("ffn_gate", (inner, hidden)),
+        "mlp.up_proj": ("ffn_up", (inner, hidden)),
+        "mlp.down_proj": ("ffn_down", (hidden, inner)),
     }
+    rows = [
+        Row(f"blk.{number}.{name}.weight", shape, f"{ours}.{module}.weight")
+        for module, (name, shape) in parts.items()
+    ]
+    for module, name in extra.items():
+        # A bias has one number per row of its matrix; a norm has the size of one head.
+        matrix = parts.get(module.removesuffix(".bias"))
+        shape = (head,) if matrix is None else matrix[1][:1]
+        rows.append(Row(f"blk.{number}.{name}", shape, f"{ours}.{module}"))
+    return rows
 
 
 def _tensor_type(name: str, dimensions: int, dtype: str) -> str:

@@ -10,13 +10,7 @@ from decode.drafters import Drafter
 from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
-from draftsmith.export.published import Checkpoint
-from draftsmith.export.file_schema import (
-    is_count,
-    is_positive,
-    key_problems,
-    read_json,
-)
+from draftsmith.export.file_schema import is_count, is_positive, key_problems, read_json
 from draftsmith.export.formats import (
     FORMATS,
     ExportJob,
@@ -28,6 +22,7 @@ from draftsmith.export.formats import (
 )
 from draftsmith.export.formats.published_layer import mask_problems
 from draftsmith.export.model_directory import for_older_readers, model_problems
+from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import load_small_lm
 
 # Keys of configs of models that draft in another way than a small LM: other formats read them.

@@ -17,7 +17,6 @@ from transformers import LlamaConfig
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive, tensor_problems
 from draftsmith.export.formats import EXPORT_FILE, ImportJob, Restored
 from draftsmith.export.formats.published_layer import (
@@ -32,6 +31,7 @@ from draftsmith.export.formats.published_layer import (
 )
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import expected_tensors, read_state
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
@@ -89,8 +89,8 @@ class LayerFormat(TableFormat):
     def options(
         self, config: dict[str, Any], state: dict[str, Tensor], target: Target
     ) -> dict[str, Any]:
-        """Return the options of the heads. config: a sound one. state: of the heads; may be changed
-        into the one that these options need."""
+        """Return the options of the heads. config: a sound config. state: the state of the heads;
+        may be changed into the one that these options need."""
 
     def read_layers(
         self, contents: dict[str, Any], target: Target, convention: str | None
@@ -138,8 +138,8 @@ class LayerFormat(TableFormat):
     ) -> tuple[dict[str, Any], list[str]]:
         """Return the extra settings of a published drafter, and the problems with them.
 
-        contents: of its config. tensors: by the names of this format. May change `tensors` into
-        those that this format writes."""
+        contents: the contents of its config. tensors: by the names of this format. May change
+        `tensors` into those that this format writes."""
         return {}, []
 
     def layer_count(self, contents: dict[str, Any]) -> Any:

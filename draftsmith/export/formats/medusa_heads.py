@@ -22,11 +22,11 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
-from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, tensor_problems
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored, vllm_serving
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_state
+from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_module import output_layer
 from heads.parallel_heads import MedusaDrafter, MedusaOptions

@@ -15,7 +15,6 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.drafters.pard import free_token
 from decode.model.loading import Target
-from draftsmith.export.published import Checkpoint
 from draftsmith.export.file_schema import is_count
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, vllm_serving
 from draftsmith.export.formats.eagle3_layer import (
@@ -35,6 +34,7 @@ from draftsmith.export.formats.eagle3_layer import (
 )
 from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
 from draftsmith.export.formats.tensor_table import Row, layer_rows
+from draftsmith.export.published import Checkpoint
 from heads.p_eagle_heads import PEagleDrafter
 
 MASK_EMBEDDING, TABLE = "mask_embedding", "embeddings.weight"

@@ -13,18 +13,15 @@ from decode.model.loading import Target, target_gguf
 from draftsmith.export.formats import FORMATS, ExportJob
 from draftsmith.export.formats.gguf_layout import (
     FILE,
-    LAYER,
     GGUFLayout,
-    layer_shapes,
+    gguf_layer,
     metadata,
     rows_in_pairs,
     tokenizer_keys,
     write_gguf,
 )
+from draftsmith.export.formats.tensor_table import Row
 from draftsmith.export.trained_drafter import load_small_lm
-
-# GGUF's name of each module outside the layers, by transformers' name.
-OUTSIDE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
 @dataclass(frozen=True)
@@ -92,65 +89,46 @@ class GGUF(GGUFLayout):
         architecture = ARCHITECTURES[config.model_type]
         copied = tokenizer_keys(target_gguf(job.target_spec), config.vocab_size)
         tied = source.model.all_tied_weights_keys if config.tie_word_embeddings else {}
-        tensors = {
-            to_gguf_name(name, architecture): _reordered(name, tensor, config, architecture)
-            for name, tensor in source.model.state_dict().items()
-            if name not in tied
+        state = {name: x for name, x in source.model.state_dict().items() if name not in tied}
+        facts = {
+            "layers": config.num_hidden_layers,
+            "size": f"{config.model_type}, {config.num_hidden_layers} layers",
+            "tied": "lm_head.weight" not in state,
         }
         described = metadata(config, architecture.name, dtype)
+        keys = {key: value for key, (value, _) in described.items()}
+        names = {row.source: row.name for row in self.table(architecture.name, keys, facts)}
+        tensors = {
+            names[name]: _reordered(name, tensor, config, architecture)
+            for name, tensor in state.items()
+        }
         write_gguf(directory, architecture.name, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": source.kept,
             "filled_from": source.filled_from,
             "parameters": sum(tensor.numel() for tensor in tensors.values()),
-            "layers": config.num_hidden_layers,
-            "size": f"{config.model_type}, {config.num_hidden_layers} layers",
-            "tied": "output.weight" not in tensors,
+            **facts,
         }
 
-    def shapes(
-        self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]
-    ) -> dict[str, tuple[int, ...]]:
+    def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         hidden, vocab = keys[f"{arch}.embedding_length"], keys[f"{arch}.vocab_size"]
-        head = keys[f"{arch}.attention.key_length"]
-        shapes: dict[str, tuple[int, ...]] = {
-            "token_embd.weight": (vocab, hidden),
-            "output_norm.weight": (hidden,),
-        }
+        table = [
+            Row("token_embd.weight", (vocab, hidden), "model.embed_tokens.weight"),
+            Row("output_norm.weight", (hidden,), "model.norm.weight"),
+        ]
         if not facts["tied"]:
-            shapes["output.weight"] = (vocab, hidden)
-        layer_parts = layer_shapes(arch, keys, hidden)
-        for name in BY_NAME[arch].extra.values():
-            # A bias has one number per row of its matrix; a norm has the size of one head.
-            matrix = layer_parts.get(name.replace(".bias", ".weight"))
-            layer_parts[name] = (head,) if matrix is None else matrix[:1]
-        for layer in range(keys[f"{arch}.block_count"]):
-            shapes |= {f"blk.{layer}.{name}": shape for name, shape in layer_parts.items()}
-        return shapes
+            table.append(Row("output.weight", (vocab, hidden), "lm_head.weight"))
+        for number in range(keys[f"{arch}.block_count"]):
+            ours, extra = f"model.layers.{number}", BY_NAME[arch].extra
+            table += gguf_layer(arch, keys, number, ours, hidden, extra)
+        return table
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         return load_small_lm(directory / FILE, target)
 
 
 FORMATS.register("gguf")(GGUF())
-
-
-def to_gguf_name(name: str, architecture: Architecture) -> str:
-    """Return GGUF's name of a tensor.
-
-    >>> to_gguf_name("model.layers.3.mlp.up_proj.weight", ARCHITECTURES["llama"])
-    'blk.3.ffn_up.weight'
-    """
-    prefix = "model.layers."
-    if not name.startswith(prefix):
-        module, _, parameter = name.rpartition(".")
-        return f"{OUTSIDE[module]}.{parameter}"
-    layer, _, rest = name.removeprefix(prefix).partition(".")
-    if rest in architecture.extra:
-        return f"blk.{layer}.{architecture.extra[rest]}"
-    module, _, parameter = rest.rpartition(".")
-    return f"blk.{layer}.{LAYER[module]}.{parameter}"
 
 
 def _reordered(name: str, tensor: Tensor, config: Any, architecture: Architecture) -> Tensor:

@@ -42,8 +42,8 @@ class Row:
 def written_tensors(
     table: Iterable[Row], state: Mapping[str, Tensor], shared: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the tensors to write. state: of the heads. shared: other tensors; those without a row
-    are left out. Raises UserError for a part of the state that has no row."""
+    """Return the tensors to write. state: the state of the heads. shared: other tensors; those
+    without a row are left out. Raises UserError for a part of the state that has no row."""
     rows = list(table)
     unknown = sorted(state.keys() - {row.source for row in rows})
     if unknown:
@@ -53,7 +53,7 @@ def written_tensors(
 
 
 def expected_tensors(table: Iterable[Row], dtype: str) -> dict[str, TensorSpec]:
-    """Return what a file must hold, for `tensor_problems`. dtype: of the weights."""
+    """Return what a file must hold, for `tensor_problems`. dtype: the dtype of the weights."""
     return {row.name: TensorSpec(row.shape, (row.dtype or DTYPE_NAMES[dtype],)) for row in table}
 
 
@@ -71,8 +71,8 @@ def layer_rows(
     norms: Iterable[str] = (),
     ours: str = "",
 ) -> list[Row]:
-    """Return the tensors of a decoder layer. input_size: of its attention. norms: before attention.
-    ours: the layer's name in our heads, empty if it is the same."""
+    """Return the tensors of a decoder layer. input_size: the input size of its attention. norms:
+    the norms before attention. ours: the layer's name in our heads, empty if it is the same."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = (
         config[heads] * config["head_dim"]
