@@ -106,7 +106,7 @@ def _plan(words: list[str]) -> Any:
     return pytest.param(words, id=name, marks=marks)
 
 
-@pytest.mark.parametrize("words", map(_plan, PLANS))
+@pytest.mark.parametrize("words", [_plan(words) for words in PLANS])
 def test_a_plan_is_the_one_that_the_docs_state(
     words: list[str],
     configs: dict[str, Path],
