@@ -48,7 +48,6 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, load_target, target_gguf
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES
-from draftsmith.export.engines.llama_server import program
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
@@ -58,6 +57,7 @@ from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from train.data.read import read_examples
 from train.engines.child_process import ask, environment_of
 from train.engines.counters import read_counters
+from train.engines.programs import llama_server_program
 
 DRIFT = "You are the assistant of a shop. Answer in one short sentence."
 KEY, RECORDED = "DRAFTSMITH_BENCHMARK_KEY", "records-allowed"
@@ -285,7 +285,8 @@ def engine_config(engine: str, target: str, work: Path, loaded: Target) -> Engin
         layout = FORMATS[FORMS[engine]]
         assert isinstance(layout, GGUFLayout)
         words = [
-            str(program()), "-m", str(target_gguf(target)), "-md", f"{{drafter}}/{FILE}",
+            str(llama_server_program()), "-m", str(target_gguf(target)),
+            "-md", f"{{drafter}}/{FILE}",
             "--spec-type", layout.spec_type, "--spec-draft-n-max", "{gamma}",
             "--spec-draft-p-min", "0", "--metrics", "--port", "{port}", "-t", threads,
             "-np", "4", "-c", "8192",

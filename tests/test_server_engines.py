@@ -22,7 +22,6 @@ from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.model.loading import load_target
 from distill.teacher.top_k_cache import CachedTeacher
-from draftsmith.export.engines.llama_server import program
 from tests.answer_server import (
     SERVER,
     SETTINGS,
@@ -43,6 +42,7 @@ from train.data.write_samples import fit
 from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
 from train.engines.child_process import python_of
 from train.engines.launch import launched
+from train.engines.programs import llama_server_program
 from train.engines.server_config import ServerConfig
 
 
@@ -299,7 +299,7 @@ def test_vllm_answers_as_our_own_loop(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_llama_server_answers_as_our_own_loop(tmp_path: Path) -> None:
-    if program() is None:
+    if llama_server_program() is None:
         pytest.skip("llama-server is not installed")
     write_gguf(tmp_path / "target.gguf")
     context = stage_context(tmp_path, load_target(str(tmp_path / "target.gguf")))

@@ -20,9 +20,6 @@ from tests.structure import (
 # `accelerate launch -m train` is a command: it starts the command line's own `train`.
 OUTWARD = {
     ("train.__main__", "draftsmith.cli.train"),
-    # What is left: the launcher asks the engines of an export where they are installed.
-    ("train.engines.launch", "draftsmith.export.engines.llama_server"),
-    ("train.engines.launch", "draftsmith.export.engines.vllm"),
 }
 
 

@@ -19,8 +19,6 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
-from draftsmith.export.engines.llama_server import program
-from draftsmith.export.engines.vllm import VLLM
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
 from train.engines.child_process import (
@@ -29,6 +27,7 @@ from train.engines.child_process import (
     python_of,
     serving,
 )
+from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE, llama_server_program
 from train.engines.server_config import EngineServer
 
 
@@ -50,7 +49,7 @@ def require_server(config: EngineServer, target: Target) -> None:
             "start a server yourself and set server.url"
         )
     if config.launch == "llama-server":
-        if target.has_weights and program() is None:
+        if target.has_weights and llama_server_program() is None:
             raise UserError(
                 "llama-server is not installed; install it with make engine-llama, or start a "
                 "server yourself and set server.url"
@@ -120,8 +119,8 @@ def _engine(
             if modules is not None:
                 flags, env["PYTHONPATH"] = ["-s", "-P"], str(modules)
             command = [str(python_of("vllm")), *flags, *_vllm_arguments(target, longest, copy)]
-            if package_version("vllm", VLLM.package):
-                env = dict(VLLM.env) | env  # vLLM's build for CPUs
+            if package_version("vllm", VLLM_PACKAGE):
+                env = dict(VLLM_ENVIRONMENT) | env  # vLLM's build for CPUs
                 env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         else:
             command = _llama_command(target, longest, config.concurrency)
@@ -173,7 +172,7 @@ def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
 def _llama_command(target: Target, longest: int, slots: int) -> list[str]:
     file = target_gguf(target.name)
     return [
-        str(program()), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}",
+        str(llama_server_program()), "-m", str(file), "--host", "127.0.0.1", "--port", "{port}",
         "-np", str(slots), "-c", str(slots * min(longest + 1, target.max_positions)),
     ]  # fmt: skip
 

