@@ -79,7 +79,8 @@ class Pairing:
 
 def _parameters(test: Callable[..., Any]) -> list[dict[str, Any]]:
     marks: Any = test.pytestmark  # type: ignore[attr-defined]
-    (mark,) = (mark for mark in marks if mark.name == "parametrize")
+    # `more_texts` is one too: it says how often, not what.
+    (mark,) = (x for x in marks if x.name == "parametrize" and x.args[0] != "times")
     return [dict(zip(mark.args[0], values, strict=True)) for values in mark.args[1]]
 
 
