@@ -8,11 +8,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+# Longer names come first.
 MOVED = {
     "decode.drafters.directory": "decode.opening.directory",
     "decode.target": "decode.model",
+    "train.record.answers": "draftsmith.learn.record.kept_answers",
     "train.record": "draftsmith.learn.record",
+    "train.serve.answer_tokens": "draftsmith.serve.openai.answer_tokens",
+    "train.serve.answers": "draftsmith.serve.openai.answers",
+    "train.serve.requests": "draftsmith.serve.batching.requests",
     "train.serve": "draftsmith.serve",
+}
+RENAMED = {
+    "train.serve.requests": {"Bounds": "RequestBounds"},
+    "train.serve.server": {"Server": "ServiceServer"},
 }
 
 
@@ -26,7 +35,9 @@ class OldNames(MetaPathFinder, Loader):
         return import_module(MOVED[old] + spec.name.removeprefix(old))
 
     def exec_module(self, module: ModuleType) -> None:
-        return None
+        assert module.__spec__ is not None
+        for old, new in RENAMED.get(module.__spec__.name, {}).items():
+            setattr(module, old, getattr(module, new))
 
 
 sys.meta_path.insert(0, OldNames())
