@@ -168,7 +168,7 @@ def killed_at_change(n: int, action: Callable[[], object]) -> Callable[[], None]
 
 def check_kills(directory: Path, every: int, moments: int) -> None:
     """In a process that has computed nothing: kill, go on, compare; everything in forks. Kills are
-    before every so many changes to the disk, and at so many moments."""
+    before every `every`-th change to the disk, and at `moments` moments."""
 
     def train(name: str) -> None:
         tiny_trainer(directory / name, 6, optimizer=RICH).fit()

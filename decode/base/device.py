@@ -46,10 +46,15 @@ def computes_bfloat16(device: torch.device) -> bool:
     if device.type != "cpu":
         return device.type == "cuda"
     try:
-        flags = CPU_FLAGS.read_text()
+        return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
     except OSError:
         return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def cpu_flags() -> set[str]:
+    """The words of the processors' description, among them their instructions. Raises OSError
+    elsewhere than on Linux."""
+    return set(CPU_FLAGS.read_text().split())
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -81,7 +81,7 @@ class SlotMemory:
             x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Have memory for so many rows and slots. There are as many slots as before, or more."""
+        """Have memory for this number of rows and slots. `capacity` never gets smaller."""
         old_rows, old_capacity = self._rows, self._capacity
         self._rows, self._capacity = rows, capacity
         if (rows, capacity) == (old_rows, old_capacity):

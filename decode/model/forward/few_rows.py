@@ -17,11 +17,13 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
+from torch import Tensor
+
+from decode.base.device import cpu_flags
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +39,6 @@ BETTER = "amx_bf16"
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 
-_Pointer = ctypes.c_void_p
-
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("no functions for few rows: %s", error)
         return None
-    pointer, size, flag = _Pointer, ctypes.c_int64, ctypes.c_int32
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag]
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
@@ -62,10 +62,9 @@ def library() -> ctypes.CDLL | None:
 
 def _processor_fits() -> bool:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = cpu_flags()
     except OSError:
         return False
-    flags = next((set(line.split()) for line in lines if line.startswith("flags")), set())
     return flags >= NEEDED and BETTER not in flags
 
 
@@ -95,18 +94,12 @@ def _compiled() -> Path:
     return path
 
 
-def fits(*layers: nn.Linear | Conv1D) -> bool:
-    """Whether `FewRowsLinear` can be the product of these layers."""
-    first = layers[0].weight
+def fits(weights: Sequence[Tensor]) -> bool:
+    """Whether `multiply` can be the product with these weights, [out, in] each."""
+    first = weights[0]
     if first.dtype != torch.bfloat16 or first.device.type != "cpu" or library() is None:
         return False
-    shapes = [_outputs_first(layer).shape for layer in layers]
-    return all(out % OUTPUTS == 0 and size % 2 == 0 for out, size in shapes)
-
-
-def _outputs_first(layer: nn.Linear | Conv1D) -> Tensor:
-    weight = layer.weight.detach()
-    return weight.t() if isinstance(layer, Conv1D) else weight
+    return all(len(x) % OUTPUTS == 0 and x.shape[1] % 2 == 0 for x in weights)
 
 
 def packed_blocks(weight: Tensor) -> Tensor:

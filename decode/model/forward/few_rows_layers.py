@@ -64,13 +64,13 @@ class FewRowsLayer(Packed):
         down: PackedLinear,
     ) -> None:
         super().__init__()
-        self._parts = parts
+        self.parts = parts
         # In a tuple, so that they are no parts of this module too.
         self._products = qkv, out, (*gate_up,), down
         self.refresh()
 
     def refresh(self) -> None:
-        parts, (qkv, out, gate_up, down) = self._parts, self._products
+        parts, (qkv, out, gate_up, down) = self.parts, self._products
         (packed, bias), size = qkv.blocks, parts.head_size
         gates = [product.blocks[0] for product in gate_up]
         inner = gates[0].shape[0] * few_rows.OUTPUTS // (2 if len(gates) == 1 else 1)
@@ -81,7 +81,10 @@ class FewRowsLayer(Packed):
         self._kept = tensors  # their memory lives as long as the addresses
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         head = parts.query_norm
-        self.hidden, self.inner, self.parts = len(parts.attention_in.weight), inner, parts
+        hidden, every = len(parts.attention_in.weight), parts.query_heads + 2 * parts.key_heads
+        # The numbers of a row in each scratch tensor of `Pass`.
+        self.widths = hidden, every * size, parts.query_heads * size, inner, hidden
+        self.scale = size**-0.5 if parts.scale is None else parts.scale
         self._struct = _Layer(
             *addresses,
             parts.attention_in.eps,
@@ -90,9 +93,9 @@ class FewRowsLayer(Packed):
             parts.attention_in.offset,
             parts.mlp_in.offset,
             0.0 if head is None else head.offset,
-            size**-0.5 if parts.scale is None else parts.scale,
+            self.scale,
             parts.rotates,
-            self.hidden,
+            hidden,
             inner,
             parts.query_heads,
             parts.key_heads,
@@ -145,16 +148,8 @@ class FewRowsPass:
     def __init__(self, states: Tensor, layers: Sequence[FewRowsLayer]) -> None:
         self._texts, self._tokens = states.shape[:2]
         rows = self._texts * self._tokens
-        parts = [layer.parts for layer in layers]
-        heads = [(x.query_heads, x.query_heads + 2 * x.key_heads, x.head_size) for x in parts]
-        sizes = [
-            max(layer.hidden for layer in layers),
-            max(every * size for _, every, size in heads),
-            max(queries * size for queries, _, size in heads),
-            max(layer.inner for layer in layers),
-            max(layer.hidden for layer in layers),
-        ]
-        self._scratch = [states.new_empty(rows, size) for size in sizes]
+        widths = map(max, zip(*(layer.widths for layer in layers), strict=True))
+        self._scratch = [states.new_empty(rows, width) for width in widths]
         self._passes: dict[Any, tuple[_Pass, Any]] = {}
 
     def run(
@@ -180,9 +175,8 @@ class FewRowsPass:
         if attention:
             found.layer_begins(layer.address, place, states.data_ptr(), keys, values)
             if mask.watch is not None:
-                scale = parts.head_size**-0.5 if parts.scale is None else parts.scale
                 seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
-                mask.watch(self._queries(layer), *seen, scale)
+                mask.watch(self._queries(layer), *seen, layer.scale)
         found.layer_ends(
             layer.address, place, states.data_ptr(), keys, values, result.data_ptr(), attention, mlp
         )

@@ -80,7 +80,7 @@ class PackedLinear(Product, Packed):
             for layer in self._layers
         ]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
-        self.has_blocks = few_rows.fits(*self._layers)
+        self.has_blocks = few_rows.fits(weights)
         pack = few_rows.packed_blocks if self.has_blocks else _packed_by_torch
         self._packed = pack(weight)
         biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
