@@ -64,6 +64,7 @@ def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> Non
             cells = row.strip("|").split("|")
             assert len(cells) == header.count("|") - 1, row
             assert all(cell.strip() for cell in cells), row
+        assert len({row.split("|")[1] for row in rows}) == len(rows), "a method is there twice"
     for file, name in re.findall(r"`(\w+\.py)::(\w+)`", page):
         assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
 
