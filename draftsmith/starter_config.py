@@ -24,10 +24,13 @@ from decode.base.device import computes_bfloat16
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
+from heads.eagle_heads import auxiliary_layers
 from train.data.read import Example
 from train.loop.estimates import activation_bytes, forward_bytes, optimizer_bytes
 
 GIB = 2**30
+# With vLLM six times as many rows are answered in the time that our own loop would take: a guess.
+SERVED = 6
 
 
 @dataclass(frozen=True)
@@ -112,7 +115,8 @@ def this_machine() -> tuple[str, Machine]:
 class Starter:
     """A config to write. data: as it is named in the config. shapes: the target without weights.
     prompts: some rows of the data that have a prompt. rows: how many rows the data has; None: more
-    than were looked at. file: the file of the config; None: standard output."""
+    than were looked at. file: the file of the config; None: standard output. engine: the one that
+    will serve the drafter; None: our own loop, or any."""
 
     goal: str
     target: str
@@ -122,6 +126,7 @@ class Starter:
     prompts: Sequence[Example]
     rows: int | None
     file: Path | None
+    engine: str | None = None
 
     def text(self) -> str:
         """The YAML text. Raises UserError if the target does not fit the machine."""
@@ -168,11 +173,47 @@ class Starter:
         return list(range(min(depth, max(2, depth // 12))))
 
     @property
+    def heads(self) -> str:
+        """The kind of heads. Engines that read EAGLE-3 read it with a draft vocabulary; it needs a
+        target of a few layers."""
+        try:
+            auxiliary_layers(self.shapes.model.config.get_text_config().num_hidden_layers)
+        except UserError:
+            return "eagle1"
+        return "eagle1" if self.engine is None else "eagle3"
+
+    @property
+    def steps(self) -> int:
+        """The number of steps that the heads learn to draft."""
+        return 7 if self.heads == "eagle3" and self.machine.cuda else 4
+
+    @property
+    def rate(self) -> str:
+        """The learning rate."""
+        eagle3 = self.goal == "heads" and self.heads == "eagle3"
+        return "1e-3" if eagle3 and not self.machine.cuda else self.machine.rate
+
+    @property
+    def engine_answers(self) -> bool:
+        """Whether vLLM writes the answers. It has its own copy of the target, beside the run's."""
+        fits = self.target_bytes < 0.3 * self.machine.memory
+        return self.engine == "vllm" and self.machine.cuda and fits
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of train rows: more where vLLM answers them."""
+        return self.machine.rows * (SERVED if self.engine_answers else 1)
+
+    @property
+    def usual_vocabulary(self) -> int:
+        return 32000 if self.machine.cuda else 8000
+
+    @property
     def vocabulary(self) -> int | None:
         """Tokens of the drafter's output layer. None: all of the target's."""
-        if self.goal == "heads":
-            return None  # vLLM's reader of EAGLE-1 has no draft vocabulary
-        size = 32000 if self.machine.cuda else 8000
+        if self.heads == "eagle1" if self.goal == "heads" else self.engine is not None:
+            return None  # a layout without a draft vocabulary
+        size = self.usual_vocabulary
         return size if self.shapes.vocab_size >= 2 * size else None
 
     @property
@@ -202,8 +243,8 @@ class Starter:
         model, machine = self.shapes.model, self.machine
         config = model.config.get_text_config()
         layers = 1 if self.goal == "heads" else len(self.layers)
-        # A layer of heads is run once for each of the four places that it learns to draft.
-        runs = 4 if self.goal == "heads" else layers
+        # A layer of heads is run once for each of the places that it learns to draft.
+        runs = self.steps if self.goal == "heads" else layers
         layer = sum(p.numel() for p in model.parameters()) // config.num_hidden_layers
         weights = layers * layer + config.hidden_size * self.shapes.vocab_size
         fixed = self.target_bytes + 4 * weights + optimizer_bytes(weights, average=False)
@@ -228,7 +269,7 @@ class Starter:
 
     def warm_up(self, epochs: int) -> int:
         """A tenth of the optimizer steps if texts have their full length, at most 20."""
-        rows = min(self.rows or self.machine.rows, self.machine.rows)
+        rows = min(self.rows or self.most_rows, self.most_rows)
         return min(20, epochs * rows * self.length // self.batch // 10)
 
 

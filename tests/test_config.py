@@ -15,8 +15,9 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.parts import make_rule
+from train.base.config_file import read_config
 from train.data.training_text import OnPolicyConfig
-from train.run.config import differences, dump_config, load_config, validate_config
+from train.run.config import build_config, differences, dump_config, load_config, validate_config
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -330,6 +331,24 @@ def test_overrides_reach_every_level(tmp_path):
     assert config.stages[1].loop.epochs == 9
     assert config.stages[0].max_new_tokens == 5
     assert config.stages[1].drafter.layers == [1]
+
+
+def test_other_train_data_bring_their_own_test_and_dev(tmp_path: Path):
+    """A recipe's dev and test hold prompts of another kind than the user's rows."""
+    path = tmp_path / "run.yaml"
+    path.write_text(GOOD.replace("test: b.jsonl", "test: b.jsonl, dev: c.jsonl"))
+    for overrides, expected in (
+        (["data.train=mine.jsonl"], (None, None)),
+        (["data.train=[mine.jsonl, a.jsonl]"], ("c.jsonl", "b.jsonl")),
+        (["data.train=mine.jsonl", "data.test=d.jsonl"], ("c.jsonl", "d.jsonl")),
+        (["data.dev=d.jsonl", "data.train=mine.jsonl"], ("d.jsonl", "b.jsonl")),
+        (["data.limit=5"], ("c.jsonl", "b.jsonl")),
+    ):
+        source = read_config(path, overrides)
+        data = build_config(source).data
+        assert (data.dev, data.test) == expected, overrides
+        assert len(source.notes) == (expected == (None, None))
+    assert "data.dev and data.test" in read_config(path, ["data.train=mine.jsonl"]).notes[0]
 
 
 def test_parts_take_options(tmp_path):

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 from decode.base.errors import UserError
 from decode.model.loading import load_target
 from draftsmith import starter_config
-from draftsmith.cli.init import GOAL_NAMES, MACHINE_NAMES, init
+from draftsmith.cli.init import ENGINE_NAMES, GOAL_NAMES, MACHINE_NAMES, init
 from draftsmith.cli.main import app
 from draftsmith.cli.plan import plan_target
-from draftsmith.starter_config import GOALS, MACHINES
+from draftsmith.starter_config import GOALS, MACHINES, Starter
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
 from tests.test_run import CONFIG, WORDS
@@ -26,7 +26,7 @@ from tests.tiny import save_tiny
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
-from train.run.config import load_config
+from train.run.config import RunConfig, load_config
 from train.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -78,6 +78,63 @@ def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, 
     again = write(place, goal)
     assert again.exit_code == 2
     assert "exists; expected a new file" in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("engine", "machine", "expected"),
+    [
+        ("vllm", "80gb", {"heads": "eagle3", "draft_vocabulary": 100}),
+        ("llama.cpp", "cpu", {"heads": "eagle3", "draft_vocabulary": 100}),
+        ("hf", "cpu", {"drafter": [0, 1], "draft_vocabulary": None}),
+    ],
+)
+def test_a_config_for_an_engine_is_one_that_it_reads(
+    place: Path, monkeypatch: pytest.MonkeyPatch, engine: str, machine: str, expected: Any
+):
+    save_tiny(place / "target", "llama", layers=7)  # the fewest for EAGLE-3
+    monkeypatch.setattr(Starter, "usual_vocabulary", 100)
+    out = place / "my.yaml"
+    words = ("--target", str(place / "target"), "--data", str(place / "rows.json"))
+    goal = () if engine == "hf" else ("--goal", "heads")
+    made = command(
+        *("init", *words, *goal, "--engine", engine, "--machine", machine, "--out", str(out))
+    )
+    assert made.exit_code == 0, made.stderr
+    stage: Any = load_config(out).stages[-1]
+    found = {"draft_vocabulary": stage.draft_vocabulary}
+    found |= {"heads": stage.heads.type} if stage.kind == "heads" else {}
+    found |= {"drafter": stage.drafter.layers} if stage.kind == "distill" else {}
+    assert found == expected
+    # Engines draft chains, and vLLM writes the answers where it has a GPU.
+    assert getattr(stage, "tree", None) is None
+    answers: Any = load_config(out).stages[0]
+    assert (answers.server is not None) == (engine == "vllm")
+    assert plan(out, "target.device=cpu", "precision=null")
+
+
+def test_what_the_engine_could_not_read_is_refused_before_training(place: Path):
+    """By the plan and by the training alike, without a look at the target."""
+    for goal, changes, reason in (
+        ("heads", ["engine=hf"], "stage heads, for engine hf: format hf cannot hold"),
+        ("heads", ["engine=llama.cpp"], "llama.cpp has no EAGLE-1"),
+        ("heads", ["engine=vllm", "stages.heads.heads={type: hydra}"], "no engine supports Hydra"),
+        ("heads", ["engine=vllm", "stages.heads.draft_vocabulary=9"], "Leave draft_vocabulary out"),
+        ("heads", ["engine=vllm", "stages.heads.heads={type: eagle1, window: 99}"], "a window of"),
+        ("heads", ["engine=sglang", EAGLE31], "fc_norm, which sglang does not read"),
+        ("small-lm", ["engine=llama.cpp", "stages.distill.parallel={}"], "cannot hold a pard"),
+        ("small-lm", ["engine=vllm", "stages.distill.draft_vocabulary=9"], "rows that were not"),
+    ):
+        path = place / f"{goal}.yaml"
+        if not path.exists():
+            assert write(place, goal, "--machine", "cpu").exit_code == 0
+        for more in (["--dry-run"], []):
+            refused = command("train", str(path), *changes, *more)
+            assert (refused.exit_code, reason in refused.stderr) == (2, True), refused.stderr
+    fine = command("train", str(place / "heads.yaml"), "engine=vllm", "--dry-run")
+    assert fine.exit_code == 0, fine.stderr
+
+
+EAGLE31 = "stages.heads.heads={type: eagle3, fc_norm: true}"
 
 
 @pytest.mark.slow
@@ -149,9 +206,12 @@ def test_a_redirect_gets_the_config_alone(
 
 def test_the_shell_completes_commands_goals_and_machines(monkeypatch: pytest.MonkeyPatch):
     assert ([*GOALS], [*MACHINES]) == (GOAL_NAMES, MACHINE_NAMES)
+    engine = RunConfig.model_fields["engine"].annotation
+    assert str(ENGINE_NAMES)[1:-1] in str(engine)
     for words, expected in (
         ("draftsmith ca", ["calibrate", "calibrate-layers", "calibrate-tree"]),
         ("draftsmith init --goal s", ["small-lm"]),
+        ("draftsmith init --engine v", ["vllm"]),
         ("draftsmith init --machine 8", ["80gb", "8x80gb"]),
         ("draftsmith chat --dtype b", ["bfloat16"]),
     ):

@@ -14,6 +14,7 @@ from train.base.console import quieten
 DEFAULT_TARGET = "embedded:smollm2-135m"
 # Those of `draftsmith.starter_config`. A shell that completes them does not wait for torch.
 GOAL_NAMES = ["small-lm", "heads", "online"]
+ENGINE_NAMES = ["vllm", "sglang", "llama.cpp", "hf"]  # of `train.run.config`
 MACHINE_NAMES = ["cpu", "24gb", "80gb", "8x80gb"]
 ROWS_READ = 2000  # to look at; their number and lengths set sizes
 
@@ -29,6 +30,14 @@ def init(
     ] = None,
     goal: Annotated[
         str | None, typer.Option(help=" or ".join(GOAL_NAMES), autocompletion=lambda: GOAL_NAMES)
+    ] = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            help=f"{' or '.join(ENGINE_NAMES)}, which will serve the drafter: kind and options are "
+            "those that it reads. hf: one that reads plain model directories",
+            autocompletion=lambda: ENGINE_NAMES,
+        ),
     ] = None,
     out: Annotated[
         Path | None,
@@ -52,14 +61,23 @@ def init(
         raise UserError(f"{out} exists; expected a new file. Give --out another name")
     target = target or _ask("--target", "Target (hub id, directory or GGUF file)", DEFAULT_TARGET)
     data = data or _ask("--data", "Prompts (a file, or org/name@split)", None)
-    goal = goal or _ask("--goal", "Goal (small-lm, heads or online)", "heads")
+    usual = "small-lm" if engine == "hf" else "heads"
+    goal = goal or _ask("--goal", "Goal (small-lm, heads or online)", usual)
 
     from decode.model.without_weights import load_shapes
+    from draftsmith.export.readable import require_readable
     from draftsmith.starter_config import GOALS, MACHINES, Starter, data_for, this_machine
+    from train.base.config_file import parse_mapping
     from train.data.read import read_examples
     from train.data.sources import name_and_split
+    from train.run.config import validate_config
 
-    for option, value, known in (("--goal", goal, GOALS), ("--machine", machine, MACHINES)):
+    choices = (
+        ("--goal", goal, GOALS),
+        ("--machine", machine, MACHINES),
+        ("--engine", engine, ENGINE_NAMES),
+    )
+    for option, value, known in choices:
         if value is not None and value not in known:
             raise UserError(
                 f"{option} is {value!r}; expected {', '.join(known)}.{nearest(value, known)}"
@@ -80,7 +98,10 @@ def init(
     shapes = load_shapes(target, dtype=chosen.dtype, device="cpu")
     source = data_for(path, out) + (f"@{split}" if split else "")
     rows = report.kept if report.kept < ROWS_READ else None
-    text = Starter(goal, target, source, chosen, shapes, prompts, rows, out).text()
+    starter = Starter(goal, target, source, chosen, shapes, prompts, rows, out, engine)
+    text = starter.text()
+    values, _ = parse_mapping(text, Path("the config"), "target, stages")
+    require_readable(validate_config(values, base_dir=Path()))
     if out is None:
         typer.echo(text, nl=False)
     else:

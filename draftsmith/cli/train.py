@@ -76,7 +76,13 @@ def train(
     from train.run.entry import begun
 
     settings = build_config(source)
+    if settings.engine is not None:
+        from draftsmith.export.readable import require_readable
+
+        require_readable(settings)
     with begun(settings, allow_changes=allow_changes) as run:
+        for note in source.notes:
+            run.reporter.say(note)
         if dry_run:
             from draftsmith.cli.plan import plan_target, print_plan
 

@@ -29,6 +29,7 @@ from draftsmith.export.formats import (
     ExportJob,
     Format,
     format_for,
+    require_options,
     require_window,
 )
 from draftsmith.export.model_card import drafter_card, target_card
@@ -99,8 +100,10 @@ def export_drafter(
         gamma=options.gamma or min(usual_gamma, max_depth or sys.maxsize),
         backbone=target_repository(options) if backbone else None,
     )
+    require_options(form, layout, trained)
     require_window(layout, trained)
     layout.refuse(job)
+    layout.refuse_target(job)
     fills_vocabulary = trained.is_reduced and not layout.carries_vocabulary
     if fills_vocabulary and measuring is None:
         raise UserError(

@@ -31,6 +31,7 @@ class ConfigSource:
 
     base_dir: data paths are relative to it. file, root: the file and its YAML nodes; None if the
     values do not come from a file. overrides: the overridden keys and their overrides, in order.
+    before: the values of overridden keys before. notes: what a user should know, in sentences.
     """
 
     values: dict[str, Any]
@@ -38,6 +39,28 @@ class ConfigSource:
     file: Path | None = None
     root: yaml.Node | None = None
     overrides: list[tuple[Keys, str]] = field(default_factory=list)
+    before: dict[Keys, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def leave_out_other_splits(self) -> None:
+        """Leave out data.dev and data.test if an override gives other train data and neither of
+        them: they would hold out prompts of another kind. Both are then split off from train."""
+        train, splits = ("data", "train"), ("dev", "test")
+        if train not in self.before or {("data", split) for split in splits} & set(self.before):
+            return
+        data = self.values["data"]
+        old, new = (
+            value if isinstance(value, list) else [value]
+            for value in (self.before[train], data["train"])
+        )
+        left_out = [split for split in splits if data.get(split) is not None]
+        if left_out and not set(old) & set(new):
+            data |= dict.fromkeys(left_out)
+            names = " and ".join(f"data.{split}" for split in left_out)
+            self.notes.append(
+                f"{names} of {self.file or 'the config'} are left out, because data.train is "
+                "another; test and dev are split off from it, unless you give them"
+            )
 
     def check(self) -> None:
         """Raise UserError with everything in the values that the schema refuses."""
@@ -105,6 +128,7 @@ class ConfigSource:
                 parent[word] = {}
             parent = parent[keys[-1]]
         keys.append(_key_in(parent, last, override))
+        self.before.setdefault(tuple(keys), _child(parent, keys[-1]))
         try:
             parent[keys[-1]] = yaml.load(text, Loader=_Loader) if text else None
         except yaml.YAMLError as error:
@@ -123,6 +147,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
     for override in overrides:
         source.override(override)
     source.check()
+    source.leave_out_other_splits()
     return source
 
 
@@ -130,9 +155,15 @@ def read_mapping(path: Path, keys: str) -> tuple[dict[str, Any], yaml.Node]:
     """Read a YAML file: its values and its nodes. keys: some that are expected, for the message.
     Raises UserError with the line if it holds no mapping, or a key twice."""
     try:
-        loader = _Loader(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the config {path}: {error}") from error
+    return parse_mapping(text, path, keys)
+
+
+def parse_mapping(text: str, path: Path, keys: str) -> tuple[dict[str, Any], yaml.Node]:
+    """As `read_mapping`, of the text of a file. path: for messages."""
+    loader = _Loader(text)
     try:
         root = loader.get_single_node()
         values = None if root is None else loader.construct_document(root)

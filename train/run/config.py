@@ -230,6 +230,10 @@ class RunConfig(Strict):
     threads: int | None = Field(None, ge=1)
     """Threads per process on a CPU. None: the cores are shared evenly between the processes
     (`accelerate launch` alone would give each process just one)."""
+    engine: Literal["vllm", "sglang", "llama.cpp", "hf"] | None = None
+    """The inference engine that the drafters are for. `draftsmith train` and its `--dry-run` refuse
+    a stage whose drafter it could not read. `hf`: any engine that reads plain model directories.
+    None: nothing is refused."""
     target: TargetConfig
     """The model to speed up."""
     data: DataConfig

@@ -72,6 +72,7 @@ def resolve(config: ConfigLike, overrides: Sequence[str] = ()) -> RunConfig:
     for override in overrides:
         source.override(override)
     source.check()
+    source.leave_out_other_splits()
     return build_config(source)
 
 

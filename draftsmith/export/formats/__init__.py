@@ -5,10 +5,11 @@ A user may name an engine instead, and gets the layout that this engine reads fo
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 from decode.base.errors import UserError, nearest
@@ -113,6 +114,7 @@ class Format(ABC):
     readers support it. holds_windows: whether all readers keep to the window of the text that a
     drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
     depth_option: the option of the heads that limits the depth of a draft; None for any depth.
+    unread: by reader, the options of heads that this reader does not know.
     """
 
     name: ClassVar[str]
@@ -124,6 +126,7 @@ class Format(ABC):
     is_ours: ClassVar[bool] = False
     holds_windows: ClassVar[bool] = False
     depth_option: ClassVar[str | None] = None
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
 
     def max_depth(self, drafter: TrainedDrafter) -> int | None:
         """Return the largest γ that the drafter can draft; None for any γ."""
@@ -135,6 +138,10 @@ class Format(ABC):
 
     def refuse(self, job: ExportJob) -> None:  # noqa: B027 (most layouts hold all drafters)
         """Raise UserError for a drafter that this layout cannot hold, before loading anything."""
+
+    def refuse_target(self, job: ExportJob) -> None:  # noqa: B027 (most layouts need no files)
+        """Raise UserError for a target without the files that this layout copies from, before
+        loading anything."""
 
     @abstractmethod
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
@@ -234,6 +241,17 @@ def require_window(layout: Format, drafter: TrainedDrafter) -> None:
         raise UserError(
             f"{drafter} sees a window of {window} tokens, which not all readers of format "
             f"{layout.name} keep to; {advice}"
+        )
+
+
+def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
+    """Raise UserError for heads with an option that the engine `name` does not know, although it
+    reads the layout otherwise."""
+    used = [option for option in layout.unread.get(name, ()) if getattr(drafter.options, option)]
+    if used:
+        raise UserError(
+            f"{drafter} has {' and '.join(used)}, which {name} does not read; train it without, or "
+            f"serve it with {' or '.join(other for other in layout.engines if other != name)}"
         )
 
 

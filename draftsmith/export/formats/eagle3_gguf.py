@@ -71,7 +71,6 @@ class Eagle3GGUF(GGUFLayout):
                 f"{job.drafter} has {' and '.join(used)}, which format {self.name} does not write; "
                 "export it as eagle3 and serve it with vLLM"
             )
-        target_gguf(job.target_spec)
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         heads: Any = job.drafter.heads(self.name, job.loaded_target)

@@ -62,6 +62,7 @@ class Eagle3(EagleLayer):
     drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
     depth_option = "steps"
     carries_vocabulary = True
+    unread: ClassVar[Mapping[str, tuple[str, ...]]] = {"sglang": SWITCHES}
 
     def refuse(self, job: ExportJob) -> None:
         captured = job.drafter.options.captured_layers

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.gguf_file import read_header, require_gguf
+from decode.model.loading import target_gguf
 from draftsmith.export.file_schema import (
     StoredTensor,
     TensorSpec,
@@ -25,7 +26,7 @@ from draftsmith.export.file_schema import (
     key_problems,
     tensor_problems,
 )
-from draftsmith.export.formats import EXPORT_FILE, Format
+from draftsmith.export.formats import EXPORT_FILE, ExportJob, Format
 from draftsmith.export.formats.tensor_table import Row
 
 if TYPE_CHECKING:
@@ -67,6 +68,9 @@ class GGUFLayout(Format):
     def value_problems(self, weights: Mapping[str, Tensor], keys: Mapping[str, Any]) -> list[str]:
         """Return problems with values, which a check of shapes cannot find."""
         return []
+
+    def refuse_target(self, job: ExportJob) -> None:
+        target_gguf(job.target_spec)
 
     def problems(self, directory: Path) -> list[str]:
         require_gguf()

@@ -59,7 +59,6 @@ class GGUF(GGUFLayout):
     spec_type = "draft-simple"
 
     def refuse(self, job: ExportJob) -> None:
-        target_gguf(job.target_spec)
         config = job.drafter.config
         kind = config.get("model_type")
         if kind not in ARCHITECTURES:
