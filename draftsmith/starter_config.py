@@ -87,7 +87,7 @@ MACHINES = {
 }
 GOALS = {
     "small-lm": "a small language model from the target's first layers",
-    "heads": "heads on the target's hidden states (EAGLE), with a draft tree",
+    "heads": "heads on the target's hidden states (EAGLE)",
     "online": "a small language model that goes on learning while it serves",
 }
 
