@@ -223,11 +223,42 @@ def pass_costs() -> str:
     return svg(760, 170, "The cost of one step, in plain steps", parts)
 
 
+def transform() -> str:
+    """The transform of docs/audit.md: a law by descending probability, and the u of a token."""
+    left, unit = 150, 560
+    law = (("blue", 0.5), ("grey", 0.25), ("clear", 0.15), ("green", 0.1))
+    drawn, uniform = 1, 0.6
+    begin = sum(p for _, p in law[:drawn])
+    u = begin + uniform * law[drawn][1]
+    parts = [words_at(14, 61, "law after “The sky is”"), words_at(14, 161, "bins of u")]
+    x = float(left)
+    for index, (word, p) in enumerate(law):
+        style = TARGETS if index == drawn else TEXT
+        parts.append(box(round(x, 1), 40, f"{word} {p}", style, round(unit * p, 1)))
+        x += unit * p
+    at = round(left + unit * u, 1)
+    parts.append(line((at, 20), (at, 172), REJECTED[1], 2, dashed=True))
+    for number in range(10):
+        inside = int(10 * u) == number
+        style = TARGETS if inside else UNREACHED
+        parts.append(box(left + unit / 10 * number, 140, f"{number / 10}", style, unit / 10))
+    parts.append(
+        words_at(
+            at,
+            106,
+            f"drawn: grey, so u = {begin} + U · {law[drawn][1]} = {u:.2f} with U = {uniform}",
+            anchor="middle",
+        )
+    )
+    return svg(760, 196, "From a drawn token to a number that is uniform", parts)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     "step.svg": step,
     "tree.svg": tree,
     "speedup.svg": speedup_curves,
     "pass_costs.svg": pass_costs,
+    "transform.svg": transform,
 }
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ __version__ = "0.1.0"
 # The module of each public name. They load torch, and a command that only prints its help needs
 # none of them.
 _MODULES = {
+    "Audit": "draftsmith.auditing.findings",
+    "AuditOptions": "draftsmith.auditing.entry",
     "Decoded": "decode.loop.decoding",
     "Decoder": "decode.loop.decoding",
     "Evaluation": "decode.measure.figures",
@@ -37,6 +39,7 @@ _MODULES = {
     "Target": "decode.model.loading",
     "TextPieces": "decode.text",
     "UserError": "decode.base.errors",
+    "audit": "draftsmith.auditing.entry",
     "evaluate": "decode.measure.evaluation",
     "load_target": "decode.model.loading",
     "open_drafter": "decode.opening.directory",
@@ -54,12 +57,16 @@ if TYPE_CHECKING:
     from decode.opening.directory import open_drafter, save_drafter
     from decode.settings import EvaluationProtocol
     from decode.text import SpeculativeGenerator, TextPieces
+    from draftsmith.auditing.entry import AuditOptions, audit
+    from draftsmith.auditing.findings import Audit
     from train.loop.checkpoint import Stopped
     from train.run.config import RunConfig
     from train.run.entry import train
     from train.run.run import Run
 
 __all__ = [
+    "Audit",
+    "AuditOptions",
     "Decoded",
     "Decoder",
     "Evaluation",
@@ -72,6 +79,7 @@ __all__ = [
     "Target",
     "TextPieces",
     "UserError",
+    "audit",
     "evaluate",
     "load_target",
     "open_drafter",

@@ -77,7 +77,7 @@ class AnswerEngine:
             min_p=body["min_p"], repetition_penalty=body["repetition_penalty"],
         )  # fmt: skip
         tokens = self._decode(body["prompt"], body["max_tokens"], sampling, body["seed"])
-        ended = tokens[-1] in body["stop_token_ids"]
+        ended = tokens[-1] in body.get("stop_token_ids", self.target.eos_token_ids)
         reply = {
             "model": body["model"],
             "choices": [
@@ -91,8 +91,7 @@ class AnswerEngine:
             ],
             "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)},
         }
-        if k := body.get("logprobs"):
-            assert body["return_tokens_as_token_ids"]
+        if (k := body.get("logprobs")) and body.get("return_tokens_as_token_ids"):
             top = token_logprobs(self.target, body["prompt"], tokens, k)
             reply["choices"][0]["logprobs"] = {"top_logprobs": top}
         self.change(reply, len(self.bodies))

@@ -130,6 +130,25 @@ def test_completions_give_them_with_offsets(client: Any, count: int) -> None:
             assert parts == (pytest.approx(whole, abs=1e-4) if name == "token_logprobs" else whole)
 
 
+def test_token_ids_are_those_of_the_decode_whole_and_in_a_stream(service: Running) -> None:
+    ids = prompt_ids(QUESTION, target().tokenizer)
+    body = {"model": MODEL, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
+    with service.client() as http:
+        texts = http.post("/v1/completions", json={**body, "prompt": ids, "n": 2}).json()["choices"]
+        chatted = http.post("/v1/chat/completions", json={**body, "messages": QUESTION}).json()
+        streamed = {**body, "messages": QUESTION, "stream": True}
+        with http.stream("POST", "/v1/chat/completions", json=streamed) as stream:
+            *parts, end = events(stream.iter_lines())
+    assert end == "[DONE]"
+    expected = alone(target(), QUESTION, 24)
+    for choice in (*texts, *chatted["choices"]):
+        assert choice["token_ids"] == expected
+        assert choice["prompt_token_ids"] == ids
+    pieces = [part["choices"][0].get("token_ids", []) for part in parts]
+    assert len([piece for piece in pieces if piece]) > 1
+    assert [token for piece in pieces for token in piece] == expected
+
+
 def test_a_stop_string_cuts_text_and_entries(client: Any, service: Running) -> None:
     text = decode(target().tokenizer, alone(target(), QUESTION, 40))
     stop = text[21:24]

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from draftsmith.cli.audit import audit
 from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
 from draftsmith.cli.compare import compare
@@ -74,6 +75,7 @@ for command in (
     record,
     forget,
     learn,
+    audit,
     doctor,
 ):
     # `import` is a word of Python, so the function has another name.

@@ -19,9 +19,10 @@ class ExitStatus(IntEnum):
         return {
             cls.DONE: "the command did what it was asked to",
             cls.FAILED: "a check failed: `doctor` says the machine cannot be trusted, or `export "
-            "--verify` that an engine drafted nothing. Also a bug, with its traceback",
+            "--verify` that an engine drafted nothing, or `audit` that a server's text is not the "
+            "target's. Also a bug, with its traceback",
             cls.BAD_INPUT: "bad input or a missing package; the message says what was expected and "
-            "what to do",
+            "what to do. Also an `audit` that could not judge",
             cls.NOT_DUE: "`learn --once`: no cycle is due",
             cls.STOPPED: "`train` and `learn`: stopped by SIGTERM or Ctrl-C after a checkpoint; "
             "the same command continues",

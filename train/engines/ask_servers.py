@@ -67,7 +67,8 @@ class ServerClient:
             return str(response.json()["data"][0]["id"])
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise UserError(
-                f"{self.url}/v1/models lists no model: {excerpt(response)}. Set server.model"
+                f"{self.url}/v1/models lists no model: {excerpt(response)}. "
+                f"Set {self.setting('model')}"
             ) from error
 
     def accepted(self, response: httpx2.Response) -> httpx2.Response:
@@ -75,9 +76,14 @@ class ServerClient:
         if response.status_code != 200:
             raise UserError(
                 f"{response.request.url} refuses with status {response.status_code}: "
-                f"{excerpt(response)}. Check server.url, server.model and server.key_env"
+                f"{excerpt(response)}. Check {self.setting('url')}, {self.setting('model')} and "
+                f"{self.setting('key_env')}"
             )
         return response
+
+    def setting(self, name: str) -> str:
+        """What messages call a field of the config."""
+        return f"server.{name}"
 
     async def headers(self) -> dict[str, str]:
         """Called before each attempt: its headers."""
@@ -104,7 +110,7 @@ class ServerClient:
                         method, self.url + path, json=body, headers=headers
                     )
             except TimeoutError:
-                problem = f"no complete answer in {limit:g} s (server.timeout_seconds)"
+                problem = f"no complete answer in {limit:g} s ({self.setting('timeout_seconds')})"
             except httpx2.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
             else:
@@ -114,7 +120,8 @@ class ServerClient:
                 wait = max(wait, _retry_after(response))
             self.gave_up(headers)
         if wait > limit:
-            problem += f"; it asks to wait {wait:.0f} s, more than server.timeout_seconds"
+            asked = self.setting("timeout_seconds")
+            problem += f"; it asks to wait {wait:.0f} s, more than {asked}"
         raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")
 
 
@@ -170,7 +177,7 @@ def ask_servers(
     If one of several servers does not answer any more, the others take its rows, and `on_lost` is
     called with the problem. Raises UserError as `AnswerServer.answer` does, ServerLost for the last
     server only, and cancels all other requests."""
-    _run(
+    run_apart(
         _ask(
             [AnswerServer(url, config, settings, reader) for url in urls],
             iter(rows),
@@ -181,7 +188,7 @@ def ask_servers(
     )
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def run_apart(work: Coroutine[Any, Any, None]) -> None:
     """`asyncio.run`, in a thread of its own where this one has a loop already, as in a notebook."""
     try:
         asyncio.get_running_loop()

@@ -85,10 +85,11 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     return report, dict(zip(row_labels(report), samples, strict=True))
 
 
-def template(name: str) -> Template:
-    """Return a template of this folder. Its pages load nothing from elsewhere."""
+def template(name: str, *folders: Path) -> Template:
+    """Return a template of one of these folders, or of this one. Its pages load nothing from
+    elsewhere."""
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
+        loader=FileSystemLoader([*folders, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

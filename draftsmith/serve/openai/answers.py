@@ -186,8 +186,16 @@ class ChoicesAnswer(ApiAnswer):
             **self.text(piece, whole=whole),
             "logprobs": self.logprobs(piece.tokens) if asks else None,
             "finish_reason": piece.reason,
+            **(self.token_ids(piece, whole=whole) if self._asked.gives_token_ids else {}),
             **(trace if self._asked.draftsmith.trace else {}),
         }
+
+    def token_ids(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        """The ids of a piece's tokens, as vLLM gives them. A whole text has its prompt's too."""
+        choice = self._choices[piece.index]
+        if whole:
+            return {"token_ids": choice.tokens, "prompt_token_ids": list(choice.prompt)}
+        return {"token_ids": choice.tokens[self._generated[piece.index] : piece.generated]}
 
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
         choices = [self.choice(text, whole=True) for text in texts]
@@ -204,9 +212,10 @@ class ChoicesAnswer(ApiAnswer):
 
     def part(self, piece: Piece) -> Iterator[bytes]:
         self._left -= piece.reason is not None
-        self._generated[piece.index] = piece.generated
         last = {} if self._left else {"draftsmith": self.counts()}
-        yield self.event([self.choice(piece, whole=False)], **last)
+        choice = self.choice(piece, whole=False)
+        self._generated[piece.index] = piece.generated
+        yield self.event([choice], **last)
 
     def closing(self) -> Iterator[bytes]:
         if self._with_usage:

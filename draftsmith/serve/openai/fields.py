@@ -156,7 +156,6 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "post_sampling_probs": (False,),
         "skip_special_tokens": (True,),
         "detokenize": (True,),
-        "return_token_ids": (False,),
         "return_tokens": (False,),
         "return_tokens_as_token_ids": (False,),
         "return_hidden_states": (False,),

@@ -157,6 +157,11 @@ class Asked(RequestPart):
         return 1
 
     @property
+    def gives_token_ids(self) -> bool:
+        """Whether the answer has the ids of its tokens and of its prompts."""
+        return False
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return ()
 
@@ -186,10 +191,17 @@ class _Several(Asked):
     stop: Annotated[tuple[str, ...], PlainValidator(read_stops), _TEXTS] = Field(
         (), description="the text ends before the first of them"
     )
+    return_token_ids: bool = Field(
+        False, description="give the ids of the tokens, and of the prompt's"
+    )
 
     @property
     def texts(self) -> int:
         return self.n
+
+    @property
+    def gives_token_ids(self) -> bool:
+        return self.return_token_ids
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -381,6 +393,7 @@ RESPONSES = Contract(
     | {
         "one text is given, to its end": {"n": (1,), "stop": ([], "")},
         "templates of prompts are not kept": {"prompt": ()},
+        "token ids are given by /v1/completions and chat only": {"return_token_ids": (False,)},
     },
 )
 SETTINGS = Contract(SettingsChange)

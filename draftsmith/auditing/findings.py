@@ -1,0 +1,80 @@
+"""What an audit found: one finding for each question, and the verdict of all."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from train.base.exit_status import ExitStatus
+
+
+class Verdict(StrEnum):
+    """EQUAL: no difference was found, up to the size that stands with it. WRONG: a difference that
+    chance or rounding does not explain. UNJUDGED: the question could not be asked."""
+
+    EQUAL = "equal"
+    WRONG = "wrong"
+    UNJUDGED = "not judged"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to one question.
+
+    group: greedy, sampled, exact or contract. detail: a sentence with figures. p: the probability
+    that an engine without error gives a statistic as large; None for what is no test. sees: the
+    smallest error that this would have found, in words.
+    """
+
+    group: str
+    name: str
+    verdict: Verdict
+    detail: str
+    p: float | None = None
+    sees: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**vars(self), "verdict": str(self.verdict)}
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The result of an audit.
+
+    subject: what was audited, and how: address, model, target, sampling, level, and counts.
+    findings: in the order of the questions. greedy texts must be the target's up to rounding,
+    sampled ones must be drawn from its law.
+    """
+
+    subject: dict[str, Any]
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def verdict(self) -> Verdict:
+        """WRONG if anything is, else UNJUDGED if anything could not be judged."""
+        return worst(finding.verdict for finding in self.findings)
+
+    @property
+    def exit_status(self) -> ExitStatus:
+        """0: equal. 1: wrong. 2: not judged."""
+        return {
+            Verdict.EQUAL: ExitStatus.DONE,
+            Verdict.WRONG: ExitStatus.FAILED,
+            Verdict.UNJUDGED: ExitStatus.BAD_INPUT,
+        }[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Converts to JSON values."""
+        return {
+            "verdict": str(self.verdict),
+            "subject": self.subject,
+            "findings": [finding.to_dict() for finding in self.findings],
+        }
+
+
+def worst(verdicts: Iterable[Verdict]) -> Verdict:
+    """The verdict of several; UNJUDGED of none."""
+    found = set(verdicts)
+    if Verdict.WRONG in found:
+        return Verdict.WRONG
+    return Verdict.EQUAL if found == {Verdict.EQUAL} else Verdict.UNJUDGED

@@ -1,0 +1,121 @@
+"""`audit`: is an engine's text the target's?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import (
+    Drawing,
+    Loading,
+    require_packages,
+    shows_errors,
+    takes_groups,
+    tokenized_prompts,
+)
+from train.base.console import quieten
+from train.base.exit_status import ExitStatus
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditDrawing(Drawing):
+    """How the sampled answers are drawn."""
+
+    temperature: Annotated[
+        float, typer.Option(help="of the sampled answers; 0: only greedy ones are asked for")
+    ] = 1.0
+
+
+@shows_errors
+@takes_groups
+def audit(
+    *,
+    url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, without /v1")],
+    loading: Loading,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="prompts, spread over the file")] = 32,
+    samples: Annotated[int, typer.Option(help="sampled answers to each prompt")] = 8,
+    max_new_tokens: Annotated[int, typer.Option(help="length of an answer, in tokens")] = 64,
+    drawing: AuditDrawing,
+    level: Annotated[
+        float, typer.Option(help="probability that a server without error is called wrong")
+    ] = 1e-3,
+    engine_dtype: Annotated[
+        str | None,
+        typer.Option(help="what the server computes in; default: the target's dtype here"),
+    ] = None,
+    rounding: Annotated[
+        float | None, typer.Option(help="of logits, in place of what the dtype says")
+    ] = None,
+    protocol: Annotated[str, typer.Option(help="completions or llama-server")] = "completions",
+    model: Annotated[
+        str | None, typer.Option(help="the server's name for the model; default: its first")
+    ] = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="environment variable with the server's key")
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="requests at a time")] = 8,
+    timeout_seconds: Annotated[float, typer.Option(help="for one answer")] = 120.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the findings here")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="write a page here")] = None,
+    junit: Annotated[Path | None, typer.Option(help="write JUnit's XML here, for CI")] = None,
+) -> None:
+    """Judge from outside whether a server's text is the target's: greedy answers token by token,
+    sampled ones by the target's law. Any server with an API like OpenAI's that gives token ids.
+
+    Exit status 0: nothing was found. 1: the text is not the target's. 2: it could not be judged.
+    """
+    if protocol not in ("completions", "llama-server"):
+        raise UserError(f"--protocol is {protocol!r}; expected completions or llama-server")
+    said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
+    require_packages("httpx2")
+    import configs
+    from draftsmith.auditing import report
+    from draftsmith.auditing.entry import AuditOptions
+    from draftsmith.auditing.entry import audit as run
+    from train.base.console import Reporter
+    from train.data.read import read_examples
+
+    quieten()
+    options = AuditOptions(
+        sampling=drawing.sampling,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        seed=drawing.seed,
+        level=level,
+        engine_dtype=engine_dtype,
+        rounding=rounding,
+    )
+    reporter = Reporter()
+    shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
+    examples = read_examples(str(prompts or shipped))[0]
+    target = loading.load()
+    found = run(
+        url,
+        target,
+        tokenized_prompts(examples, target, limit),
+        options,
+        protocol=said,
+        model=model,
+        key_env=key_env,
+        concurrency=concurrency,
+        timeout_seconds=timeout_seconds,
+        say=reporter.say,
+    )
+    reporter.table(report.terminal_table(found))
+    reporter.say(report.headline(found))
+    for path, write in (
+        (json_file, report.write_json),
+        (html, report.write_page),
+        (junit, report.write_junit),
+    ):
+        if path is not None:
+            write(found, path)
+    if found.exit_status is not ExitStatus.DONE:
+        raise typer.Exit(found.exit_status)

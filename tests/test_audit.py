@@ -1,0 +1,167 @@
+"""`draftsmith audit`: honest servers pass, and servers with an error are found, over HTTP."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from typer.testing import CliRunner
+
+pytest.importorskip("starlette", reason="the extra serve is not installed")
+pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
+pytest.importorskip("httpx2", reason="the extra serve is not installed")
+
+from starlette.responses import Response
+
+import draftsmith
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.settings import DecodeSettings
+from draftsmith import Audit, AuditOptions
+from draftsmith.auditing.findings import Verdict
+from draftsmith.cli.main import app
+from tests.answer_server import AnswerEngine
+from tests.audit_controls import CONTROLS, PROMPTS, ROWS
+from tests.service import Running, serving
+from tests.tiny import near_drafter, tiny_target
+from tests.upstream import served
+
+TARGET = tiny_target()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with serving(TARGET, near_drafter(), DecodeSettings(gamma=3), max_rows=ROWS) as running:
+        yield running
+
+
+def names(found: Audit, verdict: Verdict) -> set[str]:
+    return {f"{x.group} {x.name}" for x in found.findings if x.verdict is verdict}
+
+
+def test_an_honest_server_passes_and_its_report_says_so(server: Running, tmp_path: Path) -> None:
+    TARGET.model.save_pretrained(tmp_path / "target")
+    TARGET.tokenizer.save_pretrained(tmp_path / "target")
+    rows = [json.dumps({"prompt": text}) for text in ("the dog", "12 and 30", "sea shells")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "junit")}
+    result = CliRunner().invoke(
+        app,
+        [
+            "audit", server.url, "--target", str(tmp_path / "target"),
+            "--prompts", str(tmp_path / "prompts.jsonl"), "--samples", "15",
+            "--max-new-tokens", "32", "--concurrency", "32",
+            *(part for kind, file in files.items() for part in (f"--{kind}", str(file))),
+        ],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "equal: nothing was found" in result.output
+    found = json.loads(files["json"].read_text())
+    assert found["verdict"] == "equal"
+    assert {x["group"] for x in found["findings"]} == {"greedy", "sampled"}
+    assert found["subject"]["level"] == 1e-3
+    suite = ElementTree.parse(files["junit"]).getroot()
+    assert suite.get("failures") == "0"
+    assert len(suite) == len(found["findings"])
+    page = files["html"].read_text()
+    assert server.url in page
+    assert "http://" not in page.replace(server.url, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "texts", "finds"),
+    [
+        ("path committed one slot off", 0, "greedy tokens"),
+        ("penalty not along the path", 0, "greedy tokens"),
+        ("one seed for all requests", 48, "sampled answers to one prompt agree"),
+        ("text after its end", 48, "sampled ends and usage"),
+    ],
+)
+def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> None:
+    control = next(control for control in CONTROLS if control.name == name)
+    found = control.audit(texts, broken=True)
+    assert found.exit_status == 1
+    assert finds in names(found, Verdict.WRONG)
+
+
+def test_another_model_is_not_judged(server: Running) -> None:
+    other = tiny_target(seed=1)
+    found = draftsmith.audit(server.url, other, PROMPTS[:2], AuditOptions(sampling=Sampling()))
+    assert found.exit_status == 2
+    assert names(found, Verdict.UNJUDGED) == {"greedy weights"}
+
+
+def hide_ids(reply: dict[str, Any], number: int) -> None:
+    del reply["choices"][0]["token_ids"]
+
+
+def rewrite_prompt(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["prompt_token_ids"] = [5, 6]
+
+
+def other_vocabulary(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["token_ids"][0] = 4000
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (hide_ids, "gives no token ids"),
+        (rewrite_prompt, "read another prompt than was sent"),
+        (other_vocabulary, "replied the token id 4000"),
+    ],
+)
+def test_servers_that_cannot_be_judged_are_named(
+    change: Callable[[dict[str, Any], int], None], said: str
+) -> None:
+    with served(AnswerEngine(change=change).app()) as url, pytest.raises(UserError, match=said):
+        draftsmith.audit(url, TARGET, PROMPTS[:1])
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (Response("no token ids here", 400), "refuses a request with token ids: no token ids"),
+        (Response("key", 401), "refuses with status 401.*--key-env"),
+        (Response("busy", 429, {"retry-after": "900"}), "asks to wait 900 s.*--timeout-seconds"),
+        (5.0, "no complete answer in 0.2 s"),
+        (Response("", 307, {"location": "http://127.0.0.1:9/"}), "refuses with status 307"),
+        (Response("[]"), "replied what is no answer"),
+    ],
+)
+def test_faults_of_servers_are_named(fault: Any, said: str) -> None:
+    with served(AnswerEngine(faults=[fault]).app()) as url, pytest.raises(UserError, match=said):
+        draftsmith.audit(url, TARGET, PROMPTS[:1], timeout_seconds=0.2, retries=0)
+
+
+def test_usage_that_does_not_fit_is_wrong() -> None:
+    def change(reply: dict[str, Any], number: int) -> None:
+        reply["usage"]["completion_tokens"] += 7
+
+    with served(AnswerEngine(change=change).app()) as url:
+        greedy = AuditOptions(sampling=Sampling(), max_new_tokens=8)
+        found = draftsmith.audit(url, TARGET, PROMPTS[:2], greedy)
+    assert names(found, Verdict.WRONG) == {"greedy ends and usage"}
+
+
+def test_llama_servers_own_protocol_is_judged() -> None:
+    with served(AnswerEngine().app()) as url:
+        options = AuditOptions(sampling=Sampling(), max_new_tokens=8)
+        found = draftsmith.audit(url, TARGET, PROMPTS[:3], options, protocol="llama-server")
+    assert found.verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"level": 0.5}, "level is 0.5"),
+        ({"samples": 0}, "samples is 0"),
+        ({"engine_dtype": "int8"}, "engine_dtype is 'int8'"),
+        ({"max_new_tokens": 500}, "has 256 positions"),
+    ],
+)
+def test_bad_options_are_named(arguments: Any, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        draftsmith.audit("http://127.0.0.1:9", TARGET, PROMPTS, AuditOptions(**arguments))
