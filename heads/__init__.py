@@ -3,7 +3,8 @@
 Importing this package registers all kinds of heads and their drafters by name: Medusa and Blockwise
 (`parallel_heads`), Hydra and Hydra++ (`hydra_heads`), EAGLE-1 and EAGLE-3 (`eagle_heads`), P-EAGLE
 (`p_eagle_heads`), DFlash (`dflash_heads`), DSpark (`dspark_heads`), PaSS (`pass_heads`, and
-`in_tree` in the passes that verify), Kangaroo (`kangaroo_heads`).
+`in_tree` in the passes that verify), Kangaroo (`kangaroo_heads`), multi-token prediction
+(`mtp_heads`).
 """
 
 from heads import (
@@ -14,6 +15,8 @@ from heads import (
     hydra_heads,
     in_tree,
     kangaroo_heads,
+    mtp_drafter,
+    mtp_heads,
     p_eagle_heads,
     parallel_heads,
     pass_heads,
@@ -29,6 +32,8 @@ __all__ = [
     "hydra_heads",
     "in_tree",
     "kangaroo_heads",
+    "mtp_drafter",
+    "mtp_heads",
     "p_eagle_heads",
     "parallel_heads",
     "pass_heads",

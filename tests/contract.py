@@ -99,6 +99,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
     "dspark": {"type": "dspark", "layers": 1, "block": 3, "taps": [0], "mask_token": 2, "rank": 4},
     "kangaroo": {"type": "kangaroo", "exit_layer": 1, "depth": 3},
+    "mtp": {"type": "mtp", "depth": 3},
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError, nearest
+from decode.base.registry import Choice
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
@@ -104,6 +105,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
 
     - a drafter that is not trained, with or without options: `none`, `ngram:max_n=4`, `store`,
       `max_gram`, `suffix`, `lookahead`, `skip`, `swift` or `sparse`;
+    - `mtp`, the module of multi-token prediction in the target's own checkpoint;
     - a drafter directory, or `embedded:NAME` for one that comes with draftsmith;
     - any smaller causal LM with the same tokenizer (directory, GGUF file or hub id). Its output
       layer may be padded to another size than the target's. With `pard_token` in its config it
@@ -141,12 +143,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
-        if DRAFTERS[kind].trained:
-            raise UserError(
-                f"{kind!r} is a kind of trained drafter; give the directory of a trained drafter"
-            )
-        drafter: Drafter = DRAFTERS.make(spec)
-        return drafter
+        return DRAFTERS[kind].open(Choice.of(spec), target, dtype)
     if (path / DRAFTER_FILE).exists():
         return _open_directory(spec, path, target, name)
     return _open_small_lm(spec, path, target, name)

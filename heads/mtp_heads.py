@@ -1,0 +1,160 @@
+"""Heads of multi-token prediction (MTP): the modules that models ship in their checkpoints since
+DeepSeek-V3 (2412.19437, section 2.2), and such modules trained for any target.
+
+A step reads a hidden state and the embedding of the next token. It returns the next hidden state,
+after a norm, and the target's output layer reads it. The first state is the target's, after its
+final norm. A family has one layer, which runs once for each token of a draft (as FastMTP,
+2509.18362, trains it), or one layer for each token.
+
+Shapes: B rows, n tokens, T tokens of a text, H hidden size.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from decode.base.errors import UserError
+from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.lean_forward import Attend
+from distill.flops import TextFlops
+from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.heads_module import (
+    HEADS,
+    HeadBatch,
+    Prediction,
+    TokenHeads,
+    shift_left,
+    trained_positions,
+)
+from heads.layers.family_layer import FamilyRotary, family_layers, mtp_config, run_layer
+from heads.layers.target_layers import copy_norm
+from heads.layers.unrolled_attention import UnrolledAttention, causal_attention
+
+
+class MtpOptions(AttendingOptions):
+    """Options of heads of multi-token prediction."""
+
+    type: Literal["mtp"] = "mtp"
+    output: Literal["target"] = "target"
+    """The output layer: the target's, frozen and not stored."""
+    layers: int = Field(1, ge=1)
+    """The number of layers. One layer drafts all tokens, and reads its own state after the first.
+    Of several, each drafts one token, in chains."""
+    depth: int = Field(3, ge=1)
+    """The max depth of a draft, and the number of steps that are trained. With several layers it is
+    at most their number."""
+    decay: float = Field(0.6, gt=0, le=1)
+    """The loss weight of step k is decay^(k − 1) (FastMTP's β)."""
+
+    @property
+    def longest_draft(self) -> int:
+        return self.depth
+
+    def require_window(self) -> None:
+        super().require_window()
+        if 1 < self.layers < self.depth:
+            raise UserError(
+                f"depth is {self.depth}, but each of the {self.layers} layers of these mtp heads "
+                f"drafts one token; set depth to at most {self.layers}"
+            )
+
+
+@HEADS.register("mtp")
+class MtpHeads(TokenHeads, AttendingHeads):
+    """Step d is `layers[d − 1]`, or the only layer, over the state of step d − 1 at the same place
+    of the text and the embedding of the token d places later, at this token's position.
+
+    The init weights are ours: the projection first copies the normed state, the decoder layer
+    changes nothing, and the last norm gives the states their size back. So each step starts as the
+    target's distribution one token earlier.
+    """
+
+    Options = MtpOptions
+
+    def __init__(
+        self, options: MtpOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        options.require_window()
+        super().__init__(options, options.depth, model, vocabulary)
+        self.config = mtp_config(model, options.layers)
+        self.layers = family_layers(model, self.config)
+        self._rotary = FamilyRotary(model, self.config)
+        self.attending_layers = self.stacked_layers = options.layers
+
+    @property
+    def window(self) -> SlidingWindow | None:
+        """The option, or else that of the family's layers."""
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        if self.options.window is not None or kinds != {"sliding_attention"}:
+            return super().window
+        return SlidingWindow(self.config.sliding_window, 0)
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        for layer in self.layers:
+            for part in layer.modules():
+                model._init_weights(part)
+            for name, weight in layer.named_parameters():
+                if name.endswith(("o_proj.weight", "down_proj.weight", "down_proj")):
+                    weight.zero_()
+            parts: Any = layer
+            parts.eh_proj.weight.zero_()
+            own = slice(self.hidden_size, None)
+            if getattr(self.config, "mtp_hidden_states_first", False):
+                own = slice(0, self.hidden_size)
+            parts.eh_proj.weight[:, own] = torch.eye(self.hidden_size)
+            _fill(parts.enorm, 1.0)
+            _fill(parts.hnorm, 1.0)
+            final = nn.RMSNorm(self.hidden_size)
+            copy_norm(final, model)
+            _fill(parts.post_norm, float(final.weight.square().mean().sqrt()))
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
+
+    def body_flops(self) -> TextFlops | None:
+        return None  # of the experts of a layer, a token goes through some
+
+    def step(
+        self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend, number: int = 0
+    ) -> Tensor:
+        """The next states [B, n, H], of a layer.
+
+        states: [B, n, H]. tokens: int64 [B, n], the tokens whose embeddings are read. positions:
+        int64 [B, n] or [1, n], one less than those of these tokens.
+        """
+        states, embedded = states.to(self.dtype), self.embeddings(tokens).to(self.dtype)
+        at = positions + 1
+        turns = self._rotary(number, at, states)
+        return run_layer(self.layers[number], embedded, states, at, turns, attend)
+
+    def readout(self, states: Tensor) -> Tensor:
+        return states
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        states = batch.of(self.captured_layers).to(self.dtype)
+        unrolled = UnrolledAttention(self.window)
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+        for depth in range(1, max(depths) + 1):
+            tokens = shift_left(batch.input_ids, depth)
+            number, attend = 0, unrolled.at(depth)
+            if len(self.layers) > 1:  # each has keys and values for itself
+                number, attend = depth - 1, partial(causal_attention, window=self.window)
+            places = positions + depth - 1
+            states = self.recomputed(self.step, states, tokens, places, attend, number)
+            if depth in depths:
+                trained = trained_positions(batch.loss_mask, depth)
+                yield Prediction(depth, trained, states[trained])
+
+
+def _fill(norm: nn.Module, scale: float) -> None:
+    """Make this the scale of a norm, also of one that adds 1 to its weight."""
+    weight: Any = norm.weight
+    weight.zero_()
+    weight.fill_(scale - float(norm(torch.ones_like(weight)[None])[0, 0]))
