@@ -6,14 +6,12 @@ everything is compared here first, by name and shape, from the headers of the fi
 """
 
 import copy
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -70,7 +68,6 @@ _APART = {
 LAYOUTS = {
     "deepseek_v3": _AFTER,
     "glm4_moe": _AFTER,
-    "bailing_hybrid": _AFTER,
     "mellum": Layout("mtp.layers.{k}.", _APART, "num_mtp_layers"),
     "qwen3_next": Layout("mtp.layers.{k}.", _APART, None),
     "qwen3_5_text": Layout("mtp.layers.{k}.", _APART, "mtp_num_hidden_layers"),
@@ -130,17 +127,22 @@ def stored_module(directory: Path, layout: Layout, layers: int) -> dict[str, Sto
     return found
 
 
-def named_as_stored(heads: MtpHeads, model: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def named_as_stored(
+    heads: MtpHeads, model: Any, weights: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """Weights of heads by the names, and in the parts, that the checkpoint has. A fused tensor of
     all experts becomes one tensor for each matrix."""
     layout, count = layout_of(model.config, ""), _depth_of(model)
     renamed = {_stored_name(layout, name, count): x for name, x in weights.items()}
     holder: Any = nn.Module()
-    holder.config, holder._weight_conversions = heads.config, [
-        conversion
-        for conversion in get_model_conversion_mapping(model, add_legacy=False)
-        if type(conversion).__name__ != "PrefixChange"
-    ]
+    holder.config, holder._weight_conversions = (
+        heads.config,
+        [
+            conversion
+            for conversion in get_model_conversion_mapping(model, add_legacy=False)
+            if type(conversion).__name__ != "PrefixChange"
+        ],
+    )
     reverted: dict[str, Tensor] = revert_weight_conversion(holder, renamed)
     return reverted
 
@@ -195,7 +197,8 @@ def read_module(target: Target, options: Mapping[str, Any]) -> MtpHeads:
     family or checkpoint without a module, one that is partial or quantised, and tensors with other
     names or shapes than the config says.
     """
-    heads: Any = build_heads(module_options(target, options), target, None, "meta")
+    heads = build_heads(module_options(target, options), target, None, "meta")
+    assert isinstance(heads, MtpHeads)
     directory = checkpoint_directory(target)
     check_module(target, heads, directory)
     layers, model = len(heads.layers), copy.copy(target.model)
@@ -212,8 +215,8 @@ def read_module(target: Target, options: Mapping[str, Any]) -> MtpHeads:
     model._keys_to_ignore_on_load_unexpected = [layout.pattern(_depth_of(model))]
     with explained(f"the module of {target.name} cannot be read"), no_progress_bars():
         read = MtpModel.from_pretrained(model)
-    heads.load_state_dict({f"layers.{k}": x for k, x in read.layers.state_dict().items()}, assign=True)
-    return heads  # type: ignore[no-any-return]
+    heads.layers.load_state_dict(read.layers.state_dict(), assign=True)
+    return heads
 
 
 def check_module(target: Target, heads: MtpHeads, directory: Path) -> dict[str, Stored]:
@@ -224,8 +227,8 @@ def check_module(target: Target, heads: MtpHeads, directory: Path) -> dict[str, 
     if not found:
         raise UserError(
             f"{directory} has no tensor of a module of multi-token prediction, although its config "
-            f"says that there is one (expected names such as {layout.place.format(n=layers, k=0)}…);"
-            " fine-tuning tools often leave it out. Take it from the original checkpoint, or train "
+            f"says that there is one: no name begins with {layout.place.format(n=layers, k=0)}. "
+            "Fine-tuning tools often leave it out; take it from the original checkpoint, or train "
             "mtp heads (heads: {type: mtp})"
         )
     found = {name: x for name, x in found.items() if not name.endswith(COPIES)}

@@ -44,7 +44,7 @@ class MtpDrafter(AutoregressiveDrafter):
             )
 
     @classmethod
-    def open(cls, choice: Choice, target: Target, dtype: torch.dtype) -> Self:
+    def named(cls, choice: Choice, target: Target, dtype: torch.dtype) -> Self:
         """The module in the target's checkpoint. The options are those of the heads: `depth`,
         `window` and `sinks`. Raises UserError as `read_module` does."""
         heads = read_module(target, choice.options)
@@ -156,4 +156,4 @@ class _LayeredGrowth(Growth):
         self.passes.run()
         rows = torch.arange(self.rows, device=self.device)
         states = self.passes.states[rows, self.last]
-        return self.heads.output.at(1, self.heads.readout(states))  # type: ignore[no-any-return]
+        return self.heads.output.at(1, self.heads.readout(states))

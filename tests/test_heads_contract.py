@@ -106,6 +106,8 @@ def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
         ("dspark", "multi_round", "distinct"),
         ("kangaroo", "speculative", None),
         ("kangaroo", "traversal", "distinct"),
+        ("mtp", "block", None),
+        ("mtp", "multi_round", "distinct"),
     ],
 )
 def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:

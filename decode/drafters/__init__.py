@@ -62,7 +62,7 @@ class Drafter(ABC):
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
 
     @classmethod
-    def open(cls, choice: Choice, target: Target, dtype: torch.dtype) -> "Drafter":
+    def named(cls, choice: Choice, target: Target, dtype: torch.dtype) -> "Drafter":
         """The drafter that a name and options stand for. dtype: of its weights. Raises UserError
         for a drafter that needs a directory, and for wrong options."""
         if cls.trained:

@@ -143,7 +143,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
-        return DRAFTERS[kind].open(Choice.of(spec), target, dtype)
+        return DRAFTERS[kind].named(Choice.of(spec), target, dtype)
     if (path / DRAFTER_FILE).exists():
         return _open_directory(spec, path, target, name)
     return _open_small_lm(spec, path, target, name)

@@ -77,7 +77,8 @@ def family_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
     that have no RMS norm, or whose attention does more than softmax(q·k)·v.
     """
     name = layer_list_name(model)
-    block = type(model.get_submodule(name)[-1]) if name else None  # type: ignore[index]
+    layers: Any = model.get_submodule(name) if name else None
+    block: Any = None if layers is None else type(layers[-1])
     missing = _missing(model, block, config)
     if missing is not None or block is None:
         raise UserError(
@@ -88,11 +89,11 @@ def family_layers(model: PreTrainedModel, config: Any) -> nn.ModuleList:
         with torch.device("meta"):
             parts = block(config, 0).named_modules()
             norm = next(type(part) for name, part in parts if "norm" in name)
-        layers = range(config.num_hidden_layers)
-        return nn.ModuleList(MtpLayer(config, block, norm, number) for number in layers)
+        numbers = range(config.num_hidden_layers)
+        return nn.ModuleList(MtpLayer(config, block, norm, number) for number in numbers)
 
 
-def _missing(model: PreTrainedModel, block: type | None, config: Any) -> str | None:
+def _missing(model: PreTrainedModel, block: Any, config: Any) -> str | None:
     """What the target lacks, as the end of a sentence. None: nothing."""
     if block is None:
         return "has no single list of layers"
@@ -117,11 +118,11 @@ class FamilyRotary:
     """
 
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
-        rotary: Any = model.get_decoder().rotary_emb  # type: ignore[union-attr]
-        self._kind, self._config = type(rotary), rotary.config
+        rotary: Any = model.get_decoder().rotary_emb
+        self._kind, self._config = type(rotary), config
         parameters = getattr(config, "rope_parameters", None) or {}
         self._by_layer = bool(config.nested_rope_parameter_keys(parameters))
-        self._layer_types = getattr(config, "layer_types", None)
+        self._layer_types: Any = getattr(config, "layer_types", None)
         self._modules: dict[torch.device, nn.Module] = {}
 
     def __call__(self, layer: int, positions: Tensor, like: Tensor) -> Any:

@@ -1,0 +1,91 @@
+"""Tiny targets with a module of multi-token prediction in their checkpoints, made from the configs
+of the families that have one."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode.model.loading import load_target
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions
+from heads.mtp_checkpoint import named_as_stored
+from tests.tiny import save_tiny
+
+_EXPERTS: dict[str, Any] = {
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "tie": False,
+}
+_ROUTED = _EXPERTS | {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+_LATENT: dict[str, Any] = {
+    "kv_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_DELTA: dict[str, Any] = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "tie": False,
+}
+_SHARED = _EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16}
+# The settings of each family, for `tiny_model`.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "glm4_moe": _ROUTED | {"head_dim": 8},
+    "deepseek_v3": _ROUTED | _LATENT,
+    "mellum": _EXPERTS
+    | {
+        "head_dim": 8,
+        "num_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 6,
+    },
+    "qwen3_next": _DELTA | _SHARED,
+    "qwen3_5_text": _DELTA | {"mtp_num_hidden_layers": 1},
+    "qwen3_5_moe_text": _DELTA | _SHARED | {"mtp_num_hidden_layers": 1},
+}
+AFTER = ("glm4_moe", "deepseek_v3")  # the module's layers are numbered after the target's
+
+
+def save_mtp_target(directory: Path, family: str, layers: int = 1) -> Path:
+    """The checkpoint of a tiny target with a module of random weights. Few tokens are likely, so
+    that drafts are often right."""
+    settings = dict(FAMILIES[family])
+    if family in (*AFTER, "mellum"):
+        settings["num_nextn_predict_layers"] = layers
+    save_tiny(directory, family, **settings)
+    target = load_target(str(directory))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(7)
+        target.model.get_output_embeddings().weight[20:] = 0
+        target.model.save_pretrained(directory)
+        options = HeadOptions.of({"type": "mtp", "layers": layers, "depth": layers})
+        heads: Any = new_heads(options, target, None)
+        with torch.no_grad():
+            for weight in heads.parameters():
+                weight += 0.3 * torch.randn(weight.shape)
+    change_tensors(directory, named_as_stored(heads, target.model, heads.state_dict()))
+    return directory
+
+
+def change_tensors(directory: Path, added: dict[str, Any], without: str = "no tensor") -> None:
+    """Write a checkpoint of one file again, with other tensors, and without those whose names begin
+    with `without`."""
+    file = directory / "model.safetensors"
+    weights = load_file(file) | added
+    kept = {name: x.contiguous() for name, x in weights.items() if not name.startswith(without)}
+    save_file(kept, file, {"format": "pt"})
