@@ -44,7 +44,7 @@ def _attention(
     size, values = query.shape[3], value.shape[3]
     if scaling is not None and scaling != size**-0.5:
         query = query * (scaling * size**0.5)
-    if values < size:  # in latent attention (2405.04434); kernels want equal sizes
+    if values < size:  # in latent attention; kernels want equal sizes
         value = pad(value, (0, size - values))
     outputs = _attend.get()(query, key, value)[..., :values]
     return outputs.transpose(1, 2).contiguous(), None
