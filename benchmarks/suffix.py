@@ -46,9 +46,10 @@ class SuffixVLLM(VLLM):
     def __init__(self, kept: int) -> None:
         self.kept = kept
 
-    def missing(self) -> str | None:
+    def missing(self, python: str | None = None) -> str | None:
         has_library = package_version("vllm", "arctic_inference")
-        return super().missing() or (None if has_library else "ArcticInference is not installed")
+        reason = None if has_library else "ArcticInference is not installed"
+        return super().missing(python) or reason
 
     def speculative(self, task: EngineTask) -> dict[str, Any]:
         return {"method": "suffix", "suffix_decoding_max_cached_requests": self.kept}

@@ -14,6 +14,8 @@ from typer.testing import CliRunner
 
 from decode.model import without_weights
 from draftsmith.cli.main import app
+from draftsmith.cli.plan import plan_target
+from draftsmith.export.readable import require_readable
 from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
@@ -37,10 +39,9 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template += "{# enable_thinking #}"
     tokenizer.save_pretrained(tmp_path / "target")
-    # Recipes start vLLM, which is not installed everywhere.
+    # No engine, and no weights.
     monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
-    (tmp_path / "engines/vllm/bin").mkdir(parents=True)
-    (tmp_path / "engines/vllm/bin/python").touch()
+    (tmp_path / "target" / "model.safetensors").unlink()
     save_tiny(tmp_path / "small", layers=1)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
     overrides = [
@@ -61,7 +62,10 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
         if "model" in stage.get("drafter", {}):
             overrides.append(f"stages.{stage['name']}.drafter.model={tmp_path / 'small'}")
     config = load_config(path, overrides)
-    plans = Run(config, Accelerator(cpu=True), Reporter(silent=True)).plan()
+    require_readable(config)
+    run = Run(config, Accelerator(cpu=True), Reporter(silent=True))
+    run.loaded = plan_target(config)
+    plans = run.plan()
     assert [name for name, _, _ in plans] == [stage.name for stage in config.stages]
     assert all(plan.tokens > 0 and plan.memory.total > 0 for _, _, plan in plans)
     assert not config.run_dir.exists()

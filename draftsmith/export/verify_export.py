@@ -1,7 +1,7 @@
 """The round trip: does an engine use an exported drafter, and as well as our own loop?"""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from draftsmith.export.export_directory import check_export, reload_export
 # Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
 TOLERANCE = 0.03
 BATCH = 8
+# Two logits that 16 bits may swap, relative to the largest: four steps of bfloat16's 8 bits.
+HALF_ROUNDING = 4 * torch.finfo(torch.bfloat16).eps
 
 
 @dataclass(frozen=True)
@@ -71,14 +73,23 @@ class ExportVerification:
             "plain_seconds": self.run.plain_seconds,
             "drafted_seconds": self.run.drafted_seconds,
             "speedup": self.speedup,
+            "loads": [asdict(load) for load in self.run.loads],
             "failures": self.failures,
         }
 
 
-def engine_for(name: str, layout: str) -> Engine:
-    """Return the engine. Raises UserError with advice if it is not installed or does not read this
-    layout."""
+def require_engine(name: str, python: str | None = None) -> Engine:
+    """Return the engine. Raises UserError with advice if it is not installed. python: that of its
+    environment; None: where draftsmith looks."""
     engine = ENGINES[name]
+    if missing := engine.missing(python):
+        raise UserError(f"{missing}. Install it with: {engine.install}")
+    return engine
+
+
+def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
+    """As `require_engine`; also raises UserError if the engine does not read this layout."""
+    engine = require_engine(name, python)
     if layout in engine.unverified:
         raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
     if layout not in engine.formats:
@@ -87,9 +98,6 @@ def engine_for(name: str, layout: str) -> Engine:
             f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
             f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
         )
-    missing = engine.missing()
-    if missing:
-        raise UserError(f"{missing}. Install it with: {engine.install}")
     return engine
 
 
@@ -102,7 +110,7 @@ def verify_export(
     or breaks. Problems with the drafter itself are in `failures`.
     """
     record = check_export(task.export)
-    engine = engine_for(name, record["layout"])
+    engine = engine_for(name, record["layout"], task.python)
     require_same_target(record["drafter"]["target"], task.target, str(task.export))
     max_depth = record["facts"].get("max_depth")
     if max_depth is not None and task.gamma > max_depth:
@@ -113,8 +121,11 @@ def verify_export(
     task.say("our own loop")
     drafter = reload_export(task.export, record, task.target)
     drafted, accepted = count_drafts(task, drafter, engine.counting)
+    rounding = engine.rounding
+    if task.target.dtype != torch.float32:
+        rounding = max(rounding, HALF_ROUNDING)
     equal, close = agreement(
-        task.target, task.prompts, run.plain_texts, run.drafted_texts, engine.rounding
+        task.target, task.prompts, run.plain_texts, run.drafted_texts, rounding
     )
     failures = []
     engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)

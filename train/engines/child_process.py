@@ -203,17 +203,22 @@ def free_port() -> int:
 
 
 def run_job(
-    name: str, script: Path, job: Mapping[str, Any], env: Mapping[str, str] | None = None
+    name: str,
+    script: Path,
+    job: Mapping[str, Any],
+    env: Mapping[str, str] | None = None,
+    python: Path | None = None,
 ) -> dict[str, Any]:
-    """Run `script` with the Python of engine `name`, with `env` added to our environment, and
-    return its answer. Raises UserError if it fails or hangs. Leaves no process behind."""
+    """Run `script` with a Python, by default that of engine `name`, with `env` added to our
+    environment, and return its answer. Raises UserError if it fails or hangs. Leaves no process
+    behind."""
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
         files = [Path(directory) / file for file in ("job.json", "answer.json", "progress")]
         job_file, answer_file, progress_file = files
         job_file.write_text(json.dumps(job))
         progress_file.touch()
         # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
-        command = [str(python_of(name)), "-I", str(script), *map(str, files)]
+        command = [str(python or python_of(name)), "-I", str(script), *map(str, files)]
         environment = {**os.environ, **(env or {})}
         process = start_process(name, command, log, environment, guarded=True)
         try:

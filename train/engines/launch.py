@@ -23,12 +23,13 @@ from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
 from train.engines.child_process import (
     model_directory,
-    package_version,
     python_of,
     serving,
 )
-from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE, llama_server_program
+from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
 from train.engines.server_config import EngineServer
+
+LARGE = 2e9  # parameters, from which a build for CPUs is refused unless it is asked for
 
 
 def require_server(config: EngineServer, target: Target) -> None:
@@ -43,11 +44,8 @@ def require_server(config: EngineServer, target: Target) -> None:
             "several; start the engine yourself and set server.url"
         )
     # A plan without weights may be made on another machine than the run's.
-    if config.launch == "vllm" and target.has_weights and not python_of("vllm").exists():
-        raise UserError(
-            f"server.launch: vllm needs {python_of('vllm')}; make it with make engine-vllm, or "
-            "start a server yourself and set server.url"
-        )
+    if config.launch == "vllm" and target.has_weights:
+        _require_vllm(config, target)
     if config.launch == "llama-server":
         if target.has_weights and llama_server_program() is None:
             raise UserError(
@@ -59,6 +57,31 @@ def require_server(config: EngineServer, target: Target) -> None:
                 f"llama-server needs a GGUF file, but the target is {target.name}; set "
                 "server.launch: vllm, or name a .gguf file as the target"
             )
+
+
+def _require_vllm(config: EngineServer, target: Target) -> None:
+    build = find_vllm(config.python)
+    if build is None:
+        raise UserError(
+            f"server.launch: vllm finds vLLM neither in {python_of('vllm')} nor in the environment "
+            "that runs draftsmith. Install it in an environment of its own and set server.python "
+            "to the Python there; on a CPU make engine-vllm; or start a server yourself and set "
+            "server.url"
+        )
+    size = target.model.num_parameters()
+    if build.for_cpu and size > LARGE and not config.on_cpu:
+        raise UserError(
+            f"server.launch: vllm would run {target.name}, {size / 1e9:.1f} billion parameters, on "
+            f"the CPU: it finds {build}. Set server.python to the Python of an environment with "
+            "vLLM for GPUs, or server.url; server.on_cpu: true runs it on the CPU"
+        )
+
+
+def engine_in_words(config: EngineServer) -> str:
+    """Which engine is started, or which servers are asked."""
+    if config.launch == "vllm":
+        return f"starting {find_vllm(config.python)}"
+    return f"starting {llama_server_program()}" if config.launch else ", ".join(config.urls)
 
 
 @contextmanager
@@ -118,9 +141,11 @@ def _engine(
             flags = ["-I"]
             if modules is not None:
                 flags, env["PYTHONPATH"] = ["-s", "-P"], str(modules)
-            command = [str(python_of("vllm")), *flags, *_vllm_arguments(target, longest, copy)]
-            if package_version("vllm", VLLM_PACKAGE):
-                env = dict(VLLM_ENVIRONMENT) | env  # vLLM's build for CPUs
+            build = find_vllm(config.python)
+            assert build is not None, "require_server found it"
+            command = [str(build.python), *flags, *_vllm_arguments(target, longest, copy)]
+            if build.for_cpu:
+                env = dict(VLLM_ENVIRONMENT) | env
                 env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
         else:
             command = _llama_command(target, longest, config.concurrency)

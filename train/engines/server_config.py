@@ -18,8 +18,14 @@ class EngineServer(Strict):
     """The address of the server, `http://HOST:PORT`, without `/v1`. Several servers share the
     work."""
     launch: Literal["vllm", "llama-server"] | None = None
-    """Start this engine for the stage and stop it at the end. It comes from the environment that
-    `make engine-vllm` or `make engine-llama` makes."""
+    """Start this engine for the stage and stop it at the end. vLLM comes from the environment of
+    `python`; llama-server from the one that `make engine-llama` makes, else from the path."""
+    python: str | None = None
+    """For `launch: vllm`, the Python of the environment that has vLLM, such as
+    `/home/me/vllm/bin/python`. None: the environment that `make engine-vllm` makes, which has a
+    build for CPUs, else the one that runs draftsmith."""
+    on_cpu: bool = False
+    """Let a build for CPUs run a target of more than two billion parameters, which takes long."""
     options: dict[str, Any] = {}
     """Options of the engine that is started, such as `{gpu_memory_utilization: 0.6}`."""
     model: str | None = None
@@ -39,6 +45,8 @@ class EngineServer(Strict):
             raise ValueError("a server has either url or launch; give one of them")
         if self.options and self.launch is None:
             raise ValueError("options are for an engine that is started; they need launch")
+        if self.launch != "vllm" and (self.python is not None or self.on_cpu):
+            raise ValueError("python and on_cpu are for an engine that is started: launch: vllm")
         for url in self.urls:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:

@@ -5,10 +5,10 @@ separate environment, `.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from decode.base.registry import Registry
 from decode.model.loading import Target
@@ -34,7 +34,9 @@ class Counting:
 @dataclass(frozen=True)
 class EngineTask:
     """A job for an engine. target_spec: the target as `load_target` takes it. prompts: token ids.
-    say: called with progress messages."""
+    say: called with progress messages. python: that of the engine's environment; None: where
+    draftsmith looks. options: the engine's own, over those that are set here. loads: the numbers
+    of requests at a time for which speeds are measured too."""
 
     target: Target
     target_spec: str
@@ -43,6 +45,18 @@ class EngineTask:
     gamma: int
     max_new_tokens: int
     say: Callable[[str], None] = lambda line: None
+    python: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    loads: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class LoadSpeed:
+    """Tokens a second at `requests` requests at a time, greedily, without and with the drafter."""
+
+    requests: int
+    plain: float
+    drafted: float
 
 
 @dataclass(frozen=True)
@@ -50,7 +64,7 @@ class EngineRun:
     """The results of an engine, decoded greedily. plain_texts, drafted_texts: without and with the
     drafter, as token ids; either both keep an end-of-text token at the end of a text or neither
     does. drafted_tokens, accepted_tokens: by the engine's own count. The times are seconds for all
-    prompts."""
+    prompts, one by one. loads: the speeds at the loads of the task."""
 
     version: str
     plain_texts: list[list[int]]
@@ -59,6 +73,7 @@ class EngineRun:
     accepted_tokens: int
     plain_seconds: float
     drafted_seconds: float
+    loads: Sequence[LoadSpeed] = ()
 
 
 class Engine(ABC):
@@ -67,7 +82,8 @@ class Engine(ABC):
     formats: the exports that can be verified in it. unverified: why others cannot be, though it
     reads them. install: the command that installs it. rounding: the largest difference of two
     logits, relative to the largest logit, at which the engine's arithmetic may swap their order
-    between a pass over one token and a pass over several.
+    between a pass over one token and a pass over several. takes_options: whether tasks may have a
+    python, options and loads.
     """
 
     formats: ClassVar[tuple[str, ...]]
@@ -75,10 +91,12 @@ class Engine(ABC):
     install: ClassVar[str]
     counting: ClassVar[Counting]
     rounding: ClassVar[float]
+    takes_options: ClassVar[bool] = False
 
     @abstractmethod
-    def missing(self) -> str | None:
-        """Return a message that names the missing package; None if the engine can run."""
+    def missing(self, python: str | None = None) -> str | None:
+        """Return a message that names the missing package; None if the engine can run. python: that
+        of its environment."""
 
     @abstractmethod
     def run(self, task: EngineTask) -> EngineRun:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from draftsmith.export.engines import Engine, EngineRun, EngineTask
+from draftsmith.export.engines import Engine, EngineRun, EngineTask, LoadSpeed
 from train.engines.child_process import model_directory, package_version, python_of, run_job
 
 
@@ -32,12 +32,19 @@ class LibraryEngine(Engine):
         """Return what the script needs besides the prompts, their length limit and the
         end-of-text tokens. target: a model directory. directory: for files of the job."""
 
-    def missing(self) -> str | None:
-        installed = python_of(self.name).exists() and package_version(self.name, self.package)
-        return None if installed else f"{self.title} is not installed"
+    def place(self, python: str | None) -> tuple[Path, str] | None:
+        """The Python that runs the jobs, and the version of the engine there; None: nowhere."""
+        version = package_version(self.name, self.package)
+        return (python_of(self.name), version) if version else None
+
+    def missing(self, python: str | None = None) -> str | None:
+        return None if self.place(python) else f"{self.title} is not installed"
 
     def run(self, task: EngineTask) -> EngineRun:
-        task.say(f"{self.title} {self.work}")
+        place = self.place(task.python)
+        assert place is not None, "engine_for found it"
+        python, version = place
+        task.say(f"{self.title} {version} ({python}) {self.work}")
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
             target = model_directory(task.target, task.target_spec, directory / "target")
@@ -45,15 +52,20 @@ class LibraryEngine(Engine):
                 "prompts": [list(prompt) for prompt in task.prompts],
                 "max_new_tokens": task.max_new_tokens,
                 "eos": list(task.target.eos_token_ids),
+                "loads": list(task.loads),
             }
             script = Path(__file__).with_name(f"{self.name}_child.py")
-            answer = run_job(self.name, script, job, self.env)
+            answer = run_job(self.name, script, job, self.env, python)
         return EngineRun(
-            f"{package_version(self.name, self.package)}",
+            version,
             answer["plain"]["texts"],
             answer["drafted"]["texts"],
             answer["drafted_tokens"],
             answer["accepted_tokens"],
             answer["plain"]["seconds"],
             answer["drafted"]["seconds"],
+            [
+                LoadSpeed(requests, *(answer[how]["speeds"][place] for how in ("plain", "drafted")))
+                for place, requests in enumerate(task.loads)
+            ],
         )

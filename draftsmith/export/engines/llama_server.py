@@ -34,7 +34,7 @@ class LlamaServerEngine(Engine):
     # llama.cpp rounds activations to 8 bits for products with a quantized matrix.
     rounding = 0.02
 
-    def missing(self) -> str | None:
+    def missing(self, python: str | None = None) -> str | None:
         return None if llama_server_program() else "llama-server is not installed"
 
     def run(self, task: EngineTask) -> EngineRun:

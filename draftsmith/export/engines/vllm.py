@@ -1,13 +1,14 @@
-"""vLLM on the CPU, in a child process with a separate environment."""
+"""vLLM, in a child process with a separate environment: the user's, or a build for CPUs."""
 
 import json
 from pathlib import Path
 from typing import Any, ClassVar
 
+from decode.base.device import dtype_name
 from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.engines.library_engine import LibraryEngine
 from draftsmith.export.formats import EXPORT_FILE
-from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE
+from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE, find_vllm
 
 # The `method` of vLLM's speculative_config, and its other options, by layout.
 METHODS: dict[str, dict[str, Any]] = {
@@ -24,38 +25,51 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 class VLLM(LibraryEngine):
-    """Runs in float32, one prompt at a time. Drafts always have γ tokens, even at a text's end."""
+    """Runs in the target's dtype, one prompt at a time, and then at the loads of the task. Drafts
+    always have γ tokens, even at a text's end."""
 
     formats = tuple(METHODS)
     unverified: ClassVar[dict[str, str]] = dict.fromkeys(
         ("dspark", "speculators-dspark"),
-        "vLLM reads DSpark only in its newer runner, which needs a GPU, and exports are verified "
-        "on the CPU; measure it with --prompts in our own loop",
+        "vLLM reads DSpark only in its newer runner, in which this was never run; measure it with "
+        "--prompts in our own loop",
     )
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True)
     name, title, package = "vllm", "vLLM", VLLM_PACKAGE
+    takes_options = True
     work = "runs without and with the drafter"
     env = VLLM_ENVIRONMENT
+
+    def place(self, python: str | None) -> tuple[Path, str] | None:
+        build = find_vllm(python)
+        return (build.python, build.version) if build else None
 
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
         longest_text = max(map(len, task.prompts)) + task.max_new_tokens
         # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
         # more, or vLLM drafts zeros.
         room = longest_text + 2 * (task.gamma + 1)
+        build = find_vllm(task.python)
+        assert build is not None, "engine_for found it"
+        # On a GPU our own loop's target is beside it.
+        place = {} if build.for_cpu else {"gpu_memory_utilization": 0.5}
+        parallel = task.options.get("tensor_parallel_size", 1) > 1
         return {
-            "options": {
+            "options": place
+            | {
                 "model": str(target),
-                "dtype": "float32",
+                "dtype": dtype_name(task.target.dtype),
                 "max_model_len": min(room, task.target.max_positions),
-                "max_num_seqs": 1,
-                "enforce_eager": True,
+                "max_num_seqs": max([1, *task.loads]),
+                "enforce_eager": build.for_cpu,
                 "enable_prefix_caching": False,
                 "generation_config": "vllm",
                 "skip_tokenizer_init": True,
                 "disable_log_stats": False,
-                "distributed_executor_backend": "uni",
-            },
+                "distributed_executor_backend": "mp" if parallel else "uni",
+            }
+            | dict(task.options),
             "speculative": self.speculative(task) | {"num_speculative_tokens": task.gamma},
         }
 

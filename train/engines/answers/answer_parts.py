@@ -15,7 +15,7 @@ from train.engines.answers.check_model import check_model
 from train.engines.answers.known_parts import Part
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.engines.ask_servers import REFUSED, ask_servers
-from train.engines.launch import launched
+from train.engines.launch import engine_in_words, launched
 from train.engines.server_config import ServerConfig
 
 
@@ -127,8 +127,9 @@ def write_server_parts(
     examples: all that the stage asks, also those of finished parts. directory: the directory of the
     stage. ranks: the processes that share each server's `concurrency`, and an engine that is
     started.
-    on_progress: called with the number of answered rows and a note. say: called with the name of a
-    server that is lost. Raises UserError; then every answer that has come is in a journal.
+    on_progress: called with the number of answered rows and a note. say: called with the engine
+    that is started, and with the name of a server that is lost. Raises UserError; then every answer
+    that has come is in a journal.
     """
     # All ranks ask the engine that the first one starts, which may have no missing part itself.
     if not any(ranks.gather(bool(parts)) if config.launch else [parts]):
@@ -146,6 +147,8 @@ def write_server_parts(
     limit = longest + settings.max_new_tokens
     many = config.logprobs if config.launch == "vllm" else None
     options = {"max_logprobs": many} if many else {}
+    if config.launch and ranks.is_main:
+        say(engine_in_words(config))
     with launched(config, target, limit, directory, ranks, options=options) as urls:
         if config.probe_prompts and parts:
             probes = corpus.prompts(spread(examples, config.probe_prompts))

@@ -19,7 +19,7 @@ from train.data.batches import collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
-from train.engines.launch import launched
+from train.engines.launch import engine_in_words, launched
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
 from train.engines.states.served_states import ServedStates, engine_ids, require_room
 from train.engines.states.states_config import StatesServer
@@ -59,6 +59,8 @@ def served_states(
         what = "hidden states on their way (features.server.max_gib)"
         ranks.together(lambda: require_space(files, min(total, config.max_bytes), what))
         modules = Path(__file__).parent
+        if config.launch and ranks.is_main:
+            say(engine_in_words(config))
         urls = stack.enter_context(
             launched(
                 config,

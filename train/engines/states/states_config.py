@@ -16,8 +16,7 @@ class StatesServer(EngineServer):
     """A vLLM that runs the target and writes hidden states to files."""
 
     launch: Literal["vllm"] | None = None
-    """Start vLLM for the stage and stop it at the end. It comes from the environment that
-    `make engine-vllm` makes."""
+    """Start vLLM for the stage and stop it at the end."""
     concurrency: int = Field(16, ge=1)
     """The number of requests that one server has at a time."""
     directory: str | None = None
