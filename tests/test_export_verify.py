@@ -10,12 +10,14 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
 from decode.opening.directory import save_drafter
+from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
@@ -166,6 +168,27 @@ def test_engines_by_layout() -> None:
         engine_for("llama-server", "hf")
     with pytest.raises(UserError, match="unknown engine 'lama'"):
         engine_for("lama", "hf")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--concurrency", "1,8"], "--concurrency is for --verify vllm"),
+        (["--verify", "transformers", "--engine-dtype", "bfloat16"], "--engine-dtype is for"),
+        (["--verify", "vllm", "--concurrency", "1,x"], "numbers above 0 such as 1,8,32"),
+        (["--verify", "vllm", "--engine-options", "[1]"], "expected a JSON object"),
+        (
+            ["--verify", "vllm", "--engine-python", "/none/bin/python"],
+            "/none/bin/python has no vLL",
+        ),
+    ],
+)
+def test_options_of_an_engine_are_refused_before_anything_is_measured(
+    tmp_path: Path, words: list[str], message: str
+) -> None:
+    prompts = ("--prompts", str(tmp_path / "none.jsonl"))
+    said = CliRunner().invoke(app, ["export", str(tmp_path / "none"), "--check", *prompts, *words])
+    assert (said.exit_code, message in said.stderr) == (2, True), said.stderr
 
 
 def test_an_engine_that_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +404,11 @@ def for_vllm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Path]:
 def test_vllm(for_vllm: tuple[Target, Path]) -> None:
     """To the token: same drafts, same verdicts."""
     needs("vllm")
-    found = verify_export("vllm", task(*for_vllm), min_drafted=500)
+    asked = replace(task(*for_vllm), loads=(1, 4), options={"seed": 3})
+    found = verify_export("vllm", asked, min_drafted=500)
+    loads = found.to_dict()["loads"]
+    assert [load["requests"] for load in loads] == [1, 4]
+    assert all(load["plain"] > 0 and load["drafted"] > 0 for load in loads)
     assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 100

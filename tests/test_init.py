@@ -134,14 +134,20 @@ def test_what_the_engine_could_not_read_is_refused_before_training(place: Path):
     assert fine.exit_code == 0, fine.stderr
 
 
+TREE = ("stages.heads.tree.prompts=2", "stages.heads.tree.max_new_tokens=8")
 EAGLE31 = "stages.heads.heads={type: eagle3, fc_norm: true}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("goal", GOALS)
-def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch, goal: str):
+@pytest.mark.parametrize(("goal", "engine"), [*((goal, None) for goal in GOALS), ("heads", "vllm")])
+def test_a_config_runs_as_it_is(
+    place: Path, monkeypatch: pytest.MonkeyPatch, goal: str, engine: str | None
+):
     monkeypatch.chdir(place)
-    assert write(place, goal, "--machine", "cpu").exit_code == 0
+    if engine:
+        save_tiny(place / "target", "llama", layers=7)  # the fewest for EAGLE-3
+    named = ("--engine", engine) if engine else ()
+    assert write(place, goal, "--machine", "cpu", *named).exit_code == 0
     small = [
         *("evaluation.timed_prompts=2", "evaluation.timed_tokens=8", "evaluation.prompts=2"),
         *("evaluation.max_new_tokens=8", "evaluation.baseline_gammas=[2]"),
@@ -150,7 +156,7 @@ def test_a_config_runs_as_it_is(place: Path, monkeypatch: pytest.MonkeyPatch, go
             "small-lm": ["stages.dev-answers.max_new_tokens=8"],
             "heads": [
                 "stages.dev-answers.max_new_tokens=8",
-                *("stages.heads.tree.prompts=2", "stages.heads.tree.max_new_tokens=8"),
+                *([] if engine else TREE),
             ],
             "online": ["stages.online.max_new_tokens=8"],
         }[goal],
