@@ -7,34 +7,9 @@ Importing this package registers all kinds of heads and their drafters by name: 
 (`mtp_heads`).
 """
 
-from heads import (
-    dflash_heads,
-    dspark_heads,
-    eagle_drafter,
-    eagle_heads,
-    hydra_heads,
-    in_tree,
-    kangaroo_heads,
-    mtp_drafter,
-    mtp_heads,
-    p_eagle_heads,
-    parallel_heads,
-    pass_heads,
-)
+from decode.base.registry import import_all
 from heads.heads_module import HEADS
 
-__all__ = [
-    "HEADS",
-    "dflash_heads",
-    "dspark_heads",
-    "eagle_drafter",
-    "eagle_heads",
-    "hydra_heads",
-    "in_tree",
-    "kangaroo_heads",
-    "mtp_drafter",
-    "mtp_heads",
-    "p_eagle_heads",
-    "parallel_heads",
-    "pass_heads",
-]
+__all__ = ["HEADS"]
+
+import_all(__name__)

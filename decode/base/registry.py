@@ -3,8 +3,10 @@
 import ast
 import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -98,7 +100,8 @@ def _format_value(value: Any) -> str:
 
 
 class Registry(Generic[T]):
-    """Maps names to parts. To add a part, add one file with one `@registry.register(name)`.
+    """Maps names to parts. A part is one file with one `@registry.register(name)`, in a package
+    that calls `import_all`.
 
     >>> shapes = Registry[type]("shape")
     >>> @shapes.register("circle")
@@ -161,6 +164,13 @@ class Registry(Generic[T]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._parts
+
+
+def import_all(package: str) -> None:
+    """Import each file of a package, so that it registers its parts. Folders in it are left out."""
+    for module in pkgutil.iter_modules(import_module(package).__path__):
+        if not module.ispkg:
+            import_module(f"{package}.{module.name}")
 
 
 def options_of(part: Any) -> dict[str, inspect.Parameter]:

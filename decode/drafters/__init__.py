@@ -15,7 +15,7 @@ import torch
 
 from decode import row_state
 from decode.base.errors import UserError
-from decode.base.registry import Choice, Registry
+from decode.base.registry import Choice, Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
@@ -221,18 +221,5 @@ class NoDrafter(Drafter):
         return Draft.none(len(contexts.lengths), "cpu")
 
 
-from decode.drafters import (  # noqa: E402, F401  (each registers itself)
-    pard,
-    skip,
-    small_lm,
-    sparse,
-    swift,
-)
-from decode.drafters.lookup import (  # noqa: E402
-    lookahead,  # noqa: F401
-    max_gram,  # noqa: F401
-    ngram,  # noqa: F401
-    rest,  # noqa: F401
-    suffix,  # noqa: F401
-)
-from decode.drafters.tokenizers import shared_tokens  # noqa: E402, F401
+for _package in ("decode.drafters", "decode.drafters.lookup", "decode.drafters.tokenizers"):
+    import_all(_package)

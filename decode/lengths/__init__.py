@@ -21,7 +21,7 @@ from torch import Tensor
 
 from decode import row_state
 from decode.base.errors import UserError
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.costs import Costs
 from decode.verification import Verification
 
@@ -207,12 +207,4 @@ class Fixed(Policy):
         return np.full(self.rows, self.max_depth)
 
 
-from decode.lengths import (  # noqa: E402, F401  (each registers itself)
-    by_batch,
-    confidence,
-    cost_model,
-    draft_exit,
-    entropy,
-    feedback,
-    reach,
-)
+import_all(__name__)

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import get_args
 
 from decode.base.errors import UserError
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.draft import Draft, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.verdict import Decision, Scores
@@ -74,15 +74,4 @@ def require_fitting(rule: Rule, drafter: str, branches: bool, siblings: Siblings
     )
 
 
-from decode.rules import (  # noqa: E402, F401  (each registers itself)
-    block,
-    coupled,
-    exact,
-    multi_round,
-    spectr,
-    speculative,
-    threshold,
-    top_k,
-    traversal,
-    typical,
-)
+import_all(__name__)

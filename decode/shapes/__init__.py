@@ -13,7 +13,7 @@ from torch import Tensor
 
 from decode.base.device import reads_are_free, to_device
 from decode.base.errors import UserError
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import penalise, tokens_before
 from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
@@ -280,10 +280,4 @@ def chain_of(
     return tokens, q
 
 
-from decode.shapes import (  # noqa: E402, F401  (each registers itself)
-    calibrated,
-    chains,
-    dynamic,
-    sequoia,
-    static,
-)
+import_all(__name__)

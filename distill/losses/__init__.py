@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.base.errors import UserError, nearest
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from distill.teacher.teacher_signal import Signal
 
 
@@ -299,4 +299,4 @@ class CrossEntropy(Loss):
         return values[:, 0], gradient
 
 
-from distill.losses import acceptance  # noqa: E402, F401  (registers its losses)
+import_all(__name__)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
 from decode.drafters.draft_vocabulary import (
     ReducedVocabulary,
@@ -197,8 +197,4 @@ def refuse(settings: Any, **reasons: str) -> None:
             )
 
 
-from distill.students import (  # noqa: E402, F401  (each registers itself)
-    encoder_decoder_student,
-    parallel_student,
-    shared_vocabulary_student,
-)
+import_all(__name__)

@@ -1,25 +1,8 @@
 """The stages, one file for each kind. Each file registers its stage."""
 
+from decode.base.registry import import_all
 from train.base.stage import STAGES
-from train.stages import (
-    datastore,
-    distill,
-    feature_cache,
-    generate,
-    heads,
-    layer_skip,
-    online,
-    teacher_cache,
-)
 
-__all__ = [
-    "STAGES",
-    "datastore",
-    "distill",
-    "feature_cache",
-    "generate",
-    "heads",
-    "layer_skip",
-    "online",
-    "teacher_cache",
-]
+__all__ = ["STAGES"]
+
+import_all(__name__)

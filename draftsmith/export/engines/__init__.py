@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.model.loading import Target
 
 
@@ -107,4 +107,4 @@ class Engine(ABC):
 ENGINES: Registry[Engine] = Registry("engine")
 
 
-from draftsmith.export.engines import llama_server, openvino, transformers, vllm  # noqa: E402, F401
+import_all(__name__)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from decode.base.errors import UserError, nearest
-from decode.base.registry import Registry
+from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.published import Checkpoint
@@ -277,15 +277,4 @@ def format_for(name: str, kind: str) -> Format:
     raise UserError(f"format {name} cannot hold a {kind} drafter; {advice}")
 
 
-from draftsmith.export.formats import (  # noqa: E402, F401  (each registers itself)
-    block_layers,
-    eagle1_layer,
-    eagle3_gguf,
-    eagle3_layer,
-    hugging_face,
-    medusa_heads,
-    p_eagle_layers,
-    small_lm_gguf,
-    speculators_block,
-    stored_heads,
-)
+import_all(__name__)
