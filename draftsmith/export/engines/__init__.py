@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from decode.base.registry import Registry, import_all
+from decode.base.registry import Registry
 from decode.model.loading import Target
 
 
@@ -107,4 +107,4 @@ class Engine(ABC):
 ENGINES: Registry[Engine] = Registry("engine")
 
 
-import_all(__name__)
+from draftsmith.export.engines import llama_server, openvino, transformers, vllm  # noqa: E402, F401
