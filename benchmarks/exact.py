@@ -35,7 +35,7 @@ from decode.measure.same_text import identical
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import round_up_slots
-from decode.model.forward.lean_forward import SLOT_STEP, AttentionMask
+from decode.model.forward.attention_mask import SLOT_STEP, AttentionMask
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.shapes import Chain

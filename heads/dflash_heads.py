@@ -27,7 +27,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.pard import unused_special_tokens
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
-from decode.model.forward.lean_forward import Attend
+from decode.model.forward.attention_mask import Attend
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.row_numbers import row_numbers

@@ -27,7 +27,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features
-from decode.model.forward.lean_forward import AttentionMask, SlotAttention
+from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
 from decode.verification import Verification

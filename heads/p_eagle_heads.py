@@ -27,7 +27,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.pard import free_token
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
-from decode.model.forward.lean_forward import AttentionMask
+from decode.model.forward.attention_mask import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_depths, kept_share

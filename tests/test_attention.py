@@ -17,13 +17,9 @@ from decode.loop.decoding import Decoder
 from decode.model.cache import cached_model
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import round_up_slots
-from decode.model.forward import few_rows, lean_forward
-from decode.model.forward.lean_forward import (
-    LONGEST_CHAIN,
-    SLOT_STEP,
-    AttentionMask,
-    LeanForward,
-)
+from decode.model.forward import attention_mask, few_rows
+from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import products_keep_bits
 from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
 from decode.model.loading import Target
@@ -61,9 +57,9 @@ def test_it_is_attention(
     rows: int, heads: int, shared: int, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together = {"in parts": 2, "alone": 1}.get(how, 5)
-    monkeypatch.setattr(lean_forward, "tokens_together", lambda *_: together)
+    monkeypatch.setattr(attention_mask, "tokens_together", lambda *_: together)
     if how == "head by head":
-        monkeypatch.setattr(lean_forward, "SHORT_FEED", 4)
+        monkeypatch.setattr(attention_mask, "SHORT_FEED", 4)
     query, key, value, visible = case(rows, 5, heads, shared, past=21)
     mask = AttentionMask(visible, query.dtype, chain=True)
     assert mask.additive is not None
@@ -127,10 +123,10 @@ def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(
     if not lean:
         prepare(model, lean=False)
     if together != "by trial":
-        if together == "in parts" and lean_forward.tokens_together(3, 64, model.dtype) == 1:
+        if together == "in parts" and attention_mask.tokens_together(3, 64, model.dtype) == 1:
             pytest.skip("on this CPU each token is alone")
         count = 1 if together == "alone" else 4
-        monkeypatch.setattr(lean_forward, "tokens_together", lambda *_: count)
+        monkeypatch.setattr(attention_mask, "tokens_together", lambda *_: count)
     assert isinstance(prepare(model), LeanForward) is lean
     for rows in (1, 3):
         one_by_one = chain_logits(model, rows, [1] * CHAIN)
@@ -144,7 +140,7 @@ def test_without_exact_bits_a_chain_is_one_query(monkeypatch: pytest.MonkeyPatch
     """Also on a CPU where exact bits take each token alone. The logits are equal up to rounding.
     Layers in C++ give a token its bits in any pass, so they are not used here."""
     monkeypatch.setattr(few_rows, "library", lambda: None)
-    monkeypatch.setattr(lean_forward, "tokens_together", lambda *_: 1)
+    monkeypatch.setattr(attention_mask, "tokens_together", lambda *_: 1)
     alone: list[int] = []
     each = AttentionMask._each_token_alone
 
@@ -193,7 +189,7 @@ def test_masks_stay_small_in_long_texts(lean: bool, monkeypatch: pytest.MonkeyPa
     those of one pass."""
     monkeypatch.setattr(cached_model, "MASK_SIZE", 2400)
     monkeypatch.setattr(cached_model, "SHORT_PASS_TOKENS", 8)
-    monkeypatch.setattr(lean_forward, "SHORT_FEED", 5)
+    monkeypatch.setattr(attention_mask, "SHORT_FEED", 5)
     model = tiny_model("llama", heads=4, kv_heads=2)
     prepare(model, lean=lean)
     ids = torch.randint(3, VOCAB, (2, 120), generator=torch.Generator().manual_seed(0))

@@ -177,6 +177,9 @@ def test_a_watch_gets_the_queries_of_each_layer() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, passes(lm, tree=False), strict=True))
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="PyTorch packs no bfloat16 here"
+)
 @pytest.mark.parametrize("why", ["switch", "compiler", "error"])
 def test_pytorchs_products_stay_where_there_is_no_library(
     why: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch

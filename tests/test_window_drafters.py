@@ -20,7 +20,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.forward.lean_forward import AttentionMask
+from decode.model.forward.attention_mask import AttentionMask
 from decode.model.hidden_states import Recorder
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter

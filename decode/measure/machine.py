@@ -8,7 +8,7 @@ import torch
 
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
-from decode.model.forward import few_rows_layers, lean_forward, lean_parts
+from decode.model.forward import few_rows_layers, lean_forward, lean_layer, lean_parts
 from decode.model.forward.prepare_model import (
     has_products,
     reason_against_lean,
@@ -97,7 +97,8 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     not_packed_because, not_lean_because: the reason, or None.
     """
     model, prepared = lm.model, lm.forward_pass
-    files = {module.__name__ for module in (lean_forward, lean_parts, few_rows_layers)}
+    modules = lean_forward, lean_layer, lean_parts, few_rows_layers
+    files = {module.__name__ for module in modules}
     ours = Counter(
         type(module).__name__ for module in prepared.modules() if type(module).__module__ in files
     )

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.forward.lean_forward import Attend, AttentionMask
+from decode.model.forward.attention_mask import Attend, AttentionMask
 from heads.layers.llama_layer import Attention
 
 # cos and sin of positions, [B, n, D] each.

@@ -20,8 +20,9 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from decode.model.forward.lean_forward import Attend, LayerParts, LeanLayer, rotation_of
-from decode.model.forward.lean_parts import LeanNorm, Packed
+from decode.model.forward.attention_mask import Attend
+from decode.model.forward.lean_layer import LeanLayer, rotation_of
+from decode.model.forward.lean_parts import LayerParts, LeanNorm, Packed
 from decode.model.forward.prepare_model import refresh_packed
 
 

@@ -25,7 +25,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.forward.lean_forward import Attend
+from decode.model.forward.attention_mask import Attend
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.

@@ -18,7 +18,8 @@ from decode.draft import Contexts, Draft
 from decode.model.cache.long_read import LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
-from decode.model.forward.lean_forward import LONGEST_CHAIN, AttentionMask, LeanForward
+from decode.model.forward.attention_mask import LONGEST_CHAIN, AttentionMask
+from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.sublayers import Sublayers, changed_forward
 from decode.model.forward.transformers_forward import TransformersForward
@@ -115,7 +116,7 @@ class CachedLM:
     trial: it serves a trial (`decode.model.trials`), so it needs none itself.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
-    `lean_forward.Watch`.
+    `attention_mask.Watch`.
     window: what all layers see of the text; None: what the model's config says. See `narrow`.
     kept_layers: those whose hidden states the slots keep of all tokens of all rows. See `reset`.
     """

@@ -6,15 +6,16 @@ network with SiLU, rotary positions, and biases of queries, keys and values only
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from decode.model.cache.slots import SlotLayer
 from decode.model.forward import few_rows
-from decode.model.forward.lean_parts import LeanNorm, Packed, PackedLinear
+from decode.model.forward.attention_mask import AttentionMask
+from decode.model.forward.lean_parts import LayerParts, LeanNorm, Packed, PackedLinear
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
@@ -57,7 +58,7 @@ class FewRowsLayer(Packed):
 
     def __init__(
         self,
-        parts: Any,
+        parts: LayerParts,
         qkv: PackedLinear,
         out: PackedLinear,
         gate_up: Sequence[PackedLinear],
@@ -71,6 +72,8 @@ class FewRowsLayer(Packed):
 
     def refresh(self) -> None:
         parts, (qkv, out, gate_up, down) = self.parts, self._products
+        assert parts.attention_in is not None
+        assert parts.mlp_in is not None
         (packed, bias), size = qkv.blocks, parts.head_size
         gates = [product.blocks[0] for product in gate_up]
         inner = gates[0].shape[0] * few_rows.OUTPUTS // (2 if len(gates) == 1 else 1)
@@ -112,12 +115,15 @@ class FewRowsLayer(Packed):
         self.refresh()
 
 
-def few_rows_layer(layer: Any) -> FewRowsLayer | None:
-    """The `FewRowsLayer` of a lean layer. None if its parts are others, or cannot run so."""
-    parts = layer.parts
-    products = [layer.qkv, layer.out, *layer.gate_up, layer.down]
-    if not all(isinstance(x, PackedLinear) and x.has_blocks for x in products):
+def few_rows_layer(
+    parts: LayerParts, qkv: nn.Module, out: nn.Module, gate_up: Iterable[nn.Module], down: nn.Module
+) -> FewRowsLayer | None:
+    """The layer of these parts with these products. None if they are others, or cannot run so."""
+    every = qkv, out, *gate_up, down
+    products = [x for x in every if isinstance(x, PackedLinear) and x.has_blocks]
+    if len(products) < len(every):
         return None
+    first, second, *gates, last = products
     norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
     heads = [norm for norm in norms[2:] if norm is not None]
     size = parts.head_size
@@ -133,9 +139,9 @@ def few_rows_layer(layer: Any) -> FewRowsLayer | None:
         and parts.activation == ("swish", "")
         and size % VECTOR == 0
         and all(x.blocks[1] is None for x in products[1:])
-        and (len(layer.gate_up) == 2 or len(layer.gate_up[0].blocks[0]) % 2 == 0)
+        and (len(gates) == 2 or len(gates[0].blocks[0]) % 2 == 0)
     )
-    return FewRowsLayer(parts, layer.qkv, layer.out, layer.gate_up, layer.down) if fits else None
+    return FewRowsLayer(parts, first, second, gates, last) if fits else None
 
 
 class FewRowsPass:
@@ -157,7 +163,7 @@ class FewRowsPass:
         layer: FewRowsLayer,
         states: Tensor,
         rotation: tuple[Tensor, Tensor],
-        mask: Any,
+        mask: AttentionMask,
         slots: SlotLayer,
         *,
         attention: bool,
@@ -191,11 +197,16 @@ class FewRowsPass:
         return every[:, :, : parts.query_heads].transpose(1, 2)
 
     def _shared(
-        self, layer: FewRowsLayer, rotation: tuple[Tensor, Tensor], mask: Any, slots: SlotLayer
+        self,
+        layer: FewRowsLayer,
+        rotation: tuple[Tensor, Tensor],
+        mask: AttentionMask,
+        slots: SlotLayer,
     ) -> _Pass:
         """What layers with this mask, rotation and place of keys share."""
         key = id(mask.additive), id(rotation[0]), slots.keys.stride()[:2]
         if key not in self._passes:
+            assert mask.additive is not None
             self._passes[key] = self._made(layer, rotation, mask.additive, slots)
         return self._passes[key][0]
 

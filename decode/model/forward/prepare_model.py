@@ -21,7 +21,8 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from decode.base.errors import UserError
-from decode.model.forward.lean_forward import LeanForward, LeanLayer
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import Packed, PackedLinear
 from decode.model.forward.recognition import NotLean, is_wrapped, lean_forward, lean_norm
 from decode.model.forward.transformers_forward import ATTENTION, TransformersForward

@@ -12,14 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.model.forward.lean_forward import (
-    AttentionMask,
-    LayerParts,
-    LeanForward,
-    LeanLayer,
-    rotation_of,
-)
-from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm
+from decode.model.forward.attention_mask import AttentionMask
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.lean_layer import LeanLayer, rotation_of
+from decode.model.forward.lean_parts import ACTIVATIONS, LayerParts, LeanNorm
 from decode.model.pretrained import is_hooked
 
 # A layer is compared on tokens at the positions 0, STRIDE, 2·STRIDE, ….

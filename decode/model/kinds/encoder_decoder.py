@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.model.cache.slots import SlotLayer, Slots
-from decode.model.forward.lean_forward import AttentionMask
+from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.memory import require_memory
 from decode.model.pretrained import decoder_start, input_device, longest_text

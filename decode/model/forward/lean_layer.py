@@ -1,0 +1,107 @@
+"""One decoder layer of the lean forward: attention and a gated feed-forward network.
+
+Shapes: B rows, n tokens fed per row, N query heads, D head size, H hidden size.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from decode.model.forward.attention_mask import Attend
+from decode.model.forward.few_rows_layers import few_rows_layer
+from decode.model.forward.lean_parts import ACTIVATIONS, LayerParts, LeanNorm, Product, product
+
+# cos and sin of the positions, [B, n, 1, 2, R/2] for R rotated numbers of a head. The first half of
+# sin is negated.
+Rotation = tuple[Tensor, Tensor]
+
+
+class LeanLayer(nn.Module):
+    """Attention and a gated feed-forward network, each added to the residual stream.
+
+    packed: with packed products.
+    """
+
+    def __init__(self, parts: LayerParts, *, packed: bool = True) -> None:
+        super().__init__()
+        self.parts = parts
+        self.qkv = product(*parts.qkv, packed=packed)
+        self.out, self.down = (product(x, packed=packed) for x in (parts.out, parts.down))
+        self.gate_up = nn.ModuleList(product(x, packed=packed) for x in parts.gate_up)
+        for name in ("attention_in", "attention_out", "mlp_in", "mlp_out"):
+            setattr(self, name, getattr(parts, name))
+        self.query_norm, self.key_norm = parts.query_norm, parts.key_norm
+        self.few_rows = few_rows_layer(parts, self.qkv, self.out, self.gate_up, self.down)
+
+    def forward(
+        self,
+        states: Tensor,
+        rotation: Rotation | None,
+        attend: Attend,
+        attention_input: Tensor | None = None,
+    ) -> Tensor:
+        """[B, n, H] → [B, n, H]. attention_input: [B, n, R], if attention does not read the normed
+        states."""
+        return self.feed_forward(self.attention(states, rotation, attend, attention_input))
+
+    def attention(
+        self,
+        states: Tensor,
+        rotation: Rotation | None,
+        attend: Attend,
+        attention_input: Tensor | None = None,
+    ) -> Tensor:
+        """The states after attention was added to them. As `forward`."""
+        parts = self.parts
+        if attention_input is None:
+            attention_input = states if parts.attention_in is None else parts.attention_in(states)
+        heads = self.qkv(attention_input).unflatten(-1, (-1, parts.head_size))
+        rotating, value = heads.split((parts.query_heads + parts.key_heads, parts.key_heads), 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = rotating.split((parts.query_heads, parts.key_heads), 2)
+            normed = _normed_heads(query, self.query_norm), _normed_heads(key, self.key_norm)
+            rotating = torch.cat(normed, 2)
+        if rotation is not None and parts.rotates:
+            rotating = _rotated(rotating, rotation)
+        query, key = rotating.transpose(1, 2).split((parts.query_heads, parts.key_heads), 1)
+        outputs = attend(query, key, value.transpose(1, 2)).transpose(1, 2).flatten(2)
+        if parts.attention_out is None:
+            return self.out.combined(outputs, states, "add")
+        return states + parts.attention_out(self.out(outputs))
+
+    def feed_forward(self, states: Tensor) -> Tensor:
+        """[B, n, H] → [B, n, H]: the states after the feed-forward network was added to them."""
+        parts = self.parts
+        normed = states if parts.mlp_in is None else parts.mlp_in(states)
+        if len(self.gate_up) == 2:
+            gate, up = self.gate_up
+            assert isinstance(up, Product)
+            gated = up.combined(normed, gate(normed, *parts.activation), "mul")
+        else:
+            gate_states, up_states = self.gate_up[0](normed).chunk(2, -1)
+            gated = ACTIVATIONS[parts.activation](gate_states) * up_states
+        if parts.mlp_out is None:
+            return self.down.combined(gated, states, "add")
+        return states + parts.mlp_out(self.down(gated))
+
+
+def _normed_heads(heads: Tensor, norm: LeanNorm) -> Tensor:
+    """heads: [B, n, N, D]. The norm is over a head, or over all heads."""
+    if len(norm.weight) == heads.shape[3]:
+        return norm(heads)
+    return norm(heads.flatten(2)).view_as(heads)
+
+
+def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
+    """heads: [B, n, N, D]. The first R numbers of each head are rotated."""
+    cos, sin = rotation
+    size = 2 * cos.shape[4]
+    halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
+    # Some models have cos and sin in float32.
+    rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
+    return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)
+
+
+def rotation_of(cos: Tensor, sin: Tensor) -> Rotation:
+    """The `Rotation` for cos and sin of transformers' rotary modules, [B, n, R] each."""
+    cos, sin = (x[:, :, None].unflatten(-1, (2, -1)) for x in (cos, sin))
+    return cos, torch.cat([-sin[:, :, :, :1], sin[:, :, :, 1:]], 3)
