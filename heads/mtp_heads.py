@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
-from decode.model.forward.lean_forward import Attend
+from decode.model.forward.attention_mask import Attend
 from distill.flops import TextFlops
 from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.heads_module import (

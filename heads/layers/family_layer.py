@@ -20,7 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
 from decode.base.errors import UserError
-from decode.model.forward.lean_forward import Attend
+from decode.model.forward.attention_mask import Attend
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import explained
 
