@@ -86,6 +86,17 @@ def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> N
     assert finds in names(found, Verdict.WRONG)
 
 
+def test_a_server_is_judged_beside_its_baseline(server: Running) -> None:
+    """Both have other weights than the target, which alone could not judge them."""
+    other = tiny_target(seed=1)
+    options = AuditOptions(samples=4, max_new_tokens=32)
+    found = draftsmith.audit(
+        server.url, other, PROMPTS, options, baseline=server.url, concurrency=ROWS
+    )
+    assert found.exit_status == 0, found
+    assert sum(x.name.startswith("beside the baseline") for x in found.findings) == 8
+
+
 def test_another_model_is_not_judged(server: Running) -> None:
     other = tiny_target(seed=1)
     found = draftsmith.audit(server.url, other, PROMPTS[:2], AuditOptions(sampling=Sampling()))

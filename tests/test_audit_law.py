@@ -13,6 +13,7 @@ scipy_stats = pytest.importorskip("scipy.stats")
 
 from decode.draw.sampling import Sampling  # noqa: E402
 from draftsmith.auditing import tails  # noqa: E402
+from draftsmith.auditing.beside import beside_findings  # noqa: E402
 from draftsmith.auditing.findings import Verdict  # noqa: E402
 from draftsmith.auditing.sampled import sampled_findings  # noqa: E402
 from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, proposed  # noqa: E402
@@ -187,3 +188,41 @@ def test_a_penalised_and_filtered_law_is_that_of_transformers() -> None:
 
 def test_lookups_propose_what_followed_the_longest_repetition() -> None:
     assert proposed([1, 2, 3, 9, 2, 3], [8, 1, 2]).tolist() == [9, -1, 2]
+
+
+def test_beside_a_baseline_only_what_drafts_change_is_found() -> None:
+    """Both servers have weights that are not the target's."""
+    asked, theirs = Sampling(1.0), honest(Sampling(0.8))
+
+    def with_lookups(logits: np.ndarray, text: Sequence[int], rng: np.random.Generator) -> int:
+        proposal = int(proposed(text, [0])[0])
+        return proposal if proposal >= 0 and rng.random() < 0.3 else theirs(logits, text, rng)
+
+    baseline = judged(theirs, asked, 1)
+    same = beside_findings(judged(theirs, asked, 2), baseline, level=1e-3)
+    assert {finding.verdict for finding in same} == {Verdict.EQUAL}, same
+    found = beside_findings(judged(with_lookups, asked, 2), baseline, level=1e-3)
+    wrong = {finding.name for finding in found if finding.verdict is Verdict.WRONG}
+    assert "beside the baseline: the token that continues a repeated n-gram" in wrong
+
+
+def test_the_test_beside_a_baseline_has_its_level() -> None:
+    """p-values of answers from one law are uniform, also of answers with different lengths."""
+    rng = np.random.default_rng(0)
+    values = []
+    for _ in range(60):
+        numbers = np.repeat(np.arange(4), 6).tolist()
+        one, two = ([_random_text(number, rng) for number in numbers] for _ in range(2))
+        values += [finding.p for finding in beside_findings(one, two, level=1e-3)]
+    shares = [np.mean(np.array(values) < p) for p in (0.1, 0.01)]
+    assert shares == pytest.approx([0.1, 0.01], abs=0.04)
+
+
+def _random_text(number: int, rng: np.random.Generator) -> JudgedText:
+    count = int(rng.integers(40, 60))
+    nothing = np.zeros(count)
+    hit = (rng.random((4, count)) < 0.3).astype(float)
+    return JudgedText(
+        EngineText(number, (), ()), nothing, nothing, nothing, nothing > 0,
+        rng.random((3, count)) ** 1.5, hit, hit, rng.normal(size=count), nothing, nothing,
+    )  # fmt: skip

@@ -13,6 +13,7 @@ from decode.base.errors import UserError, require_whole
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import Asked, ask_texts
+from draftsmith.auditing.beside import beside_findings
 from draftsmith.auditing.findings import Audit, Finding, Verdict, worst
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.sampled import sampled_findings
@@ -57,6 +58,7 @@ def audit(
     prompts: Sequence[Sequence[int]],
     options: AuditOptions | None = None,
     *,
+    baseline: str | None = None,
     protocol: Literal["completions", "llama-server"] = "completions",
     model: str | None = None,
     key_env: str | None = None,
@@ -66,9 +68,11 @@ def audit(
     say: Callable[[str], None] = lambda text: None,
 ) -> Audit:
     """Judge a server's text by the target: greedy answers token by token, sampled ones by their
-    law. Nothing is sent to another address than `url`.
+    law. Nothing is sent to another address than `url` and `baseline`.
 
-    url: `http://HOST:PORT`, without `/v1`. prompts: token ids. model: the server's name for the
+    url: `http://HOST:PORT`, without `/v1`. prompts: token ids. baseline: the address of the same
+    engine without drafts, for weights that are not the target's: its law is then the one to keep
+    to, and the rounding of its greedy tokens is allowed. model: the server's name for the
     model; None: the first that it lists. key_env: the environment variable with the server's key.
     concurrency: requests at a time. timeout_seconds: for one answer. say: called with what is done.
     Raises UserError for a server that cannot be asked, with the reason, and for bad arguments.
@@ -78,7 +82,7 @@ def audit(
         raise UserError("an audit needs httpx2; run pip install 'draftsmith[serve]'")
     try:
         config = ServerConfig(
-            url=url,
+            url=[url] if baseline is None else [url, baseline],
             protocol=protocol,
             model=model,
             key_env=key_env,
@@ -90,13 +94,14 @@ def audit(
         raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     _require(target, prompts, options, config)
     begin = time.monotonic()
-    work = _Work(config.urls[0], target, prompts, options, config, say)
+    work = _Work(config.urls, target, prompts, options, config, say)
     findings = work.greedy()
     # A law of other weights says nothing.
     if not options.sampling.greedy and worst(x.verdict for x in findings) is not Verdict.UNJUDGED:
         findings += work.sampled()
     subject = {
         "url": config.urls[0],
+        "baseline": baseline,
         "target": target.name,
         "revision": target.revision,
         "target_dtype": str(target.dtype).removeprefix("torch."),
@@ -111,7 +116,9 @@ def audit(
 
 @dataclass(frozen=True)
 class _Work:
-    url: str
+    """urls: of the server, and of the baseline if there is one."""
+
+    urls: Sequence[str]
     target: Target
     prompts: Sequence[Sequence[int]]
     options: AuditOptions
@@ -120,30 +127,50 @@ class _Work:
 
     def greedy(self) -> list[Finding]:
         sampling = Sampling(repetition_penalty=self.options.sampling.repetition_penalty)
-        asked = self._ask(sampling, 1, logprobs=self.config.protocol == "completions")
-        texts = self._judge(asked, sampling)
+        asked, texts = self._judged(self.urls[0], sampling, 1)
         findings = [_contract("greedy", asked)]
-        return [*findings, *greedy_findings(texts)] if texts else findings
+        if not texts:
+            return findings
+        baseline = self._of_baseline(sampling, 1)
+        return [*findings, *greedy_findings(texts, baseline)]
 
     def sampled(self) -> list[Finding]:
-        asked = self._ask(self.options.sampling, self.options.samples, logprobs=False)
-        texts = self._judge(asked, self.options.sampling)
-        return [_contract("sampled", asked), *sampled_findings(texts, self.options.level)]
+        sampling, level = self.options.sampling, self.options.level
+        asked, texts = self._judged(self.urls[0], sampling, self.options.samples)
+        findings = [_contract("sampled", asked)]
+        baseline = self._of_baseline(sampling, self.options.samples)
+        if baseline is None:
+            return [*findings, *sampled_findings(texts, level)]
+        return [*findings, *beside_findings(texts, baseline, level)]
 
-    def _ask(self, sampling: Sampling, samples: int, *, logprobs: bool) -> Asked:
+    def _of_baseline(self, sampling: Sampling, samples: int) -> list[JudgedText] | None:
+        """None without a baseline. Raises UserError for one without answers."""
+        if len(self.urls) == 1:
+            return None
+        _, texts = self._judged(self.urls[1], sampling, samples, later=1)
+        if not texts:
+            raise UserError(f"{self.urls[1]} gave no answer that can be judged, as a baseline must")
+        return texts
+
+    def _judged(
+        self, url: str, sampling: Sampling, samples: int, later: int = 0
+    ) -> tuple[Asked, list[JudgedText]]:
+        """The answers of a server, and the judgement of each. later: added to the seed of the
+        requests, so that two servers draw with different numbers."""
         count = samples * len(self.prompts)
-        self.say(f"asking for {count} {'greedy' if sampling.greedy else 'sampled'} answers")
-        return ask_texts(
-            self.url,
+        self.say(f"asking {url} for {count} {'greedy' if sampling.greedy else 'sampled'} answers")
+        asked = ask_texts(
+            url,
             self.target,
             self.prompts,
             sampling,
             self.config,
             samples=samples,
             max_new_tokens=self.options.max_new_tokens,
-            seed=self.options.seed,
-            logprobs=logprobs,
+            seed=self.options.seed + later,
+            logprobs=sampling.greedy and self.config.protocol == "completions",
         )
+        return asked, self._judge(asked, sampling)
 
     def _judge(self, asked: Asked, sampling: Sampling) -> list[JudgedText]:
         options = self.options

@@ -22,9 +22,17 @@ MOST_OFF = 0.1
 STRANGE, MOST_STRANGE = 0.5, 0.1
 
 
-def greedy_findings(texts: Sequence[JudgedText]) -> list[Finding]:
+def greedy_findings(
+    texts: Sequence[JudgedText], baseline: Sequence[JudgedText] | None = None
+) -> list[Finding]:
     """The findings about greedy texts. If the first one is not EQUAL, the server has other weights
-    than the target, and the others are not judged."""
+    than the target, and the others are not judged.
+
+    baseline: the greedy texts of a server whose weights may be other ones. What its own tokens are
+    below the target's likeliest is then rounding.
+    """
+    if baseline is not None:
+        return [_tokens(texts, max((float(text.gap.max()) for text in baseline), default=0.0))]
     weights = _weights(texts)
     if weights.verdict is not Verdict.EQUAL:
         return [weights]
@@ -61,9 +69,10 @@ def _log_probabilities(texts: Sequence[JudgedText]) -> list[Finding]:
     return [Finding(GROUP, "log-probabilities", verdict, detail, sees=sees)]
 
 
-def _tokens(texts: Sequence[JudgedText]) -> Finding:
+def _tokens(texts: Sequence[JudgedText], least: float = 0.0) -> Finding:
+    """least: the least rounding."""
     gap = np.concatenate([text.gap for text in texts])
-    rounding = np.concatenate([text.rounding for text in texts])
+    rounding = np.concatenate([text.rounding for text in texts]).clip(min=least)
     close = int(((gap > 0) & (gap <= rounding)).sum())
     wrong = gap > rounding
     detail = (
@@ -72,12 +81,17 @@ def _tokens(texts: Sequence[JudgedText]) -> Finding:
     )
     if not wrong.any():
         return Finding(GROUP, "tokens", Verdict.EQUAL, detail, sees="one token of another choice")
-    detail += f"; the largest gap is {gap.max():.3g}; {_first(texts)}"
+    detail += f"; the largest gap is {gap.max():.3g}; {_first(texts, least)}"
     return Finding(GROUP, "tokens", Verdict.WRONG, detail)
 
 
-def _first(texts: Sequence[JudgedText]) -> str:
+def _first(texts: Sequence[JudgedText], least: float) -> str:
     """Where the first wrong token is."""
-    text = next(text for text in texts if (text.gap > text.rounding).any())
-    at = int(np.argmax(text.gap > text.rounding))
-    return f"the first wrong token is at place {at} of the answer to prompt {text.text.number}"
+    for text in texts:
+        wrong = np.flatnonzero(text.gap > text.rounding.clip(min=least))
+        if len(wrong):
+            return (
+                f"the first wrong token is at place {wrong[0]} of the answer to prompt "
+                f"{text.text.number}"
+            )
+    return ""

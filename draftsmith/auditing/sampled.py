@@ -31,12 +31,12 @@ POWER = 0.99
 # With fewer tokens a sum is not yet normal at the levels in use.
 FEWEST_TOKENS = 1000
 _U_MEAN, _U_VARIANCE = 1 / 2, 1 / 12
-_ORDER_NAMES = {
+ORDER_NAMES = {
     "likeliest": "u by probability",
     "proposed": "u, repeated n-grams first",
     "seen": "u, tokens of the text first",
 }
-_SET_NAMES = {
+SET_NAMES = {
     "likeliest": "the likeliest token",
     "proposed": "the token that continues a repeated n-gram",
     "seen": "tokens that are in the text already",
@@ -57,21 +57,30 @@ class Test:
 def sampled_findings(texts: Sequence[JudgedText], level: float) -> list[Finding]:
     """The findings about sampled texts. level: the probability that an engine without error is
     called wrong by any of them."""
-    count = sum(len(text.gap) for text in texts)
-    if count < FEWEST_TOKENS:
-        detail = f"{count} tokens; expected at least {FEWEST_TOKENS}: ask for more texts"
-        return [Finding(GROUP, "law", Verdict.UNJUDGED, detail)]
+    if few := too_few(texts):
+        return [few]
     tests = [*_uniformity(texts), _neighbours(texts), _positions(texts), *_sums(texts)]
     tests += _agreement(texts)
     each = level / len(tests)
-    findings = [_support(texts, count)]
+    findings = [support(texts)]
     for test in tests:
         verdict = Verdict.WRONG if test.p < each else Verdict.EQUAL
         findings.append(Finding(GROUP, test.name, verdict, test.detail, test.p, test.sees(each)))
     return findings
 
 
-def _support(texts: Sequence[JudgedText], count: int) -> Finding:
+def too_few(texts: Sequence[JudgedText]) -> Finding | None:
+    """A finding that there are too few tokens to judge; None if there are enough."""
+    count = sum(len(text.gap) for text in texts)
+    if count >= FEWEST_TOKENS:
+        return None
+    detail = f"{count} tokens; expected at least {FEWEST_TOKENS}: ask for more texts"
+    return Finding(GROUP, "law", Verdict.UNJUDGED, detail)
+
+
+def support(texts: Sequence[JudgedText]) -> Finding:
+    """The finding about tokens that the request's filters remove."""
+    count = sum(len(text.gap) for text in texts)
     outside = [(text, int(at)) for text in texts for at in np.flatnonzero(text.outside)]
     verdict = Verdict.WRONG if outside else Verdict.EQUAL
     detail = f"{len(outside)} of {count} tokens are among those that the request's filters remove"
@@ -88,7 +97,7 @@ def _uniformity(texts: Sequence[JudgedText]) -> list[Test]:
     tests = []
     for order, name in enumerate(ORDERS):
         u = np.concatenate([text.u[order] for text in texts])
-        tests.append(uniform_test(_ORDER_NAMES[name], u))
+        tests.append(uniform_test(ORDER_NAMES[name], u))
     return tests
 
 
@@ -154,7 +163,7 @@ def _sums(texts: Sequence[JudgedText]) -> list[Test]:
     for which, name in enumerate(SETS):
         hit = np.concatenate([text.hit[which] for text in texts])
         due = np.concatenate([text.due[which] for text in texts])
-        tests.append(share_test(_SET_NAMES[name], hit, due))
+        tests.append(share_test(SET_NAMES[name], hit, due))
     surprise = np.concatenate([text.surprise for text in texts])
     variance = float(sum(text.surprise_variance.sum() for text in texts))
     z = float(surprise.sum()) / math.sqrt(variance) if variance > 0 else 0.0

@@ -41,6 +41,10 @@ def audit(
     samples: Annotated[int, typer.Option(help="sampled answers to each prompt")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="length of an answer, in tokens")] = 64,
     drawing: AuditDrawing,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="the same engine without drafts, if its weights are not the target's"),
+    ] = None,
     level: Annotated[
         float, typer.Option(help="probability that a server without error is called wrong")
     ] = 1e-3,
@@ -101,6 +105,7 @@ def audit(
         target,
         tokenized_prompts(examples, target, limit),
         options,
+        baseline=baseline,
         protocol=said,
         model=model,
         key_env=key_env,
