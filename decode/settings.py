@@ -146,7 +146,7 @@ class DecodeSettings:
             "rule": None if self.rule is None else str(Choice.of(self.rule)),
             "policy": str(Choice.of(self.policy or "fixed")),
             "shape": None if self.shape is None else str(Choice.of(self.shape)),
-            "sampling": vars(self.sampling),
+            "sampling": self.sampling.numbers,
             "draft_temperature": self.draft_temperature,
             "exact_bits": self.exact_bits,
         }

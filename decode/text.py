@@ -3,6 +3,7 @@
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.draw.constraint import Constraint
 from decode.draw.logits import LogitsProcessor
 from decode.lengths import Policy
 from decode.loop.decoder_setup import eos_ids
@@ -123,6 +125,7 @@ class SpeculativeGenerator:
         repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         logits_processor: Sequence[LogitsProcessor] = (),
+        grammar: Constraint | None = None,
         streamer: BaseStreamer | None = None,
         seed: int | None = 0,
         batch_size: int | None = None,
@@ -145,7 +148,8 @@ class SpeculativeGenerator:
         Lengths are not taken from the checkpoint.
 
         stop: strings that end a text. They stay in it, with the full token that completes one.
-        logits_processor: a `LogitsProcessorList`. streamer: as `TextStreamer`, for one prompt only.
+        logits_processor: a `LogitsProcessorList`. grammar: the texts that may be answered
+        (`decode.grammars.Grammars`). streamer: as `TextStreamer`, for one prompt only.
         It gets the prompt, then each block of new tokens. seed: a text depends on the seed and on
         the index of its prompt, not on the batch. None: a random seed. batch_size: how many prompts
         are decoded at once; when a text ends, the next prompt takes its place. None: all.
@@ -188,7 +192,7 @@ class SpeculativeGenerator:
             self.model,
             self.drafter,
             eos_token_ids=self.eos_token_ids,
-            sampling=sampling,
+            sampling=replace(sampling, grammar=grammar),
             processors=[
                 *decoder_processors(self.model, self.eos_token_ids, max_new_tokens),
                 *logits_processor,

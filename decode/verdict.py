@@ -14,7 +14,7 @@ from torch import Tensor
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
-from decode.draw.logits import LogitsProcessor, penalise, process, tokens_before
+from decode.draw.logits import LogitsProcessor, change
 from decode.draw.sampling import Sampling
 
 
@@ -22,9 +22,10 @@ class Scores:
     """The target's logits for a draft. Computes only what a rule asks for: all distributions, one
     distribution per row, or tokens.
 
-    logits: [B, R, V], after processors, before temperature and filters. float32 if a penalty or a
-    processor changed them, else in the model's dtype. raw: the logits as the model returned them.
-    failed: what processors raised, by row. Their logits are NaN.
+    logits: [B, R, V], after the repetition penalty, processors and the constraints of the texts, in
+    this order, before temperature and filters. float32 if a penalty or a processor changed them,
+    else in the model's dtype. raw: the logits as the model returned them. failed: what a processor
+    or a constraint raised, by row, as the error of `failure` takes it. Their logits are NaN.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Scores:
     ) -> None:
         self.raw = logits
         self.sampling = sampling
-        self.failed: dict[int, Exception] = {}
-        if sampling.penalises or processors:
+        self.failed: dict[int, tuple[str, Exception]] = {}
+        guides = None if contexts is None else contexts.guides
+        if sampling.penalises or processors or guides is not None:
             assert draft is not None
             assert contexts is not None
             ancestors = draft.ancestors()
@@ -46,10 +48,7 @@ class Scores:
             root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
             before = torch.cat([root, ancestors], 1)  # [B, R, N]
             text = (contexts.tokens, contexts.lengths, draft.tokens, before)
-            if sampling.penalises:
-                logits = penalise(logits, tokens_before(*text), sampling.penalty(logits.device))
-            if processors:
-                logits, self.failed = process(processors, logits, *text)
+            logits, self.failed = change(logits, sampling, processors, guides, *text)
         self.logits = logits
         self._probs: Tensor | None = None
 
@@ -215,10 +214,12 @@ class Verdict:
                 f"dtype with more range than {dtype}"
             )
         if row in self.scores.failed:
-            return failure("a logits processor", where, self.scores.failed[row])
+            what, error = self.scores.failed[row]
+            return failure(what, where, error)
         return UserError(
             f"the logits processors mask all tokens {where}; at least one logit must be finite: "
-            "remove the processor that masks them all, or let it keep a token"
+            "remove the processor that masks them all, or let it keep a token. With a grammar, let "
+            "the processors keep a token that it allows"
         )
 
 

@@ -31,6 +31,7 @@ _MODULES = {
     "Decoder": "decode.loop.decoding",
     "Evaluation": "decode.measure.figures",
     "EvaluationProtocol": "decode.settings",
+    "Grammars": "decode.grammars",
     "Run": "train.run.run",
     "RunConfig": "train.run.config",
     "Sampling": "decode.draw.sampling",
@@ -50,6 +51,7 @@ _MODULES = {
 if TYPE_CHECKING:
     from decode.base.errors import UserError
     from decode.draw.sampling import Sampling
+    from decode.grammars import Grammars
     from decode.loop.decoding import Decoded, Decoder
     from decode.measure.evaluation import evaluate
     from decode.measure.figures import Evaluation
@@ -71,6 +73,7 @@ __all__ = [
     "Decoder",
     "Evaluation",
     "EvaluationProtocol",
+    "Grammars",
     "Run",
     "RunConfig",
     "Sampling",

@@ -38,6 +38,7 @@ from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
 from tests.lossless import (
+    CONSTRAINED,
     DEEPER,
     LONGER,
     PENALISED,
@@ -80,6 +81,7 @@ CASES = {
     "plain": LONGER,
     "penalised": PENALISED,
     "processed": PROCESSED,
+    "constrained": CONSTRAINED,
     "deeper": DEEPER,
     "through transformers": through_transformers(LONGER),
 }

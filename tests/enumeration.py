@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft, Siblings
+from decode.draft import Contexts, Draft, Siblings
 from decode.draw import sampling
+from decode.draw.constraint import Constraint, Guide
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.rules import Rule
 from decode.verdict import Scores
@@ -132,13 +133,17 @@ def enumerate_rule(
     parents: Sequence[int],
     siblings: Siblings,
     tokens: Sequence[int] = (),
+    grammar: Constraint | None = None,
+    masked: Contextual | None = None,
 ) -> Enumerated:
     """What a rule makes of drafts at most two deep, all that can be drawn from q.
 
     parents: of the nodes, breadth-first; siblings: how the drafter draws; tokens: what it chooses.
-    q: for mixed siblings several, which nodes are drawn from in turn.
+    q: for mixed siblings several, which nodes are drawn from in turn. grammar: it masks the
+    target's logits, which are those of p. masked: p under it.
     """
-    return enumerate_drafts(rule, p, *_drafts(q, parents, siblings, tokens))
+    draft, chances = _drafts(q, parents, siblings, tokens)
+    return _Probe(rule, p, draft, grammar, masked).run(chances)
 
 
 def enumerate_drafts(rule: Rule, p: Contextual, draft: Draft, chances: np.ndarray) -> Enumerated:
@@ -218,8 +223,15 @@ class _Probe:
     """Asks the rule about rows of a draft, each with one more node of padding, which would pass if
     it were judged."""
 
-    def __init__(self, rule: Rule, p: Contextual, draft: Draft) -> None:
-        self.rule, self.p = rule, p
+    def __init__(
+        self,
+        rule: Rule,
+        p: Contextual,
+        draft: Draft,
+        grammar: Constraint | None = None,
+        masked: Contextual | None = None,
+    ) -> None:
+        self.rule, self.p, self.grammar = rule, masked or p, grammar
         rows, self.nodes = draft.tokens.shape
         self.tokens = draft.tokens.numpy()
         parents = (draft.parent_rows() - 1).numpy()
@@ -321,7 +333,10 @@ class _Probe:
             None if whole.q_rows is None else whole.q_rows[at],
             whole.drawn,
         )
-        scores = Scores(self.logits[at], PLAIN)
+        contexts = Contexts.of([(0,)] * len(rows), 1)
+        if self.grammar is not None:
+            contexts.guides = [Guide(self.grammar, 1) for _ in rows]
+        scores = Scores(self.logits[at], PLAIN, draft, contexts)
 
         def judge(accept: np.ndarray, following: np.ndarray) -> Verification:
             padded = np.concatenate([accept, np.zeros((len(rows), 1))], 1)

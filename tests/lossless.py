@@ -147,6 +147,44 @@ class NeverTwice(transformers.LogitsProcessor):
 PROCESSED = replace(PENALISED, processors=(NeverTwice(),))
 
 
+class Sums:
+    """A constraint whose masks depend on all tokens of a text: no token comes twice in a row, none
+    is the sum of the text modulo 3, and a text ends (4) where its sum is even."""
+
+    ends = frozenset({4})
+
+    def start(self) -> "SumsMatcher":
+        return SumsMatcher()
+
+
+class SumsMatcher:
+    def __init__(self) -> None:
+        self.text: list[int] = []
+
+    def allowed(self) -> np.ndarray:
+        return np.packbits(sums_allow(self.text), bitorder="little")
+
+    def advance(self, token: int) -> bool:
+        if not sums_allow(self.text)[token]:
+            return False
+        self.text.append(token)
+        return True
+
+    def rollback(self, count: int) -> None:
+        del self.text[len(self.text) - count :]
+
+
+def sums_allow(text: Sequence[int]) -> np.ndarray:
+    """bool [5]: what may follow a text."""
+    tokens, total = np.arange(5), sum(text)
+    allowed = (tokens < 4) & ~np.isin(tokens, text[-1:]) & (tokens != total % 3)
+    allowed[4] = bool(text) and total % 2 == 0
+    return allowed
+
+
+CONSTRAINED = replace(LONGER, sampling=Sampling(1.0, top_p=0.98, grammar=Sums()))
+
+
 @functools.cache
 def exact_law(case: Case) -> np.ndarray:
     """float64 [P, V+1, …, V+1]: the law of each prompt's texts, V standing for no token, from plain
@@ -167,6 +205,9 @@ def exact_law(case: Case) -> np.ndarray:
         ids = torch.cat([torch.tensor([prompt]).expand(len(texts), -1), texts], 1)
         with torch.inference_mode():
             logits = case.model(0.0)(ids).logits[:, len(prompt) - 1 :].double()  # [·, new, V]
+        if sampling.grammar is not None:
+            allowed = [[sums_allow(text[:i]) for i in range(case.new)] for text in texts.tolist()]
+            logits = logits.masked_fill(~torch.as_tensor(np.array(allowed)), -torch.inf)
         probs = torch.stack(
             [warpers(ids[:, : len(prompt) + i], logits[:, i]).softmax(-1) for i in range(case.new)],
             1,

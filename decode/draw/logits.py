@@ -1,4 +1,4 @@
-"""Changes logits by the text before them: the repetition penalty and logits processors.
+"""Changes logits by the text before them: the repetition penalty, logits processors, constraints.
 
 In a tree, each node has a different text before it: its path. So the children of two siblings are
 judged after different texts.
@@ -14,9 +14,43 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
+from decode.draw.constraint import Guide, constrain
+from decode.draw.sampling import Sampling
 
 # Same as transformers' LogitsProcessor: (input_ids [b, l], scores [b, V]) → scores [b, V].
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+
+def change(
+    logits: Tensor,
+    sampling: Sampling,
+    processors: Sequence[LogitsProcessor],
+    guides: Sequence[Guide | None] | None,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    nodes: Tensor,
+    on_path: Tensor,
+) -> tuple[Tensor, dict[int, tuple[str, Exception]]]:
+    """(logits [B, R, V] after the repetition penalty, the processors and the constraints of the
+    rows, in this order, each position with the exact text before it; what raised in a row, with its
+    error). The logits of such a row are NaN, those that are lost.
+
+    guides: as for `constrain`; None: no row has one. The others are as in `tokens_before`.
+    """
+    text = (tokens, lengths, nodes, on_path)
+    failed: dict[int, tuple[str, Exception]] = {}
+    if sampling.penalises:
+        logits = penalise(logits, tokens_before(*text), sampling.penalty(logits.device))
+    if processors:
+        logits, errors = process(processors, logits, *text)
+        failed |= {row: ("a logits processor", error) for row, error in errors.items()}
+    if guides is not None:
+        logits, errors = constrain(guides, logits, *text)
+        if errors:
+            rows = torch.tensor(list(errors), device=logits.device)
+            logits = logits.index_fill(0, rows, torch.nan)
+        failed |= {row: ("the grammar", error) for row, error in errors.items()}
+    return logits, failed
 
 
 def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
@@ -30,6 +64,21 @@ def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
     before = logits.gather(-1, ids).float()
     after = torch.where(before < 0, before * penalty, before / penalty)
     return logits.to(torch.float32, copy=True).scatter_(-1, ids, after)
+
+
+def penalise_drafts(
+    logits: Tensor, ids: Tensor, penalty: float | Tensor, vocabulary: Tensor | None
+) -> Tensor:
+    """The same for the logits of a drafter, [..., V']. vocabulary: int64 [V'], ascending, the token
+    ids of the columns. None: column i is token i. Tokens without a column change nothing."""
+    size = logits.shape[-1]
+    # They go to an extra column, which is then removed.
+    if vocabulary is None:
+        columns = ids.clamp(max=size)
+    else:
+        columns = torch.searchsorted(vocabulary, ids).clamp(max=size - 1)
+        columns = torch.where(vocabulary[columns] == ids, columns, size)
+    return penalise(torch.nn.functional.pad(logits, (0, 1)), columns, penalty)[..., :-1]
 
 
 def tokens_before(

@@ -1,7 +1,7 @@
 """Turns logits into probabilities and tokens, and makes the random numbers for the draws."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 
 import numpy as np
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from decode.base.device import reads_are_free, to_device
 from decode.base.errors import UserError, require_whole
+from decode.draw.constraint import Constraint
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
@@ -32,8 +33,12 @@ class Sampling:
 
     temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
     these settings off. min_p: removes tokens with a probability below min_p times the largest
-    probability. This class does not apply the repetition penalty, because it depends on the text
-    so far. `decode.draw.logits` and `decode.shapes` apply it before they call this class.
+    probability. grammar: the texts that may be drawn (`decode.draw.constraint`). Its mask comes
+    after the repetition penalty and before the temperature, like a logits processor of
+    `generate()`.
+
+    This class applies neither the penalty nor the grammar, because they depend on the text so far.
+    `decode.verdict` and `decode.shapes` apply them before they call this class.
 
     Raises UserError for a value that is not a finite number in its range.
     """
@@ -43,6 +48,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    grammar: Constraint | None = None
 
     def __post_init__(self) -> None:
         most = f"{HOTTEST:g}"
@@ -75,6 +81,16 @@ class Sampling:
         """The same, but temperature 1 without filters where it is greedy, which has no
         probabilities."""
         return Sampling(temperature=1.0) if self.greedy else self
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """All settings by their names, without the grammar."""
+        return {name: value for name, value in vars(self).items() if name != "grammar"}
+
+    @property
+    def without_grammar(self) -> "Sampling":
+        """The same for logits that the grammar has masked."""
+        return self if self.grammar is None else replace(self, grammar=None)
 
     @property
     def penalises(self) -> bool:

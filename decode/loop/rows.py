@@ -92,8 +92,8 @@ class Rows:
     def _settle(self, settings: list[RowSettings], kinds: np.ndarray) -> None:
         """Take settings and compute what depends on them."""
         self.settings, self.kinds = settings, kinds
-        self.sampling = combined([one.sampling for one in settings], kinds)
-        self.draft_sampling = combined([one.drafts for one in settings], kinds)
+        self.sampling = combined([one.sampling.without_grammar for one in settings], kinds)
+        self.draft_sampling = combined([one.drafts.without_grammar for one in settings], kinds)
         asked = [-1 if one.logprobs is None else one.logprobs for one in settings]
         self.logprobs = np.array(asked, dtype=np.int64)[kinds]
         self.ignore_eos = np.array([one.ignore_eos for one in settings], dtype=bool)[kinds]

@@ -9,6 +9,7 @@ import torch
 from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
+from decode.draw.constraint import Guide, require_ends
 from decode.draw.sampling import CounterRNG
 from decode.loop.decoder_setup import Setup
 from decode.loop.parts import Parts
@@ -65,6 +66,9 @@ def new_rows(
             f"logprobs is {asked}; expected at most {setup.vocab_size}, the tokens of the target"
         )
     setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
+    for row in each:
+        if row.sampling.grammar is not None:
+            require_ends(row.sampling.grammar, setup.eos.tolist(), row.ignore_eos)
     texts, sources = setup.lm.texts_and_sources(prompts)
     lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
@@ -76,6 +80,13 @@ def new_rows(
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
+    if any(one.sampling.grammar is not None for one in each):
+        contexts.guides = [
+            None if grammar is None else Guide(grammar, length)
+            for grammar, length in zip(
+                (each[kind].sampling.grammar for kind in kinds), lengths.tolist(), strict=True
+            )
+        ]
     identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
     new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
     if new.any():

@@ -28,6 +28,6 @@ class Threshold(Rule):
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         judged = scores.sampling.warmed.probs(scores.logits[:, :-1])
         p_x = judged.gather(2, draft.tokens[..., None])[..., 0]
-        accepted = ((p_x >= self.threshold) & draft.valid()).long().cumprod(1).sum(1)
+        accepted = ((p_x >= self.threshold) & (p_x > 0) & draft.valid()).long().cumprod(1).sum(1)
         next_token = scores.sampling.pick(scores.logits_at(accepted), rng.of_next(accepted))
         return Decision.of_chain(draft, accepted, next_token)

@@ -42,6 +42,7 @@ class TopKAcceptance(Rule):
         if self.tolerance is not None:
             passes &= logits.amax(2) - drafted[..., 0] <= self.tolerance
         passes |= draft.ancestors().sum(2) <= self.min_accepted
+        passes &= drafted[..., 0].isfinite()  # a masked token is no token of the text
         path, accepted, reached, last_row = longest_path(draft, passes)
         picked = scores.sampling.pick(scores.logits_at(last_row), rng.of_next(accepted))
         return Decision(path=path, accepted=accepted, reached=reached, next_token=picked)

@@ -15,7 +15,8 @@ from decode.base.device import reads_are_free, to_device
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
-from decode.draw.logits import penalise, tokens_before
+from decode.draw.constraint import constrain
+from decode.draw.logits import penalise_drafts, tokens_before
 from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
 
 
@@ -58,9 +59,10 @@ class Growth(ABC):
         return None
 
     def first(self) -> Tensor:
-        """[B, V']: the logits for the root's children, after the repetition penalty (float32)."""
+        """[B, V']: the logits for the root's children, after the repetition penalty (float32) and
+        the constraints of the texts."""
         logits = self._first()
-        return self._penalised(logits[:, None], 0)[:, 0]
+        return self._processed(logits[:, None], 0)[:, 0]
 
     def extend(self, tokens: Tensor, parents: Tensor | None = None) -> Tensor:
         """Feeds n more nodes. Returns [B, n, V']: the logits for their children.
@@ -76,7 +78,7 @@ class Growth(ABC):
         if parents is not None:
             self.depth += 1
             self.ancestors = self._grown_ancestors(parents, before)
-        return self._penalised(self._extend(count), count)
+        return self._processed(self._extend(count), count)
 
     def ids(self, drawn: Tensor) -> Tensor:
         """Converts rows of the draft vocabulary to token ids."""
@@ -115,27 +117,29 @@ class Growth(ABC):
         seen[:, new, new] = True
         return seen
 
-    def _penalised(self, logits: Tensor, count: int) -> Tensor:
-        """Applies the repetition penalty, if there is one, to logits [B, n, V'] after the last
-        `count` fed nodes (0: after the root). Penalised logits are float32."""
-        if not self.sampling.penalises:
+    def _processed(self, logits: Tensor, count: int) -> Tensor:
+        """Applies the repetition penalty and the constraints, if there are any, to logits
+        [B, n, V'] after the last `count` fed nodes (0: after the root). Penalised logits are
+        float32."""
+        guides = self.contexts.guides
+        if not self.sampling.penalises and guides is None:
             return logits
-        penalty = self.sampling.penalty(logits.device)
         if count:
             on_path = self.on_path(count)
         else:
             on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
-        ids = tokens_before(self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
-        size = logits.shape[-1]
-        if self.vocabulary is None and size == self.vocab_size:
-            return penalise(logits, ids, penalty)
-        # Tokens outside the draft vocabulary go to an extra column, which is then removed.
-        if self.vocabulary is None:
-            columns = ids.clamp(max=size)
-        else:
-            columns = torch.searchsorted(self.vocabulary, ids).clamp(max=size - 1)
-            columns = torch.where(self.vocabulary[columns] == ids, columns, size)
-        return penalise(torch.nn.functional.pad(logits, (0, 1)), columns, penalty)[..., :-1]
+        text = (self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
+        if self.sampling.penalises:
+            penalty, ids = self.sampling.penalty(logits.device), tokens_before(*text)
+            logits = penalise_drafts(logits, ids, penalty, self.vocabulary)
+        if guides is not None:
+            size = logits.shape[-1]
+            vocabulary = self.vocabulary
+            if vocabulary is None and size < self.vocab_size:
+                vocabulary = torch.arange(size, device=logits.device)
+            # A text that cannot be followed any more gets a draft all the same.
+            logits, _ = constrain(guides, logits, *text, vocabulary)
+        return logits
 
 
 class Shape(ABC):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
@@ -66,7 +67,7 @@ class EdgeClient:
     The text is exactly that of decoding with the server's rule at the server, if both sides use the
     same seed and row ids; with the rule `threshold` and a temperature above 0 drafts are drawn by
     rounds, so this needs drafts of the same lengths. Raises UserError as `Decoder` does, for drafts
-    that are trees, and for drafters that read hidden states.
+    that are trees, for drafters that read hidden states, and for a grammar.
     """
 
     def __init__(
@@ -82,6 +83,11 @@ class EdgeClient:
     ) -> None:
         self.rounds: list[EdgeRound] = []
         sampling = sampling or Sampling()
+        if sampling.grammar is not None:
+            raise UserError(
+                "a verification server takes no grammar; leave the grammar out, or decode without "
+                "the server"
+            )
         drafts = sampling
         if draft_temperature is not None:
             drafts = replace(sampling, temperature=draft_temperature)

@@ -215,7 +215,7 @@ class RemoteLM(CachedLM):
             max_tokens=end - len(text.ids),
             seed=text.opening.seed,
             row=text.opening.row,
-            sampling=[float(value) for value in vars(self._sampling).values()],
+            sampling=[float(value) for value in self._sampling.numbers.values()],
         )
         for begin in range(0, len(rest), FRAME_IDS):
             part = rest[begin : begin + FRAME_IDS]

@@ -98,7 +98,7 @@ class Settings:
             "lenience": self.lenience,
             "dynamic_lenience": self.dynamic_lenience,
             "lossy": self.lossy,
-            "sampling": vars(decode.sampling),
+            "sampling": decode.sampling.numbers,
             "draft_temperature": decode.draft_temperature,
             "exact_bits": decode.exact_bits,
             "learning": self.learner is not None and self.learner.learning,

@@ -179,7 +179,7 @@ class Asked(RequestPart):
 
     def sampling(self, default: Sampling) -> Sampling:
         """How text is drawn. default: for what the request does not say."""
-        said = {name: getattr(self, name) for name in vars(default)}
+        said = {name: getattr(self, name) for name in default.numbers}
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 

@@ -1,0 +1,179 @@
+"""Grammars of a target's texts: JSON Schema, regular expressions, choices and Lark grammars.
+
+llguidance (`pip install 'draftsmith[structured]'`) computes the masks. Each is a function of the
+text so far: a token may follow if the text with it is the beginning of a text of the grammar.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from decode.base.errors import UserError
+from decode.draw.constraint import Matcher
+from decode.model.loading import Target
+
+# In characters. The library follows references by recursion: a longer chain of them ends the
+# process.
+LONGEST = 32 * 1024
+# How much of the library's message a user sees.
+SHOWN = 400
+
+
+class Grammar:
+    """A compiled grammar, a `decode.draw.constraint.Constraint`. Any number of rows share it.
+
+    name: what it was made from, for messages.
+    """
+
+    def __init__(self, name: str, matcher: Any, ends: frozenset[int]) -> None:
+        self.name, self._matcher, self._ends = name, matcher, ends
+
+    def __repr__(self) -> str:
+        return f"Grammar({self.name})"
+
+    @property
+    def ends(self) -> frozenset[int]:
+        return self._ends
+
+    def start(self) -> Matcher:
+        return _Matcher(self._matcher.deep_copy(), self._ends)
+
+
+class _Matcher:
+    """A matcher of the library, whose methods do not raise."""
+
+    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._ends = matcher, sorted(ends)
+
+    def allowed(self) -> np.ndarray:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        self._check()
+        if not self._matcher.is_accepting():
+            # Where no token may follow, the library lets an EOS follow, complete or not.
+            bits = bits.copy()
+            for token in self._ends:
+                bits[token // 8] &= ~(1 << token % 8) & 0xFF
+        return bits
+
+    def advance(self, token: int) -> bool:
+        passed: bool = self._matcher.try_consume_tokens([token]) == 1
+        self._check()
+        return passed
+
+    def rollback(self, count: int) -> None:
+        self._matcher.rollback(count)
+        self._check()
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            raise ValueError(_shown(self._matcher.get_error()))
+
+
+class Grammars:
+    """Makes the grammars of a target's texts. It reads the tokenizer once, which takes a second.
+
+    tokenizer: a fast tokenizer of transformers. eos_token_ids: the ids that end a text; the others
+    are the arguments' names. vocab_size: rows of the target's output layer. All methods may be
+    called from any thread. Raises UserError without llguidance, without EOS ids and for a tokenizer
+    that is not a fast one.
+
+    >>> grammars = Grammars.of(target)                               # doctest: +SKIP
+    >>> grammar = grammars.json_schema({"type": "object"})           # doctest: +SKIP
+    >>> decoder = Decoder(..., sampling=Sampling(grammar=grammar))   # doctest: +SKIP
+    """
+
+    def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
+        try:
+            from llguidance import LLMatcher
+            from llguidance.hf import from_tokenizer
+        except ImportError as error:
+            raise UserError(
+                "a grammar needs llguidance; run pip install 'draftsmith[structured]'"
+            ) from error
+        self.ends = frozenset(eos_token_ids)
+        if not self.ends:
+            raise UserError("a grammar needs an id that ends a text, but there are no EOS ids")
+        self._library = LLMatcher
+        try:
+            self._tokenizer = from_tokenizer(tokenizer, vocab_size, sorted(self.ends))
+        except ValueError as error:
+            raise UserError(
+                f"a grammar needs a fast tokenizer, and {type(tokenizer).__name__} is not one that "
+                f"llguidance reads ({error})"
+            ) from error
+
+    @classmethod
+    def of(cls, target: Target) -> "Grammars":
+        return cls(target.tokenizer, target.eos_token_ids, target.vocab_size)
+
+    def json_schema(self, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON texts that this schema describes, without spaces between their parts. The schema's
+        own `x-guidance` can allow them (`{"whitespace_flexible": true}`). Raises UserError for a
+        schema that is malformed, admits nothing, is too large, or has a keyword that cannot be
+        enforced."""
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"the schema is not JSON: {error}") from error
+        if not isinstance(schema, Mapping):
+            raise UserError(f"the schema is {schema!r:.80}; expected a JSON object")
+        try:
+            text = json.dumps(schema)
+            _require_short("the schema", text)
+            form = self._library.grammar_from_json_schema(
+                text, defaults={"whitespace_flexible": False}
+            )
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UserError(f"the schema is not JSON that can be read: {error}") from error
+        return self._compiled("the JSON schema", form)
+
+    def json_object(self) -> Grammar:
+        """Any JSON object."""
+        return self.json_schema({"type": "object"})
+
+    def regex(self, pattern: str) -> Grammar:
+        """Texts that match all of a regular expression (the syntax of Rust's regex crate). Raises
+        UserError for a pattern that is malformed, matches nothing or is too large."""
+        _require_short("the regular expression", pattern)
+        form = self._library.grammar_from_regex(pattern)
+        return self._compiled("the regular expression", form)
+
+    def choice(self, texts: Sequence[str]) -> Grammar:
+        """One of these texts. Raises UserError unless they are strings, at least one."""
+        if isinstance(texts, str) or not texts or not all(isinstance(x, str) for x in texts):
+            raise UserError(f"the choices are {texts!r:.80}; expected a list of strings")
+        form = "start: " + " | ".join(json.dumps(text) for text in texts)
+        _require_short("the choices", form)
+        return self._compiled("the choices", self._library.grammar_from_lark(form))
+
+    def lark(self, grammar: str) -> Grammar:
+        """Texts of a Lark grammar, as llguidance reads it, whose first rule is `start`. Raises
+        UserError for a grammar that is malformed, admits nothing or is too large."""
+        _require_short("the Lark grammar", grammar)
+        form = self._library.grammar_from_lark(grammar)
+        return self._compiled("the Lark grammar", form)
+
+    def _compiled(self, name: str, form: str) -> Grammar:
+        # The library lets other threads run meanwhile, and bounds its own work.
+        matcher = self._library(self._tokenizer, form, log_level=0)
+        if matcher.is_error():
+            raise UserError(f"{name} cannot be used: {_shown(matcher.get_error())}")
+        matcher.compute_bitmask()
+        if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
+            raise UserError(f"{name} admits no text; let it admit at least one")
+        return Grammar(name, matcher, self.ends)
+
+
+def _shown(message: str) -> str:
+    """The library's message without the state of its parser and the whole grammar."""
+    return message.split("\n<state>")[0][:SHOWN]
+
+
+def _require_short(name: str, text: str) -> None:
+    if not isinstance(text, str):
+        raise UserError(f"{name} is {text!r:.80}; expected a text")
+    if len(text) > LONGEST:
+        raise UserError(f"{name} has {len(text)} characters; expected at most {LONGEST}")

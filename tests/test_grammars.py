@@ -1,0 +1,193 @@
+"""Grammars of a target: what they admit, what is refused, and answers that parse."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from decode.base.errors import UserError
+from decode.draw.constraint import Guide
+from decode.draw.sampling import Sampling
+from decode.grammars import LONGEST, Grammar, Grammars
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
+from decode.text import SpeculativeGenerator
+from decode.text_stream import text_of
+from tests.tiny import tiny_target
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "kind": {"enum": ["person", "company"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 2},
+    },
+    "required": ["name", "age", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return tiny_target()
+
+
+@pytest.fixture(scope="module")
+def grammars(target: Target) -> Grammars:
+    return Grammars.of(target)
+
+
+def some_schemas(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Schemas of the usual kinds, made at random."""
+    random = np.random.default_rng(seed)
+
+    def one(depth: int) -> dict[str, Any]:
+        kinds = ["string", "pattern", "integer", "number", "boolean", "enum", "null", "format"]
+        kind = random.choice(kinds if depth > 1 else [*kinds, *["object", "array", "anyOf"] * 3])
+        match str(kind):
+            case "string":
+                return {"type": "string", "minLength": 1, "maxLength": int(random.integers(1, 6))}
+            case "pattern":
+                return {"type": "string", "pattern": "^[a-c]{1,3}-[0-9]{2}$"}
+            case "format":
+                return {"type": "string", "format": "date"}
+            case "integer":
+                low = int(random.integers(-50, 50))
+                return {"type": "integer", "minimum": low, "maximum": low + 30}
+            case "number":
+                return {"type": "number", "minimum": 0, "maximum": 1}
+            case "enum":
+                return {"enum": ["red", 3, None, True][: random.integers(1, 5)]}
+            case "object":
+                names = [f"k{i}" for i in range(random.integers(1, 4))]
+                return {
+                    "type": "object",
+                    "properties": {name: one(depth + 1) for name in names},
+                    "required": names,
+                    "additionalProperties": False,
+                }
+            case "array":
+                return {"type": "array", "items": one(depth + 1), "maxItems": 2}
+            case "anyOf":
+                return {"anyOf": [one(depth + 1), one(depth + 1)]}
+        return {"type": str(kind)}
+
+    return (one(0) for _ in range(count))
+
+
+@pytest.mark.parametrize(
+    "count", [40, pytest.param(1000, marks=[pytest.mark.thorough, pytest.mark.timeout(3000)])]
+)
+@pytest.mark.parametrize("drafter", ["ngram", "suffix", "none"])
+def test_every_answer_parses_and_is_valid(
+    drafter: str, count: int, target: Target, grammars: Grammars
+) -> None:
+    """Each row has a schema of its own, in one batch with rows that come and go."""
+    schemas = list(some_schemas(count))
+    decoder = Decoder(
+        target.model,
+        open_drafter(drafter, target),
+        eos_token_ids=target.eos_token_ids,
+        gamma=4,
+    )
+    decoding = Decoding(decoder)
+    for begin in range(0, count, 10):
+        settings = [
+            RowSettings(
+                Sampling(temperature=float(row % 2), grammar=grammars.json_schema(schemas[row])),
+                seed=row,
+            )
+            for row in range(begin, min(begin + 10, count))
+        ]
+        decoding.admit([[5, 6, 7]] * len(settings), 60, settings=settings)
+        while not decoding.finished:
+            decoding.step()
+    ended = 0
+    for row, schema in enumerate(schemas):
+        output = decoding.outputs[row]
+        if output[-1] in target.eos_token_ids:
+            ended += 1
+            jsonschema.validate(json.loads(text_of(target.tokenizer, output)), schema)
+        else:
+            assert len(output) == 60
+    assert ended > 0.7 * count
+
+
+def test_the_mask_is_a_function_of_the_text(target: Target, grammars: Grammars) -> None:
+    """Rolled back and gone on, it is that of a new matcher."""
+    grammar, random = grammars.json_schema(PERSON), np.random.default_rng(0)
+    guide, texts = Guide(grammar, 0), [np.zeros(0, dtype=np.int64)]
+    for _ in range(60):
+        text = texts[random.integers(len(texts))]
+        found, fresh = guide.allowed(text), Guide(grammar, 0).allowed(text)
+        assert found is not None
+        assert (found == fresh).all()
+        allowed = np.flatnonzero(np.unpackbits(found, bitorder="little"))
+        inner = [token for token in allowed.tolist() if token not in grammar.ends]
+        if inner:
+            texts.append(np.append(text, random.choice(inner)))
+    assert max(map(len, texts)) > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "pattern"),
+    [
+        ("regex", "[a-c]{2,4}!", "[a-c]{2,4}!"),
+        ("choice", ["yes", "no", 'a "quote"'], 'yes|no|a "quote"'),
+        ("lark", 'start: "a" start "b" | "c"', "a*cb*"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_other_grammars(
+    kind: str, given: Any, pattern: str, temperature: float, target: Target, grammars: Grammars
+) -> None:
+    generator = SpeculativeGenerator(target.model, target.tokenizer, "ngram")
+    grammar: Grammar = getattr(grammars, kind)(given)
+    texts = generator.generate(
+        [[5, 6], [7]], grammar=grammar, temperature=temperature, max_new_tokens=40
+    )
+    assert generator.decoded is not None
+    for text, tokens in zip(texts, generator.decoded.outputs, strict=True):
+        if tokens[-1] in target.eos_token_ids:
+            assert re.fullmatch(pattern, text)
+        else:
+            assert len(tokens) == 40
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "said"),
+    [
+        ("json_schema", '{"type": ', "is not JSON"),
+        ("json_schema", [1], "expected a JSON object"),
+        ("json_schema", {"type": "thing"}, "Invalid type: thing"),
+        ("json_schema", {"enum": []}, "Unsatisfiable"),
+        ("json_schema", {"allOf": [{"type": "string"}, {"type": "null"}]}, "Unsatisfiable"),
+        ("json_schema", {"not": {"type": "string"}}, "not"),
+        ("json_schema", {"$ref": "#/nothing"}, "does not exist"),
+        ("json_schema", {"enum": ["x" * LONGEST]}, "characters"),
+        ("json_schema", '{"items":' * 500 + "{}" + "}" * 500, "recursion limit"),
+        ("regex", "(", "unclosed"),
+        ("regex", "(?=a)b", "look-around"),
+        ("choice", [], "list of strings"),
+        ("choice", "yes", "list of strings"),
+        ("lark", "begin: A", "cannot be used"),
+        ("lark", 'start: start "a"', "admits no text"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(
+    kind: str, given: Any, said: str, grammars: Grammars
+) -> None:
+    with pytest.raises(UserError, match=said):
+        getattr(grammars, kind)(given)
+
+
+def test_a_target_without_an_end_has_no_grammars(target: Target) -> None:
+    with pytest.raises(UserError, match="no EOS ids"):
+        Grammars(target.tokenizer, (), target.vocab_size)
