@@ -271,13 +271,11 @@ def after(contexts: Contexts, features: Features | None = None) -> Verification:
     return verification([0] * len(contexts.lengths), contexts=contexts, features=features)
 
 
-def near_drafter(
-    kind: type[SmallLMDrafter] = SmallLMDrafter, noise: float = 0.03
-) -> SmallLMDrafter:
-    """A drafter that is near the target, not equal to it. noise: on its weights."""
+def near_drafter(kind: type[SmallLMDrafter] = SmallLMDrafter) -> SmallLMDrafter:
+    """A drafter that is near the target, not equal to it."""
     model = tiny_model("llama")
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in model.parameters():
-            weight += noise * torch.randn(weight.shape, generator=generator)
+            weight += 0.03 * torch.randn(weight.shape, generator=generator)
     return kind(model)
