@@ -7,7 +7,7 @@ everything is compared here first, by name and shape, from the headers of the fi
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class Layout:
     names: Mapping[str, str]
     count: str | None
 
+    def holds(self, name: str, layers: int) -> bool:
+        """Whether a tensor of this name is the module's, in a target with `layers` layers."""
+        return re.search(self.pattern(layers), name) is not None
+
     def pattern(self, layers: int) -> str:
         """A regular expression for all names of the module, in a target with `layers` layers."""
         start = self.place.split("layers.")[0] if "{k}" in self.place else ""
@@ -57,7 +61,7 @@ class Layout:
 _AFTER = Layout(
     "model.layers.{n}.",
     {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "post_norm": "shared_head.norm"},
-    "num_mtp_layers",
+    "num_nextn_predict_layers",
 )
 _APART = {
     "enorm": "mtp.pre_fc_norm_embedding",
@@ -68,7 +72,7 @@ _APART = {
 LAYOUTS = {
     "deepseek_v3": _AFTER,
     "glm4_moe": _AFTER,
-    "mellum": Layout("mtp.layers.{k}.", _APART, "num_mtp_layers"),
+    "mellum": Layout("mtp.layers.{k}.", _APART, "num_nextn_predict_layers"),
     "qwen3_next": Layout("mtp.layers.{k}.", _APART, None),
     "qwen3_5_text": Layout("mtp.layers.{k}.", _APART, "mtp_num_hidden_layers"),
     "qwen3_5_moe_text": Layout("mtp.layers.{k}.", _APART, "mtp_num_hidden_layers"),
@@ -118,12 +122,13 @@ def checkpoint_directory(target: Target) -> Path:
 
 def stored_module(directory: Path, layout: Layout, layers: int) -> dict[str, Stored]:
     """The tensors of the module in a checkpoint, by name. layers: the target's."""
-    pattern, found = re.compile(layout.pattern(layers)), dict[str, Stored]()
+    found: dict[str, Stored] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
-            for name in filter(pattern.search, opened.keys()):
-                part = opened.get_slice(name)
-                found[name] = Stored(file, part.get_dtype(), tuple(part.get_shape()))
+            for name in opened.keys():  # noqa: SIM118 (not a dictionary)
+                if layout.holds(name, layers):
+                    part = opened.get_slice(name)
+                    found[name] = Stored(file, part.get_dtype(), tuple(part.get_shape()))
     return found
 
 
@@ -132,7 +137,7 @@ def named_as_stored(
 ) -> dict[str, Tensor]:
     """Weights of heads by the names, and in the parts, that the checkpoint has. A fused tensor of
     all experts becomes one tensor for each matrix."""
-    layout, count = layout_of(model.config, ""), _depth_of(model)
+    layout, count = layout_of(model.config, ""), own_layers(model)
     renamed = {_stored_name(layout, name, count): x for name, x in weights.items()}
     holder: Any = nn.Module()
     holder.config, holder._weight_conversions = (
@@ -158,7 +163,8 @@ def _stored_name(layout: Layout, name: str, count: int) -> str:
     return ".".join([own if "{k}" in layout.place else place + own, *rest])
 
 
-def _depth_of(model: Any) -> int:
+def own_layers(model: Any) -> int:
+    """The number of layers of a target, without those of its module."""
     return int(model.config.get_text_config(decoder=True).num_hidden_layers)
 
 
@@ -176,6 +182,16 @@ def stored_layers(target: Target) -> int:
     return int(count)
 
 
+def has_module(config: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether a checkpoint has a tensor of a module. config: its config.json. names: its tensors'
+    names."""
+    text = config.get("text_config") or config
+    kind, layers = text.get("model_type"), text.get("num_hidden_layers")
+    if kind not in LAYOUTS or not isinstance(layers, int):
+        return False
+    return any(LAYOUTS[kind].holds(name, layers) for name in names)
+
+
 def module_options(target: Target, options: Mapping[str, Any]) -> MtpOptions:
     """The options of the heads that a target's module is. options: those that the user chose."""
     layers = stored_layers(target)
@@ -189,17 +205,27 @@ def module_options(target: Target, options: Mapping[str, Any]) -> MtpOptions:
     return chosen
 
 
-def read_module(target: Target, options: Mapping[str, Any]) -> MtpHeads:
+def module_heads(target: Target, options: Mapping[str, Any]) -> MtpHeads:
+    """Heads in the shape of the target's module, without weights. Raises UserError as
+    `read_module` does for a target and options."""
+    heads = build_heads(module_options(target, options), target, None, "meta")
+    assert isinstance(heads, MtpHeads)
+    return heads
+
+
+def read_module(
+    target: Target, options: Mapping[str, Any], directory: Path | None = None
+) -> MtpHeads:
     """The module in the target's checkpoint, as heads on the CPU in the target's dtype, without the
     weights borrowed from the target.
 
-    options: those of `MtpOptions`, but for `layers`, which is the module's. Raises UserError for a
+    options: those of `MtpOptions`, but for `layers`, which is the module's. directory: another
+    checkpoint to read the module from, such as that before a fine-tuning. Raises UserError for a
     family or checkpoint without a module, one that is partial or quantised, and tensors with other
     names or shapes than the config says.
     """
-    heads = build_heads(module_options(target, options), target, None, "meta")
-    assert isinstance(heads, MtpHeads)
-    directory = checkpoint_directory(target)
+    heads = module_heads(target, options)
+    directory = directory or checkpoint_directory(target)
     check_module(target, heads, directory)
     layers, model = len(heads.layers), copy.copy(target.model)
     config = copy.deepcopy(model.config)
@@ -212,7 +238,7 @@ def read_module(target: Target, options: Mapping[str, Any]) -> MtpHeads:
     config.name_or_path = str(directory)
     model.config = config
     layout = layout_of(config, target.name)
-    model._keys_to_ignore_on_load_unexpected = [layout.pattern(_depth_of(model))]
+    model._keys_to_ignore_on_load_unexpected = [layout.pattern(own_layers(model))]
     with explained(f"the module of {target.name} cannot be read"), no_progress_bars():
         read = MtpModel.from_pretrained(model)
     heads.layers.load_state_dict(read.layers.state_dict(), assign=True)
@@ -222,7 +248,7 @@ def read_module(target: Target, options: Mapping[str, Any]) -> MtpHeads:
 def check_module(target: Target, heads: MtpHeads, directory: Path) -> dict[str, Stored]:
     """The tensors of the module in a checkpoint, without copies of the target's own. Raises
     UserError unless they are those of the heads."""
-    layout, layers = layout_of(target.model.config, target.name), _depth_of(target.model)
+    layout, layers = layout_of(target.model.config, target.name), own_layers(target.model)
     found = stored_module(directory, layout, layers)
     if not found:
         raise UserError(

@@ -24,6 +24,7 @@ from draftsmith.export.formats.published_layer import mask_problems
 from draftsmith.export.model_directory import for_older_readers, model_problems
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import load_small_lm
+from heads.mtp_checkpoint import has_module
 
 # Keys of configs of models that draft in another way than a small LM: other formats read them.
 OTHER_DRAFTERS = {
@@ -87,8 +88,11 @@ class HuggingFace(Format):
         return load_small_lm(directory, target)
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        """Any causal language model that is not a drafter of another kind."""
-        return is_model(checkpoint) and not OTHER_DRAFTERS & checkpoint.config.keys()
+        """Any causal language model that is not a drafter of another kind, and has no drafter in
+        it."""
+        if not is_model(checkpoint) or OTHER_DRAFTERS & checkpoint.config.keys():
+            return False
+        return not has_module(checkpoint.config, checkpoint.names)
 
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint

@@ -1,0 +1,182 @@
+"""The module of multi-token prediction: imported, trained, and given back to a checkpoint."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from decode.base.errors import UserError
+from decode.model.hidden_states import FINAL
+from decode.model.loading import load_target
+from decode.opening.directory import open_drafter
+from draftsmith.export import ImportOptions
+from draftsmith.export.export_directory import check_export, export_drafter, reload_export
+from draftsmith.export.formats import FORMATS
+from draftsmith.export.import_directory import import_drafter
+from heads.heads_directory import new_heads, read_heads, save_heads
+from heads.heads_module import HeadBatch, HeadOptions
+from heads.mtp_checkpoint import INDEX
+from tests.mtp_targets import change_tensors, save_mtp_target
+from tests.stages import make_stage, run_stage, stage_context
+from tests.tiny import tiny_target
+from tests.training import assert_equal
+
+
+def in_shards(directory: Path) -> None:
+    """Distribute the only file of a checkpoint over three."""
+    file = directory / "model.safetensors"
+    weights, places = load_file(file), {}
+    for number in range(3):
+        part = {name: weights[name] for name in sorted(weights)[number::3] if "mtp" not in name}
+        if number == 2:
+            part |= {name: x for name, x in weights.items() if "mtp" in name}
+        save_file(part, directory / f"model-{number}.safetensors", {"format": "pt"})
+        places |= dict.fromkeys(part, f"model-{number}.safetensors")
+    file.unlink()
+    size = sum(x.nbytes for x in weights.values())
+    (directory / INDEX).write_text(
+        json.dumps({"metadata": {"total_size": size}, "weight_map": places})
+    )
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    files = sorted(directory.glob("*.safetensors"))
+    return {name: x for file in files for name, x in load_file(file).items()}
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.json")]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def changed(directory: Path, target: Any, out: Path) -> Path:
+    """The drafter with another projection."""
+    heads: Any = read_heads(directory, target)
+    with torch.no_grad():
+        heads.layers[0].eh_proj.weight[0, 0] += 1
+    save_heads(out, heads, target=target, provenance={})
+    return out
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5_moe_text"])
+def test_a_module_that_is_given_back_changes_no_other_bit(family: str, tmp_path: Path) -> None:
+    directory = save_mtp_target(tmp_path / "target", family)
+    weights = {name: x.bfloat16() for name, x in tensors(directory).items()}
+    change_tensors(directory, weights)
+    if family != "deepseek_v3":
+        in_shards(directory)
+    target = load_target(str(directory))
+    imported = import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    assert (imported.kind, imported.layout, imported.depth) == ("mtp", "mtp", 2)
+    assert "has a module of 1 layer" in imported.notes[0]
+    drafter = changed(tmp_path / "read", target, tmp_path / "drafter")
+    export_drafter(drafter, "mtp", tmp_path / "out")
+    found, before = tensors(tmp_path / "out"), tensors(directory)
+    other = [name for name in before if not torch.equal(found[name], before[name])]
+    assert found.keys() == before.keys()
+    assert [name.split(".")[-2] for name in other] == [
+        "eh_proj" if family == "deepseek_v3" else "fc"
+    ]
+    assert found[other[0]].dtype == torch.bfloat16
+    files = hashes(directory)
+    untouched = {name for name, each in files.items() if hashes(tmp_path / "out")[name] == each}
+    assert files.keys() - untouched == {
+        "model.safetensors" if family == "deepseek_v3" else "model-2.safetensors"
+    }
+    again: Any = reload_export(tmp_path / "out", check_export(tmp_path / "out"), target)
+    heads = read_heads(drafter, target).bfloat16().float()
+    assert_equal(dict(again.heads.state_dict()), dict(heads.state_dict()))
+    assert again.heads.depth == 2
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_module_that_a_fine_tuning_lost_comes_back(sharded: bool, tmp_path: Path) -> None:
+    """The original's module is read for the new weights, and added to their checkpoint."""
+    original = save_mtp_target(tmp_path / "original", "qwen3_5_text")
+    tuned = save_mtp_target(tmp_path / "tuned", "qwen3_5_text")
+    weight = "model.layers.1.mlp.down_proj.weight"
+    change_tensors(tuned, {weight: load_file(tuned / "model.safetensors")[weight] * 1.1}, "mtp.")
+    config = json.loads((tuned / "config.json").read_text())
+    config["mtp_num_hidden_layers"] = 1
+    (tuned / "config.json").write_text(json.dumps(config))
+    if sharded:
+        in_shards(tuned)
+    target = load_target(str(tuned))
+    with pytest.raises(UserError, match="Fine-tuning tools often leave it out"):
+        open_drafter("mtp", target)
+    import_drafter(str(original), target, tmp_path / "read", ImportOptions())
+    export_drafter(tmp_path / "read", "mtp", tmp_path / "out")
+    found, before = tensors(tmp_path / "out"), tensors(tuned)
+    module = {name: x for name, x in tensors(original).items() if name.startswith("mtp.")}
+    assert found.keys() == before.keys() | module.keys()
+    assert all(torch.equal(found[name], x) for name, x in (before | module).items())
+    whole = load_target(str(tmp_path / "out"))
+    mine: Any = open_drafter(str(tmp_path / "read"), target)
+    own: Any = open_drafter("mtp", whole)
+    assert_equal(dict(own.heads.state_dict()), dict(mine.heads.state_dict()))
+
+
+def test_what_cannot_be_given_back_is_refused(tmp_path: Path) -> None:
+    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, tmp_path / "read", ImportOptions())
+    export_drafter(tmp_path / "read", "mtp", tmp_path / "out")
+    shard = load_file(tmp_path / "out" / "model.safetensors")
+    shard["mtp.fc.weight"][0, 0] = float("nan")
+    save_file(shard, tmp_path / "out" / "model.safetensors")
+    (tmp_path / "out" / "manifest.json").unlink(missing_ok=True)
+    assert FORMATS["mtp"].problems(tmp_path / "out") == [
+        "mtp.fc.weight has values that are NaN or infinite"
+    ]
+    change_tensors(directory, {"mtp.layers.3.norm.weight": torch.ones(2)})
+    with pytest.raises(UserError, match=r"has mtp\.layers\.3\.norm\.weight, which"):
+        import_drafter(str(directory), target, tmp_path / "again", ImportOptions())
+
+
+def trained(context: Any, **settings: Any) -> tuple[float, float]:
+    """The loss of the first and the last epoch of a stage."""
+    stage = make_stage(
+        "heads",
+        settings.pop("name"),
+        heads={"type": "mtp", "depth": 2},
+        losses={"forward_kl": 1},
+        optimizer={"lr": 3e-3, "warmup_steps": 1},
+        loop={"epochs": 6, "tokens_per_batch": 300, "log_every": 1},
+        **settings,
+    )
+    outcome = run_stage(context, stage)
+    history = outcome.summary["training"]["history"]
+    return history[0]["loss"], history[-1]["loss"]
+
+
+@pytest.mark.slow
+def test_a_module_is_restored_by_training(tmp_path: Path) -> None:
+    """From the one in the checkpoint, for a target that was trained since."""
+    directory = save_mtp_target(tmp_path / "target", "mellum")
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    context = stage_context(tmp_path, target)
+    first, last = trained(context, name="restored", start=str(tmp_path / "read"))
+    assert last < 0.9 * first
+    export_drafter(tmp_path / "restored" / "drafter", "mtp", tmp_path / "out")
+    before, found = tensors(directory), tensors(tmp_path / "out")
+    other = {name for name in before if not torch.equal(before[name], found[name])}
+    assert len(other) > 10
+    assert all(name.startswith("mtp.") for name in other)
+
+
+def test_at_the_start_a_step_is_the_target() -> None:
+    """With trained norms the states have another size, but the same order."""
+    target = tiny_target("qwen3")
+    heads: Any = new_heads(HeadOptions.of({"type": "mtp"}), target, None)
+    heads.borrow(target.model)
+    ids = torch.tensor([[5, 17, 250, 9, 42, 7]])
+    states = target.model.model(ids).last_hidden_state
+    batch = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), {FINAL: states})
+    (prediction,) = heads.predictions(batch, [1])
+    expected = states[prediction.positions]
+    torch.testing.assert_close(prediction.states, expected, rtol=1e-3, atol=1e-3)
