@@ -89,7 +89,7 @@ def require_engine(name: str, python: str | None = None) -> Engine:
 
 def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
     """As `require_engine`; also raises UserError if the engine does not read this layout."""
-    engine = require_engine(name, python)
+    engine = ENGINES[name]
     if layout in engine.unverified:
         raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
     if layout not in engine.formats:
@@ -98,7 +98,7 @@ def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
             f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
             f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
         )
-    return engine
+    return require_engine(name, python)
 
 
 def verify_export(
