@@ -98,14 +98,10 @@ class Contexts:
 
     def add_rows(self, other: "Contexts") -> None:
         """Append the rows of another object. All rows get the larger space."""
-        if self.labels is not None or other.labels is not None:
-            self.labels = [
-                label for x in (self, other) for label in x.labels or [None] * len(x.lengths)
-            ]
-        if self.guides is not None or other.guides is not None:
-            self.guides = [
-                guide for x in (self, other) for guide in x.guides or [None] * len(x.lengths)
-            ]
+        for name in ("labels", "guides"):
+            values = [getattr(x, name) or [None] * len(x.lengths) for x in (self, other)]
+            if getattr(self, name) is not None or getattr(other, name) is not None:
+                setattr(self, name, [one for some in values for one in some])
         room = max(self.tokens.shape[1], other.tokens.shape[1])
         tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]
         self.tokens = np.concatenate(tokens)

@@ -53,6 +53,35 @@ def change(
     return logits, failed
 
 
+def change_drafts(
+    logits: Tensor,
+    sampling: Sampling,
+    guides: Sequence[Guide | None] | None,
+    vocabulary: Tensor | None,
+    vocab_size: int,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    nodes: Tensor,
+    on_path: Tensor,
+) -> Tensor:
+    """`change` for the logits of a drafter, [B, n, V'], without processors. A text that cannot be
+    followed any more gets a draft all the same.
+
+    vocabulary: int64 [V'], ascending, the token ids of the columns. None: column i is token i.
+    vocab_size: V ≥ V', of the target.
+    """
+    text = (tokens, lengths, nodes, on_path)
+    if sampling.penalises:
+        penalty = sampling.penalty(logits.device)
+        logits = penalise_drafts(logits, tokens_before(*text), penalty, vocabulary)
+    if guides is None:
+        return logits
+    size = logits.shape[-1]
+    if vocabulary is None and size < vocab_size:
+        vocabulary = torch.arange(size, device=logits.device)
+    return constrain(guides, logits, *text, vocabulary)[0]
+
+
 def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
     """Repetition penalty (1909.05858): float32 logits [..., V]. The logits of the tokens in
     ids [..., M] are divided by the penalty if positive and multiplied by it if negative, each once.

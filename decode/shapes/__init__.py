@@ -15,8 +15,7 @@ from decode.base.device import reads_are_free, to_device
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
-from decode.draw.constraint import constrain
-from decode.draw.logits import penalise_drafts, tokens_before
+from decode.draw.logits import change_drafts
 from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
 
 
@@ -129,17 +128,8 @@ class Growth(ABC):
         else:
             on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
         text = (self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
-        if self.sampling.penalises:
-            penalty, ids = self.sampling.penalty(logits.device), tokens_before(*text)
-            logits = penalise_drafts(logits, ids, penalty, self.vocabulary)
-        if guides is not None:
-            size = logits.shape[-1]
-            vocabulary = self.vocabulary
-            if vocabulary is None and size < self.vocab_size:
-                vocabulary = torch.arange(size, device=logits.device)
-            # A text that cannot be followed any more gets a draft all the same.
-            logits, _ = constrain(guides, logits, *text, vocabulary)
-        return logits
+        size = self.vocab_size
+        return change_drafts(logits, self.sampling, guides, self.vocabulary, size, *text)
 
 
 class Shape(ABC):
