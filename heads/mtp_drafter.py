@@ -14,6 +14,7 @@ from decode.base.errors import UserError
 from decode.base.registry import Choice
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
+from decode.drafters.trained import InTarget
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
@@ -24,7 +25,7 @@ from heads.mtp_heads import MtpHeads
 
 
 @DRAFTERS.register("mtp")
-class MtpDrafter(AutoregressiveDrafter):
+class MtpDrafter(AutoregressiveDrafter, InTarget):
     """Drafts in any shape with one layer, and chains with several.
 
     With several layers, entry i of layer d reads token i + d. The last entries of the later layers
@@ -44,7 +45,7 @@ class MtpDrafter(AutoregressiveDrafter):
             )
 
     @classmethod
-    def named(cls, choice: Choice, target: Target, dtype: torch.dtype) -> Self:
+    def in_target(cls, choice: Choice, target: Target, dtype: torch.dtype) -> Self:
         """The module in the target's checkpoint. The options are those of the heads: `depth`,
         `window` and `sinks`. Raises UserError as `read_module` does."""
         heads = read_module(target, choice.options)

@@ -15,7 +15,7 @@ import torch
 
 from decode import row_state
 from decode.base.errors import UserError
-from decode.base.registry import Choice, Registry, import_all
+from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
@@ -60,18 +60,6 @@ class Drafter(ABC):
         """Loads a directory written by `decode.opening.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
-
-    @classmethod
-    def named(cls, choice: Choice, target: Target, dtype: torch.dtype) -> "Drafter":
-        """The drafter that a name and options stand for. dtype: of its weights. Raises UserError
-        for a drafter that needs a directory, and for wrong options."""
-        if cls.trained:
-            raise UserError(
-                f"{choice.name!r} is a kind of trained drafter; give the directory of a trained "
-                "drafter"
-            )
-        drafter: Drafter = DRAFTERS.make(choice)
-        return drafter
 
     @property
     def token_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The base of trained drafters: they draft in any shape, and take new weights while they serve."""
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -8,10 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
+from decode.base.registry import Choice
 from decode.draft import Contexts, Draft, Siblings
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.forward.prepare_model import refresh_packed
+from decode.model.loading import Target
 from decode.shapes import Chain, Growth, Shape
 
 
@@ -47,6 +49,16 @@ class ShapedDrafter(Drafter):
 
     def describe_drafts(self, max_depth: int | None = None) -> str:
         return self.shape.describe(max_depth)
+
+
+class InTarget(ABC):
+    """A trained drafter that may also be a part of the target's own checkpoint."""
+
+    @classmethod
+    @abstractmethod
+    def in_target(cls, choice: Choice, target: Target, dtype: torch.dtype) -> Drafter:
+        """The drafter in the target's checkpoint. choice: its name and options. dtype: of its
+        weights. Raises UserError if there is none, and for wrong options."""
 
 
 class VerifyingDrafter(ShapedDrafter):

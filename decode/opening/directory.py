@@ -24,6 +24,7 @@ from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
+from decode.drafters.trained import InTarget
 from decode.loop.parts import require_no_encoder
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.identity import require_same_vocabulary
@@ -143,7 +144,15 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
         return _open_other_vocabulary(spec, target, name)
     kind = _kind(spec)
     if kind in DRAFTERS and not path.exists():
-        return DRAFTERS[kind].named(Choice.of(spec), target, dtype)
+        part = DRAFTERS[kind]
+        if issubclass(part, InTarget):
+            return part.in_target(Choice.of(spec), target, dtype)
+        if part.trained:
+            raise UserError(
+                f"{kind!r} is a kind of trained drafter; give the directory of a trained drafter"
+            )
+        drafter: Drafter = DRAFTERS.make(spec)
+        return drafter
     if (path / DRAFTER_FILE).exists():
         return _open_directory(spec, path, target, name)
     return _open_small_lm(spec, path, target, name)
