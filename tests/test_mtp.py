@@ -109,9 +109,7 @@ def test_drafts_are_those_of_transformers(
     assert len(seen) > 4
 
 
-@pytest.mark.parametrize(
-    "family", ["qwen3_5_text", *(pytest.param(x, marks=pytest.mark.thorough) for x in OTHERS)]
-)
+@pytest.mark.parametrize("family", ["qwen3_5_text", *OTHERS])
 def test_drafts_of_families_that_transformers_does_not_draft_with(
     family: str, tmp_path: Path
 ) -> None:
