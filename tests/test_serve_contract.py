@@ -148,8 +148,8 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
     ("contract", "fields", "words"),
     [
         (CHAT, {"tools": [1], "tool_choice": "required", "grammar": "x"}, "tools are "
-         "not supported: tools, tool_choice; forced formats (JSON, grammars, choices) are not "
-         "supported: grammar"),
+         "not supported: tools, tool_choice; forced formats have other names here: "
+         "response_format, guided_* and structured_outputs: grammar"),
         (CHAT, {"logit_bias": {"5": 1}}, "forbidden or forced: logit_bias. Leave it out."),
         (CHAT, {"temprature": 1}, 'unknown to this service: temprature. Leave it out. Did you mean '
          '"temperature"?'),

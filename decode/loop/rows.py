@@ -28,6 +28,8 @@ class RowSettings:
     ignore_eos: an EOS id does not end the text.
     logprobs: for each emitted token, give its log-probability and this number of the likeliest
         tokens with theirs (`decode.draw.logprobs`). None: give nothing.
+    answered: how many tokens at the end of the prompt are a part of the row's text, which a grammar
+        goes on from.
     label: the label of the row's kind of text, for drafters that are chosen by it
         (`decode.drafters.several.routing.ByLabel`).
 
@@ -41,6 +43,7 @@ class RowSettings:
     logprobs: int | None = None
     draft_sampling: Sampling | None = None
     label: str | None = None
+    answered: int = 0
 
     def __post_init__(self) -> None:
         require_whole(-(2**63), 2**63 - 1, seed=self.seed)

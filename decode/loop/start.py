@@ -82,10 +82,7 @@ def new_rows(
     kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
     if any(one.sampling.grammar is not None for one in each):
         contexts.guides = [
-            None if grammar is None else Guide(grammar, length)
-            for grammar, length in zip(
-                (each[kind].sampling.grammar for kind in kinds), lengths.tolist(), strict=True
-            )
+            _guide(each[kind], length) for kind, length in zip(kinds, lengths.tolist(), strict=True)
         ]
     identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
     new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
@@ -94,6 +91,12 @@ def new_rows(
     seeds = np.array([one.seed for one in each], dtype=np.int64)[kinds]
     rng = CounterRNG(to_device(seeds, device), to_device(identities, device))
     return Rows(numbers, contexts, ends, rng, each, kinds, reach)
+
+
+def _guide(settings: RowSettings, length: int) -> Guide | None:
+    """For a row whose prompt has this length."""
+    grammar = settings.sampling.grammar
+    return None if grammar is None else Guide(grammar, length - settings.answered)
 
 
 def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:

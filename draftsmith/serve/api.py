@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
+from decode.grammars import Grammars
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.events import event
 from draftsmith.net.page import page_routes
@@ -65,7 +66,12 @@ class Service:
         context, capacity = self.batcher.decoder.lm.max_positions, self.batcher.bounds.capacity
         learns = self.settings.learner is not None
         limits = RequestLimits(self.names, context, self.max_tokens, capacity, learns)
-        self.reader = BodyReader(self.tokenizer, limits)
+        decoder = self.batcher.decoder
+        self.reader = BodyReader(
+            self.tokenizer,
+            limits,
+            lambda tokenizer: Grammars(tokenizer, decoder.eos.tolist(), decoder.vocab_size),
+        )
 
     def close(self, seconds: float) -> None:
         """End the decode now, and save what was learnt. It takes about `seconds` seconds at most.
@@ -185,6 +191,7 @@ class Service:
                 read.prompts,
                 read.new_tokens,
                 self.seeds.getrandbits,
+                read.grammar,
             )
         except UserError as error:
             raise refused(error) from None

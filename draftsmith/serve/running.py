@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from pydantic_core import to_json
@@ -12,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import run_in_thread
+from decode.draw.constraint import Constraint
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
@@ -44,7 +46,8 @@ T = TypeVar("T")
 
 class Running:
     """A request that the batcher answers, seen from the event loop. Raises Refusal and UserError as
-    `RequestBatcher.submit`. limit: tokens of each text. random_bits: makes seeds."""
+    `RequestBatcher.submit`. limit: tokens of each text. random_bits: makes seeds. grammar: of the
+    texts."""
 
     def __init__(
         self,
@@ -54,6 +57,7 @@ class Running:
         prompts: list[list[int]],
         limit: int,
         random_bits: Callable[[int], int],
+        grammar: Constraint | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
@@ -81,7 +85,7 @@ class Running:
         self._request = DecodeRequest(
             self.choices,
             limit,
-            asked.sampling(batcher.decoder.sampling),
+            replace(asked.sampling(batcher.decoder.sampling), grammar=grammar),
             deliver,
             asked.stops,
             asked.ignore_eos,

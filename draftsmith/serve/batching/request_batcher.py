@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
@@ -237,6 +238,8 @@ class RequestBatcher(Batcher[AnswerChoice]):
         now, first, request = time.monotonic(), texts[0], texts[0].request
         stop = StopStrings(self._tokenizer, request.stop) if request.stop else None
         settings = request.settings(first.seed, stop, self._draft_temperature)
+        # Tokens that it has got already are a part of the prompt now.
+        settings = replace(settings, answered=len(first.tokens))
         left = request.max_new_tokens - len(first.tokens)
         samples = [choice.sample for choice in texts]
         if not self._begin(texts, first.text, left, samples, settings):

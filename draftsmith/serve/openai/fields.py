@@ -61,19 +61,13 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "web_search_options": (),
         "parse_tool_calls": (False,),
     },
-    "forced formats (JSON, grammars, choices) are not supported": {
-        "response_format": ({"type": "text"}, {}),
+    "forced formats have other names here: response_format, guided_* and structured_outputs": {
         "text": (
             {},
             {"format": {"type": "text"}},
             {"verbosity": "medium"},
             {"format": {"type": "text"}, "verbosity": "medium"},
         ),
-        "guided_json": (),
-        "guided_regex": (),
-        "guided_choice": (),
-        "guided_grammar": (),
-        "structured_outputs": (),
         "structural_tag": (),
         "json_schema": (),
         "regex": (),

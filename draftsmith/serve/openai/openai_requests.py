@@ -25,6 +25,12 @@ from decode.text import Prompt
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.formats import (
+    METHODS,
+    AskedGrammar,
+    read_response_format,
+    read_structured_outputs,
+)
 from draftsmith.serve.openai.messages import (
     LONGEST_STOP,
     MOST_STOPS,
@@ -111,6 +117,17 @@ class Asked(RequestPart):
         description="with one `system_fingerprint` and in float32, the text is the same",
     )
     ignore_eos: bool = Field(False, description="the text goes on to its limit")
+    guided_json: Annotated[Any, WithJsonSchema({"title": "an object or its text"})] = Field(
+        None, description="the text is JSON of this schema"
+    )
+    guided_regex: str | None = Field(None, description="the text matches this expression")
+    guided_choice: Annotated[list[str] | None, FEW] = Field(
+        None, description="the text is one of these"
+    )
+    guided_grammar: str | None = Field(None, description="the text is one of this Lark grammar")
+    structured_outputs: Annotated[
+        AskedGrammar | None, PlainValidator(read_structured_outputs), _OBJECT
+    ] = Field(None, description="one of `json`, `regex`, `choice`, `grammar`, `json_object`")
     store: bool = Field(False, description="the service may learn from this request")
     stream: bool = Field(False, description="answer in server-sent events")
     stream_options: Annotated[
@@ -140,6 +157,28 @@ class Asked(RequestPart):
             message = "stream_options is given without stream: true; leave it out"
             raise ApiError(400, message, param="stream_options", code="invalid_value")
         return self
+
+    @model_validator(mode="after")
+    def _one_grammar(self) -> "Asked":
+        asked = self._grammars()
+        if len(asked) > 1:
+            message = f"{' and '.join(x.field for x in asked)} are given; choose one format"
+            raise ApiError(400, message, param=asked[1].field, code="invalid_value")
+        if asked and self.ignore_eos:
+            message = "ignore_eos is true beside a forced format, which ends its text; leave it out"
+            raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+        return self
+
+    def _grammars(self) -> list[AskedGrammar]:
+        guided = ((f"guided_{name}", method) for name, method in METHODS.items())
+        asked = [AskedGrammar(field, x, getattr(self, field)) for field, x in guided]
+        said = [x for x in asked if x.given is not None]
+        return said if self.structured_outputs is None else [*said, self.structured_outputs]
+
+    @property
+    def grammar(self) -> AskedGrammar | None:
+        """The grammar of the texts. None: any text."""
+        return next(iter(self._grammars()), None)
 
     @abstractmethod
     def prompts(self) -> Sequence[Prompt]:
@@ -194,6 +233,14 @@ class _Several(Asked):
     return_token_ids: bool = Field(
         False, description="give the ids of the tokens, and of the prompt's"
     )
+
+    response_format: Annotated[
+        AskedGrammar | None, PlainValidator(read_response_format), _OBJECT
+    ] = Field(None, description="`json_object`, or `json_schema` with a schema")
+
+    def _grammars(self) -> list[AskedGrammar]:
+        format_ = self.response_format
+        return [*super()._grammars(), *(() if format_ is None else (format_,))]
 
     @property
     def texts(self) -> int:
@@ -393,6 +440,7 @@ RESPONSES = Contract(
     | {
         "one text is given, to its end": {"n": (1,), "stop": ([], "")},
         "templates of prompts are not kept": {"prompt": ()},
+        "use guided_json or structured_outputs": {"response_format": ({"type": "text"}, {})},
         "token ids are given by /v1/completions and chat only": {"return_token_ids": (False,)},
     },
 )

@@ -1,19 +1,23 @@
-"""Bodies of requests to token ids. Long ones are read beside the event loop."""
+"""Bodies of requests to token ids and grammars. What takes long is done beside the event loop."""
 
 import asyncio
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import run_in_thread
 from decode.base.errors import UserError
+from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.openai_requests import Asked
+
+T = TypeVar("T")
 
 SHORT = 16 << 10  # bytes; such a body is read at once
 
@@ -79,20 +83,30 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class Read:
-    """A request that can be answered: its prompts as token ids, and how many tokens a text may
-    have."""
+    """A request that can be answered: its prompts as token ids, how many tokens a text may have,
+    and the grammar of the texts, if it asks for one."""
 
     asked: Asked
     prompts: list[list[int]]
     new_tokens: int
+    grammar: Grammar | None = None
 
 
 class BodyReader:
     """Reads bodies, in the event loop if they are short, and else one at a time in a thread.
-    tokenizer: not used by other threads. waiting: how many long bodies are being read."""
+    Grammars are compiled one at a time in a thread. tokenizer: not used by other threads. grammars:
+    makes those of the target, when the first one is asked for. waiting: how many long bodies and
+    grammars are being read."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, limits: RequestLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        limits: RequestLimits,
+        grammars: Callable[[PreTrainedTokenizerBase], Grammars],
+    ) -> None:
         self.limits, self.waiting = limits, 0
+        self._make_grammars = grammars
+        self._grammars: Grammars | None = None
         self._tokenizer = tokenizer
         self._of_thread = copy.deepcopy(tokenizer)
         self._longest = longest_token(tokenizer)
@@ -101,14 +115,32 @@ class BodyReader:
     async def read(self, contract: Contract, body: bytes) -> Read:
         """Raises ApiError for a request that cannot be answered."""
         if len(body) <= SHORT:
-            return self._read(contract, body, self._tokenizer)
+            read = self._read(contract, body, self._tokenizer)
+        else:
+            read = await self._beside(lambda: self._read(contract, body, self._of_thread))
+        if read.asked.grammar is None:
+            return read
+        return replace(read, grammar=await self._beside(lambda: self._compiled(read.asked)))
+
+    async def _beside(self, call: Callable[[], T]) -> T:
+        """The result of a call in a thread, one at a time."""
         self.waiting += 1
         try:
             async with self._one:
-                work = run_in_thread(lambda: self._read(contract, body, self._of_thread), "read")
-                return await asyncio.wrap_future(work)
+                return await asyncio.wrap_future(run_in_thread(call, "read"))
         finally:
             self.waiting -= 1
+
+    def _compiled(self, asked: Asked) -> Grammar:
+        assert asked.grammar is not None
+        field, kind, given = asked.grammar
+        try:
+            if self._grammars is None:
+                self._grammars = self._make_grammars(self._of_thread)
+            make: Callable[[Any], Grammar] = getattr(self._grammars, kind)
+            return make(given)
+        except UserError as error:
+            raise refused(error, field) from None
 
     def _read(self, contract: Contract, body: bytes, tokenizer: PreTrainedTokenizerBase) -> Read:
         asked: Asked = parse(contract, body)

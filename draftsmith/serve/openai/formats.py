@@ -1,0 +1,48 @@
+"""Forced formats: the fields of requests that ask for a grammar, as OpenAI and vLLM spell them."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+# vLLM's names of formats, and the methods of `decode.grammars.Grammars` that make them.
+METHODS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+
+
+class AskedGrammar(NamedTuple):
+    """A grammar that a request asks for. field: of the request, for messages. method: of
+    `decode.grammars.Grammars`. given: what it is called with."""
+
+    field: str
+    method: str
+    given: Any
+
+
+def read_response_format(value: Any) -> AskedGrammar | None:
+    """OpenAI's `response_format`. None: any text. Raises ValueError for another form."""
+    field = "response_format"
+    if value == {}:
+        return None
+    match value:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object", "schema": dict(schema)}:
+            return AskedGrammar(field, "json_schema", schema)
+        case {"type": "json_object"}:
+            return AskedGrammar(field, "json_schema", {"type": "object"})
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            return AskedGrammar(field, "json_schema", schema)
+    raise ValueError(
+        'expected {"type": "text"}, {"type": "json_object"}, or {"type": "json_schema", '
+        '"json_schema": {"name": …, "schema": {…}}}'
+    )
+
+
+def read_structured_outputs(value: Any) -> AskedGrammar:
+    """vLLM's `structured_outputs`. Raises ValueError unless it has one format."""
+    given = {} if not isinstance(value, Mapping) else {k: x for k, x in value.items() if x}
+    if len(given) == 1:
+        ((name, asked),) = given.items()
+        if name == "json_object":
+            return AskedGrammar("structured_outputs", "json_schema", {"type": "object"})
+        if name in METHODS:
+            return AskedGrammar("structured_outputs", METHODS[name], asked)
+    raise ValueError(f"expected one of {', '.join(METHODS)} and json_object")
