@@ -117,7 +117,7 @@ def walk(python: str, quick: bool = False) -> list[tuple[str, str]]:
         ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat"),
         (
             "a config for your prompts",
-            f"draftsmith init --target {TARGET} --data mine.jsonl --goal heads --out my.yaml",
+            f"draftsmith init --target {TARGET} --data mine.jsonl --engine vllm --out my.yaml",
         ),
         ("its plan", f"draftsmith train my.yaml --dry-run{limit}"),
         ("a first drafter", f"draftsmith train my.yaml {overrides}"),
