@@ -81,6 +81,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "eagle3_nla": ({"type": "eagle3", "steps": 3}, {"negative_log_acceptance": 1.0}),
     "eagle3_lk": ({"type": "eagle3", "steps": 3}, {"lk_hybrid": 1.0}),
     "kangaroo": ({"type": "kangaroo", "exit_layer": 2, "depth": 4}, {"forward_kl": 1.0}),
+    "mtp": ({"type": "mtp", "depth": 3}, {"forward_kl": 1.0}),
     # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
     "dflash": (DFLASH, {"cross_entropy": 1.0}),
     "dspark": (DSPARK, {"cross_entropy": 0.1, "total_variation": 1.8}),
@@ -96,7 +97,16 @@ SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
 ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash_kl", "dspark_kl")
-EXTRA = (*ONE_PASS, "kangaroo", "eagle31", "eagle1_tokens", "eagle3_nla", "eagle3_lk", *SMOOTHING)
+EXTRA = (
+    *ONE_PASS,
+    "kangaroo",
+    "mtp",
+    "eagle31",
+    "eagle1_tokens",
+    "eagle3_nla",
+    "eagle3_lk",
+    *SMOOTHING,
+)
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
 

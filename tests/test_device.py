@@ -56,6 +56,7 @@ def headed(kind: str, shape: Shape | None = None) -> Build:
             torch.manual_seed(5)
             options = HeadOptions.of(HEAD_OPTIONS[kind])
             heads: Any = HEADS[options.type](options, model)  # type: ignore[call-arg]
+            torch.manual_seed(5)  # what a constructor draws depends on the device
             heads.init_weights(model)
             for parameter in heads.parameters():
                 parameter += 0.1 * torch.randn(parameter.shape)

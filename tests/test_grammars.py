@@ -3,11 +3,13 @@
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.draw.constraint import Guide
@@ -19,6 +21,8 @@ from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.text import SpeculativeGenerator
 from decode.text_stream import text_of
+from draftsmith.cli.main import app
+from tests.export import save_target
 from tests.tiny import tiny_target
 
 PERSON = {
@@ -191,3 +195,16 @@ def test_what_cannot_be_used_is_refused(
 def test_a_target_without_an_end_has_no_grammars(target: Target) -> None:
     with pytest.raises(UserError, match="no EOS ids"):
         Grammars(target.tokenizer, (), target.vocab_size)
+
+
+def test_the_command_generate_takes_a_schema(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["red", "green"]}))
+    words = ["generate", "--target", str(tmp_path / "target"), "--device", "cpu", "the dog"]
+    found = CliRunner().invoke(app, [*words, "--schema", str(tmp_path / "schema.json")])
+    assert found.exit_code == 0
+    assert found.stdout.strip() in ('"red"', '"green"')
+    (tmp_path / "schema.json").write_text("{")
+    found = CliRunner().invoke(app, [*words, "--schema", str(tmp_path / "schema.json")])
+    assert found.exit_code == 2
+    assert "the schema is not JSON" in found.stderr

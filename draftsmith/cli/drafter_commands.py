@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -131,6 +132,12 @@ def generate(
     ] = None,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="a file with a JSON Schema that the answer fits"
+        ),
+    ] = None,
     trace: Annotated[
         bool, typer.Option("--trace", help="print each step's draft with p, q and the verdict")
     ] = False,
@@ -149,6 +156,7 @@ def generate(
 
     import heads  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
+    from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from decode.text import TextPieces
@@ -161,6 +169,9 @@ def generate(
     settings = DecodeSettings(**decoding.settings)
     link = verifying.link()
     target = loading.load(encoder=True) if link is None else remote_target(link, loading)
+    if schema is not None:
+        grammar = Grammars.of(target).json_schema(schema.read_text())
+        settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")
     ids = prompt_tokens(example, target.tokenizer, system, encoder=target.has_encoder)
