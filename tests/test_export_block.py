@@ -95,7 +95,7 @@ def test_what_block_drafters_cannot_be_exported(tmp_path: Path, target: Target) 
         with pytest.raises(UserError, match=message):
             export_drafter(tmp_path / name, form, tmp_path / "out")
     export_drafter(tmp_path / "dspark", "vllm", tmp_path / "out")
-    with pytest.raises(UserError, match=r"this export is dspark: .*newer runner, which needs"):
+    with pytest.raises(UserError, match=r"this export is dspark: .*newer runner, in which"):
         verify_export("vllm", task(target, tmp_path / "out"))
 
 
