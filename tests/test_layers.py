@@ -112,7 +112,7 @@ CHILDREN = {
 }
 # Extras that a part of the repository needs beside the dependencies.
 EXTRAS = {
-    "decode": ["gguf"],
+    "decode": ["gguf", "structured"],
     "train": ["deepspeed", "gguf", "plots", "serve"],
     "benchmarks": ["benchmarks", "plots", "serve"],
     "tests": ["deepspeed", "dev", "gguf", "plots", "serve", "tensorboard"],
@@ -171,7 +171,7 @@ def test_lower_bounds_are_those_that_are_tried() -> None:
         canonicalize_name(name): Version(version)
         for name, version in (line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
     }
-    extras = ("deepspeed", "gguf", "plots", "serve", "tensorboard")
+    extras = ("deepspeed", "gguf", "plots", "serve", "structured", "tensorboard")
     bounds = {
         name: [Version(part.version) for part in requirement.specifier if part.operator == ">="]
         for name, requirement in declared(*extras).items()
