@@ -122,7 +122,7 @@ class ServedControl:
     ends: bool = True
 
     def audit(self, texts: int, *, broken: bool, seed: int = 0) -> Audit:
-        """An audit with so many sampled answers of 32 tokens. broken: with the error."""
+        """An audit with this number of sampled answers of 32 tokens. broken: with the error."""
         target = tiny_target()
         served = target if self.ends or not broken else replace(target, eos_token_ids=())
         drafter = self.faulty() if broken else near_drafter()

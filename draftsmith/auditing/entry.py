@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Literal
 
-import torch
 from pydantic import ValidationError
 
+from decode.base.device import dtype_name
 from decode.base.errors import UserError, require_whole
 from decode.draw.sampling import Sampling
-from decode.model.loading import Target
+from decode.model.loading import DTYPES, Target
 from draftsmith.auditing.asking import Asked, ask_texts
 from draftsmith.auditing.beside import beside_findings
 from draftsmith.auditing.findings import Audit, Finding, Verdict, worst
@@ -19,8 +19,6 @@ from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import JudgedText, TextJudge
 from train.engines.server_config import ServerConfig
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +102,9 @@ def audit(
         "baseline": baseline,
         "target": target.name,
         "revision": target.revision,
-        "target_dtype": str(target.dtype).removeprefix("torch."),
+        "target_dtype": dtype_name(target.dtype),
         "prompts": len(prompts),
-        "sampling": dict(vars(options.sampling)),
+        "sampling": options.sampling.numbers,
         **{key: value for key, value in vars(options).items() if key != "sampling"},
         "concurrency": concurrency,
         "seconds": round(time.monotonic() - begin, 1),

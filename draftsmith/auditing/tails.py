@@ -14,7 +14,7 @@ _HIGHEST = 1e6  # of a noncentrality that is searched for
 
 
 def chi_square_tail(statistic: float, freedom: float) -> float:
-    """P(χ² ≥ statistic), with so many degrees of freedom."""
+    """P(χ² ≥ statistic). freedom: the degrees of freedom."""
     half = torch.tensor([freedom / 2, max(statistic, 0.0) / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(half[0], half[1]))
 
