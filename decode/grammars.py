@@ -27,8 +27,9 @@ class Grammar:
     name: what it was made from, for messages.
     """
 
-    def __init__(self, name: str, matcher: Any, ends: frozenset[int]) -> None:
+    def __init__(self, name: str, matcher: Any, tokenizer: Any, ends: frozenset[int]) -> None:
         self.name, self._matcher, self._ends = name, matcher, ends
+        self._tokenizer = tokenizer
 
     def __repr__(self) -> str:
         return f"Grammar({self.name})"
@@ -38,14 +39,14 @@ class Grammar:
         return self._ends
 
     def start(self) -> Matcher:
-        return _Matcher(self._matcher.deep_copy(), self._ends)
+        return _Matcher(self._matcher.deep_copy(), self._tokenizer, self._ends)
 
 
 class _Matcher:
     """A matcher of the library, whose methods do not raise."""
 
-    def __init__(self, matcher: Any, ends: frozenset[int]) -> None:
-        self._matcher, self._ends = matcher, sorted(ends)
+    def __init__(self, matcher: Any, tokenizer: Any, ends: frozenset[int]) -> None:
+        self._matcher, self._tokenizer, self._ends = matcher, tokenizer, sorted(ends)
 
     def allowed(self) -> np.ndarray:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
@@ -65,6 +66,15 @@ class _Matcher:
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
         self._check()
+
+    def forced(self) -> list[int]:
+        text = self._matcher.compute_ff_bytes()
+        tokens: list[int] = self._tokenizer.tokenize_bytes(text)
+        passed = self._matcher.try_consume_tokens(tokens)
+        if len(self._ends) == 1 and self._matcher.is_stopped() and self._matcher.is_accepting():
+            tokens = [*tokens, *self._ends]
+        self.rollback(passed)
+        return tokens
 
     def _check(self) -> None:
         if self._matcher.is_error():
@@ -164,7 +174,7 @@ class Grammars:
         matcher.compute_bitmask()
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
             raise UserError(f"{name} admits no text; let it admit at least one")
-        return Grammar(name, matcher, self.ends)
+        return Grammar(name, matcher, self._tokenizer, self.ends)
 
 
 def _shown(message: str) -> str:

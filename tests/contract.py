@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.grammar import GrammarDrafter
 from decode.drafters.lookup.lookahead import LookaheadDrafter
 from decode.drafters.lookup.max_gram import MaxGramDrafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
@@ -173,6 +174,7 @@ RECIPES: dict[str, Callable[[Case], Drafter]] = {
     "shared tokens": shared_small_lm,
     "pairs of shared tokens": lambda case: shared_small_lm(case).with_shape(Pairs("distinct")),
     "text": text_small_lm,
+    "grammar": lambda case: GrammarDrafter(),
     "ngram": lambda case: NgramDrafter(1, 2),
     "longest match": lambda case: MaxGramDrafter(),
     "texts of all rows": lambda case: StoreDrafter(1, 2),
@@ -186,6 +188,7 @@ RECIPES: dict[str, Callable[[Case], Drafter]] = {
     "in turn": lambda case: CompositeDrafter([NgramDrafter(1, 2), small_lm(case=case)]),
     "merged models": lambda case: merged(SmallLMDrafter(case.model(0.6)), case=case),
     "merged with lookup": lambda case: merged(NgramDrafter(1, 2), case=case),
+    "forced or a model": lambda case: merged(GrammarDrafter(), case=case),
     "vertical": vertical,
     "vertical in blocks": lambda case: vertical(case, rule="block", rounds=1),
     "vertical of three": lambda case: VerticalCascade(small_lm(case=case), vertical(case), gamma=2),
@@ -244,6 +247,10 @@ HEAD_RECIPES: dict[str, Callable[[Case], Drafter]] = {
 }
 # Those that need a layer between the first and the last.
 OF_THREE_LAYERS = ("changing layers", "tree of changing layers")
+
+
+# Those that draft nothing in rows without a grammar.
+DRAFTS_NOTHING = ("none", "grammar")
 
 
 # Drafters that are named otherwise than by a registered drafter.
@@ -337,7 +344,7 @@ def check_rows_are_their_own(make: Callable[[], Drafter], case: Case = LONGER) -
         assert outputs == each_with_its_settings(drafter, case)
     # Rows side by side, and drafts that are accepted: or nothing was tried.
     assert max(len(step.rows) for step in run.steps) > 3
-    assert isinstance(drafter, DRAFTERS["none"]) or run.result().counts.accepted.sum() > 5
+    assert name_of(drafter) in DRAFTS_NOTHING or run.result().counts.accepted.sum() > 5
 
 
 def check_greedy_texts_survive_everything(make: Callable[[], Drafter], case: Case = LONGER) -> None:
@@ -361,7 +368,7 @@ def check_greedy_texts_survive_everything(make: Callable[[], Drafter], case: Cas
         decoding.admit(PROMPTS[5:], NEW)
         finish(decoding)
         assert decoding.result().outputs == plain
-    assert isinstance(which.drafter, DRAFTERS["none"]) or decoding.result().counts.accepted.sum()
+    assert name_of(which.drafter) in DRAFTS_NOTHING or decoding.result().counts.accepted.sum()
 
 
 def check_law(drafter: Drafter, rule: str, case: Case, rows: int = 6_000, **options: Any) -> None:

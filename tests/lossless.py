@@ -173,6 +173,11 @@ class SumsMatcher:
     def rollback(self, count: int) -> None:
         del self.text[len(self.text) - count :]
 
+    def forced(self) -> list[int]:
+        """Nothing is forced: a guess, whose second token may not even follow."""
+        first = int(sums_allow(self.text).argmax())
+        return [first, (first + 1) % 4]
+
 
 def sums_allow(text: Sequence[int]) -> np.ndarray:
     """bool [5]: what may follow a text."""

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Siblings
+from decode.drafters import Drafter
+from decode.drafters.grammar import GrammarDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import logits as logits_of_text
 from decode.draw.constraint import Guide, constrain
@@ -66,6 +68,9 @@ class TableMatcher:
     def rollback(self, count: int) -> None:
         if self.table.rolls_back:
             self.text = self.text[: len(self.text) - count]
+
+    def forced(self) -> list[int]:
+        return []
 
 
 def enumerated(
@@ -235,24 +240,28 @@ def test_rows_with_and_without_a_grammar_join_and_leave() -> None:
 
 
 class Fails(Sums):
-    """Raises after two tokens."""
+    """Raises after two tokens, and forces nothing."""
 
     def start(self) -> Any:
         matcher = super().start()
         say = matcher.allowed
+
+        def forced() -> list[int]:
+            raise RuntimeError("too complex")
 
         def allowed() -> np.ndarray:
             if len(matcher.text) >= 2:
                 raise RuntimeError("too complex")
             return say()
 
-        matcher.allowed = allowed  # type: ignore[method-assign]
+        matcher.allowed, matcher.forced = allowed, forced  # type: ignore[method-assign]
         return matcher
 
 
-def test_a_grammar_that_fails_ends_its_row_only() -> None:
+@pytest.mark.parametrize("drafter", [small_lm(case=CONSTRAINED), GrammarDrafter()])
+def test_a_grammar_that_fails_ends_its_row_only(drafter: Drafter) -> None:
     case, errors, outputs = CONSTRAINED, {}, {}
-    decoder = Decoder(case.model(0.0), small_lm(case=case), eos_token_ids=case.eos, gamma=3)
+    decoder = Decoder(case.model(0.0), drafter, eos_token_ids=case.eos, gamma=3)
     decoding = Decoding(decoder, on_error=errors.__setitem__, on_end=outputs.__setitem__)
     decoding.admit(
         [case.prompts[0]] * 2,

@@ -156,7 +156,7 @@ def test_what_was_learnt_is_forgotten(kind: str) -> None:
         ("multi_round", "merged models", "penalised", 6_000),
         ("traversal", "merged with lookup", "processed", 3_000),
         ("speculative", "chain", "constrained", 3_000),
-        ("multi_round", "merged with lookup", "constrained", 3_000),
+        ("multi_round", "forced or a model", "constrained", 3_000),
         ("traversal", "tree", "constrained", 3_000),
         ("coupled", "in turn", "constrained", 3_000),
         ("speculative", "suffix", "plain", 6_000),

@@ -9,11 +9,14 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
+from decode.draft import Contexts, Limits
+from decode.drafters import Drafter
 from decode.draw.constraint import Guide
-from decode.draw.sampling import Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.grammars import LONGEST, Grammar, Grammars
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
@@ -89,7 +92,7 @@ def some_schemas(count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
 @pytest.mark.parametrize(
     "count", [40, pytest.param(1000, marks=[pytest.mark.thorough, pytest.mark.timeout(3000)])]
 )
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "none"])
+@pytest.mark.parametrize("drafter", ["grammar++ngram", "suffix", "none"])
 def test_every_answer_parses_and_is_valid(
     drafter: str, count: int, target: Target, grammars: Grammars
 ) -> None:
@@ -138,6 +141,51 @@ def test_the_mask_is_a_function_of_the_text(target: Target, grammars: Grammars) 
         if inner:
             texts.append(np.append(text, random.choice(inner)))
     assert max(map(len, texts)) > 5
+
+
+def drafted(drafter: Drafter, text: str, guides: list[Guide | None], target: Target) -> list[str]:
+    """What follows this text, of prompts of one token, for rows with these guides."""
+    ids = [5, *target.tokenizer(text, add_special_tokens=False)["input_ids"]]
+    contexts = Contexts.of([ids] * len(guides), len(ids))
+    contexts.guides = guides
+    limits = Limits(np.full(len(guides), 99))
+    draft = drafter.draft(contexts, limits, Sampling(), CounterRNG(0, torch.arange(len(guides))))
+    return [
+        target.tokenizer.decode(tokens[:size])
+        for tokens, size in zip(draft.tokens, draft.sizes, strict=True)
+    ]
+
+
+def test_the_drafter_grammar_drafts_what_is_forced(target: Target, grammars: Grammars) -> None:
+    """Up to where the text can go on in two ways, and the end of a complete text with it."""
+    (end,) = target.tokenizer.convert_ids_to_tokens(list(target.eos_token_ids))
+    guides: list[Guide | None] = [
+        Guide(grammar, 1)
+        for grammar in (grammars.json_schema(PERSON), grammars.choice(["red", "green", "grey"]))
+    ]
+    drafter = open_drafter("grammar", target)
+    assert drafted(drafter, "", [*guides, None], target) == ['{"name":"', "", ""]
+    assert drafted(drafter, "g", guides[1:], target) == ["re"]
+    assert drafted(drafter, "gree", guides[1:], target) == [f"n{end}"]
+    assert drafted(drafter, '{"name":"a"', guides[:1], target) == [',"age":']
+    assert drafted(drafter, "not JSON", guides[:1], target) == [""]
+
+
+def test_suffix_drafts_from_earlier_answers_of_the_schema(
+    target: Target, grammars: Grammars
+) -> None:
+    decoder = Decoder(
+        target.model,
+        open_drafter("grammar+suffix", target),
+        eos_token_ids=target.eos_token_ids,
+        sampling=Sampling(grammar=grammars.json_schema(PERSON)),
+        gamma=8,
+    )
+    first, again = (decoder.decode([[5, 6, 7]], 60) for _ in range(2))
+    assert first.outputs == again.outputs
+    assert again.counts.steps < 0.6 * first.counts.steps
+    decoder.drafter.forget()
+    assert decoder.decode([[5, 6, 7]], 60).counts.steps == first.counts.steps
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ class Matcher(Protocol):
     def rollback(self, count: int) -> None:
         """Go back by this number of tokens, of those that `advance` has passed."""
 
+    def forced(self) -> list[int]:
+        """Tokens of the text that must follow, as a tokenizer cuts it. Other cuts may be allowed
+        too. Empty: nothing is known to be forced. The place stays."""
+
 
 class Constraint(Protocol):
     """Which texts a row may have. Only generated tokens count, not the prompt.
@@ -78,6 +82,14 @@ class Guide:
     def allowed(self, text: np.ndarray) -> np.ndarray | None:
         """uint8 [⌈V/8⌉]: what may follow the generated tokens `text`, int64 [n], as in
         `Matcher.allowed`. None: they are not the beginning of an allowed text, or have ended."""
+        return self._matcher.allowed() if self._go_to(text) else None
+
+    def forced(self, text: np.ndarray) -> list[int]:
+        """What must follow the generated tokens `text`, int64 [n], as in `Matcher.forced`."""
+        return self._matcher.forced() if self._go_to(text) else []
+
+    def _go_to(self, text: np.ndarray) -> bool:
+        """Follow this text. False: it cannot be followed to its end."""
         shared = min(len(text), len(self._passed))
         differs = np.flatnonzero(text[:shared] != self._passed[:shared])
         same = int(differs[0]) if len(differs) else shared
@@ -87,9 +99,9 @@ class Guide:
         for place in range(same, len(text)):
             token = int(text[place])
             if token in self._ends or not self._matcher.advance(token):
-                return None
+                return False
             self._passed = text[: place + 1]
-        return self._matcher.allowed()
+        return True
 
 
 def constrain(
