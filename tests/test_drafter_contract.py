@@ -158,6 +158,7 @@ def test_what_was_learnt_is_forgotten(kind: str) -> None:
         ("speculative", "chain", "constrained", 3_000),
         ("multi_round", "forced or a model", "constrained", 3_000),
         ("traversal", "tree", "constrained", 3_000),
+        ("speculative", "grammar", "constrained", 3_000),
         ("coupled", "in turn", "constrained", 3_000),
         ("speculative", "suffix", "plain", 6_000),
         ("multi_round", "suffix tree", "plain", 6_000),
