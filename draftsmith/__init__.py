@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 # none of them.
 _MODULES = {
     "Audit": "draftsmith.auditing.findings",
-    "AuditOptions": "draftsmith.auditing.entry",
+    "AuditOptions": "draftsmith.auditing.options",
     "Decoded": "decode.loop.decoding",
     "Decoder": "decode.loop.decoding",
     "Evaluation": "decode.measure.figures",
@@ -59,8 +59,9 @@ if TYPE_CHECKING:
     from decode.opening.directory import open_drafter, save_drafter
     from decode.settings import EvaluationProtocol
     from decode.text import SpeculativeGenerator, TextPieces
-    from draftsmith.auditing.entry import AuditOptions, audit
+    from draftsmith.auditing.entry import audit
     from draftsmith.auditing.findings import Audit
+    from draftsmith.auditing.options import AuditOptions
     from train.loop.checkpoint import Stopped
     from train.run.config import RunConfig
     from train.run.entry import train

@@ -42,6 +42,7 @@ WITHOUT_JSON = {
     "serve": "has its figures at /metrics",
     "verify-server": "its edges have the figures",
     "record": "counts nothing",
+    "audit-models": "writes models",
 }
 
 

@@ -6,7 +6,6 @@ this finds a machine, a device or a version of a library that computes wrong.
 Shapes: V vocabulary, T sampled tokens of a text.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
+from decode.measure.joint_law import chi_square, joint_laws
 from decode.measure.time_passes import CPU
 from decode.model.forward.prepare_model import prepare
 from decode.model.pretrained import input_device
@@ -44,7 +44,6 @@ TEXTS, SAMPLED_TOKENS = 8192, 4
 GAMMA = 3
 # A sampled distribution further away than this, in standard deviations, is wrong.
 FAR = 5.0
-SMALLEST_BIN = 5.0  # expected texts; rarer texts are counted together
 
 
 @dataclass(frozen=True)
@@ -84,10 +83,12 @@ def check_lossless(target: PreTrainedModel, drafter: PreTrainedModel) -> Lossles
         greedy[name] = decoded.outputs == expected
         counts += int(decoded.counts.accepted.sum())
         tried += int(decoded.counts.drafted.sum())
-    law = _joint_law(target, PROMPTS[0])
+    drawn = Sampling(1.0)
+    probabilities = joint_laws(target, PROMPTS[0], SAMPLED_TOKENS, drawn)[-1].values()
+    law = np.array([*probabilities]).reshape((target.config.vocab_size,) * SAMPLED_TOKENS)
     sampled = {}
     for name, used in _drafters(drafter, "distinct").items():
-        decoder = Decoder(target, used, gamma=GAMMA, sampling=Sampling(1.0))
+        decoder = Decoder(target, used, gamma=GAMMA, sampling=drawn)
         texts = decoder.decode([PROMPTS[0]] * TEXTS, SAMPLED_TOKENS).outputs
         sampled[name] = distance(np.array(texts), law)
     return LosslessCheck(greedy, sampled, counts / tried)
@@ -144,11 +145,7 @@ def distance(texts: np.ndarray, law: np.ndarray) -> float:
     dimensions: chi-square, as standard deviations of a normal distribution (Wilson–Hilferty)."""
     counts = np.zeros(law.shape)
     np.add.at(counts, tuple(texts.T), 1)
-    expected = law * len(texts)
-    large = expected >= SMALLEST_BIN
-    pairs = [np.append(values[large], values[~large].sum()) for values in (counts, expected)]
-    counted, due = (values[pairs[1] > 0] for values in pairs)
-    statistic, freedom = float(((counted - due) ** 2 / due).sum()), len(due) - 1
+    statistic, freedom = chi_square(counts.ravel(), law.ravel() * len(texts))
     share = 2 / (9 * freedom)
     return float(((statistic / freedom) ** (1 / 3) - (1 - share)) / math.sqrt(share))
 
@@ -172,20 +169,3 @@ def _greedy_text(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
         ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], 1)
     text: list[int] = ids[0, len(prompt) :].tolist()
     return text
-
-
-@torch.inference_mode()
-def _joint_law(model: PreTrainedModel, prompt: Sequence[int]) -> np.ndarray:
-    """The joint distribution of the first T sampled tokens, float64 [V, …, V], from one forward
-    over all texts."""
-    vocabulary = model.config.vocab_size
-    starts = list(itertools.product(range(vocabulary), repeat=SAMPLED_TOKENS - 1))
-    ids = torch.tensor([[*prompt, *start] for start in starts], device=input_device(model))
-    logits = model(input_ids=ids, use_cache=False).logits[:, len(prompt) - 1 :]
-    probs = logits.double().softmax(-1).cpu().numpy()  # [V^(T−1), T, V]
-    law = np.ones((len(starts), vocabulary))
-    for position in range(SAMPLED_TOKENS - 1):
-        chosen = [start[position] for start in starts]
-        law *= probs[np.arange(len(starts)), position, chosen][:, None]
-    law *= probs[:, -1]
-    return law.reshape((vocabulary,) * SAMPLED_TOKENS)

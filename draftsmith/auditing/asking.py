@@ -1,7 +1,7 @@
 """Asks the server that is audited: token ids both ways, and what it says of its answers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,10 +67,14 @@ class AuditedServer(ServerClient):
     def setting(self, name: str) -> str:
         return "--" + name.replace("_", "-")
 
-    async def text(self, row: Row, number: int, settings: AskSettings, asked: Asked) -> None:
-        """Ask for one answer, and put it where it belongs. Raises UserError for a server that
-        refuses the request or gives no token ids."""
+    async def texts(
+        self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
+    ) -> None:
+        """Ask for answers to one prompt in one request, and put them where they belong. Raises
+        UserError for a server that refuses the request or gives no token ids."""
         body = self._protocol.body(row, settings)
+        if each > 1:
+            body["n"] = each
         response = await self.send("POST", self._protocol.path, body)
         if response.status_code in REFUSED_ROW:
             raise UserError(
@@ -78,33 +82,39 @@ class AuditedServer(ServerClient):
                 f"{excerpt(response)}. Expected a server that takes token ids as a prompt and "
                 "every field of the request; for llama-server set --protocol llama-server"
             )
-        reply, log_p = self._read(response)
-        if reply.tokens is None:
-            raise UserError(
-                f"{self.url} gives no token ids, and text does not say which tokens were drawn. "
-                "Expected return_token_ids (vLLM from 0.10.2, SGLang, draftsmith serve); for "
-                "llama-server set --protocol llama-server"
-            )
+        replies = self._read(response)
+        if len(replies) != each:
+            asked.faults.append(f"{len(replies)} answers came in place of {each}")
+        asked.faults += _miscounted([reply for reply, _ in replies])
         reader = AnswerReader.of_target(self._target, replace(settings, logprobs=0))
-        answer = reader.answer(reply, row.prompt, self.url)
-        asked.faults += _faults(reply, answer, settings)
-        if not answer.left_out:
-            if log_p is not None and len(log_p) < len(answer.tokens):
-                log_p = None
-            asked.texts.append(EngineText(number, row.prompt, answer.tokens, log_p))
-        elif answer.left_out not in NO_END:
-            asked.left_out.append(answer.left_out)
+        for reply, log_p in replies:
+            if reply.tokens is None:
+                raise UserError(
+                    f"{self.url} gives no token ids, and text does not say which tokens were "
+                    "drawn. Expected return_token_ids (vLLM from 0.10.2, SGLang, draftsmith "
+                    "serve); for llama-server set --protocol llama-server"
+                )
+            answer = reader.answer(reply, row.prompt, self.url)
+            asked.faults += _faults(reply, answer, settings)
+            if not answer.left_out:
+                if log_p is not None and len(log_p) < len(answer.tokens):
+                    log_p = None
+                asked.texts.append(EngineText(number, row.prompt, answer.tokens, log_p))
+            elif answer.left_out not in NO_END:
+                asked.left_out.append(answer.left_out)
 
-    def _read(self, response: httpx2.Response) -> tuple[Reply, list[float] | None]:
-        """The reply, and its tokens' log-probabilities if it has them."""
+    def _read(self, response: httpx2.Response) -> list[tuple[Reply, list[float] | None]]:
+        """The replies, each with its tokens' log-probabilities if it has them."""
         try:
             body = self.accepted(response).json()
-            log_p = None
-            if self._protocol.path == Completions.path:
+            if self._protocol.path != Completions.path:
+                return [(self._protocol.read(body), None)]
+            replies = []
+            for choice in body["choices"]:
                 # Names of tokens are not unique.
-                logprobs = body["choices"][0].pop("logprobs", None) or {}
-                log_p = logprobs.get("token_logprobs")
-            return self._protocol.read(body), log_p
+                log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
+                replies.append((self._protocol.read(body | {"choices": [choice]}), log_p))
+            return replies
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise UserError(
                 f"{self.url}{self._protocol.path} replied what is no answer "
@@ -112,15 +122,22 @@ class AuditedServer(ServerClient):
             ) from error
 
 
+def _miscounted(replies: Sequence[Reply]) -> list[str]:
+    """What usage gets wrong of the answers to one request."""
+    tokens = sum(len(reply.tokens or []) for reply in replies)
+    # Engines differ in whether the end-of-text token counts.
+    ended = sum(reply.finish_reason == "stop" for reply in replies)
+    count = replies[0].token_count if replies else None
+    if count is None or abs(count - tokens) <= ended:
+        return []
+    return [f"usage counts {count} tokens, but {tokens} came"]
+
+
 def _faults(reply: Reply, answer: Answer, settings: AskSettings) -> list[str]:
     """What the answer's own fields get wrong."""
     faults, tokens = [], reply.tokens or []
     if answer.left_out in NO_END:
         faults.append(f"an answer is {answer.left_out}")
-    # Engines differ in whether the end-of-text token counts.
-    ended = {-1, 0, 1} if reply.finish_reason == "stop" else {0}
-    if reply.token_count is not None and reply.token_count - len(tokens) not in ended:
-        faults.append(f"usage counts {reply.token_count} tokens, but {len(tokens)} came")
     if reply.finish_reason == "length" and len(tokens) != settings.max_new_tokens:
         faults.append(
             f"an answer ended with length after {len(tokens)} tokens; {settings.max_new_tokens} "
@@ -139,12 +156,12 @@ def ask_texts(
     samples: int,
     max_new_tokens: int,
     seed: int,
-    logprobs: bool,
-    on_answer: Callable[[int], None] = lambda done: None,
+    logprobs: bool = False,
+    each: int = 1,
 ) -> Asked:
-    """Ask for `samples` answers to each prompt, each with a seed of its own. logprobs: also for
-    the log-probabilities of their tokens. Raises UserError as `AuditedServer.text`, and ServerLost.
-    """
+    """Send `samples` requests for each prompt, each with a seed of its own. logprobs: also ask for
+    the log-probabilities of their tokens. each: answers to one request. Raises UserError as
+    `AuditedServer.texts`, and ServerLost."""
     asked = Asked()
     rows = [
         (Row(number + sample * len(prompts), list(prompt)), number)
@@ -158,14 +175,11 @@ def ask_texts(
             settings = AskSettings(
                 sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs), model
             )
-            waiting, done = iter(rows), 0
+            waiting = iter(rows)
 
             async def work() -> None:
-                nonlocal done
                 for row, number in waiting:
-                    await server.text(row, number, settings, asked)
-                    done += 1
-                    on_answer(done)
+                    await server.texts(row, number, settings, each, asked)
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(config.concurrency):

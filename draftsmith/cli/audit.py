@@ -41,6 +41,14 @@ def audit(
     samples: Annotated[int, typer.Option(help="sampled answers to each prompt")] = 8,
     max_new_tokens: Annotated[int, typer.Option(help="length of an answer, in tokens")] = 64,
     drawing: AuditDrawing,
+    exact: Annotated[
+        int | None,
+        typer.Option(
+            help="short answers for the joint law of their first tokens; default: "
+            "8192 if the vocabulary is tiny, else 0"
+        ),
+    ] = None,
+    exact_tokens: Annotated[int, typer.Option(help="length of a short answer, in tokens")] = 5,
     baseline: Annotated[
         str | None,
         typer.Option(help="the same engine without drafts, if its weights are not the target's"),
@@ -81,8 +89,9 @@ def audit(
     require_packages("httpx2")
     import configs
     from draftsmith.auditing import report
-    from draftsmith.auditing.entry import AuditOptions
     from draftsmith.auditing.entry import audit as run
+    from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
+    from draftsmith.auditing.options import AuditOptions
     from train.base.console import Reporter
     from train.data.read import read_examples
 
@@ -95,15 +104,21 @@ def audit(
         level=level,
         engine_dtype=engine_dtype,
         rounding=rounding,
+        exact=exact,
+        exact_tokens=exact_tokens,
     )
     reporter = Reporter()
-    shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
-    examples = read_examples(str(prompts or shipped))[0]
     target = loading.load()
+    if prompts is None and target.token_count <= TINY_VOCABULARY:
+        # Texts of people have no tokens there.
+        asked = random_prompts(target, limit)
+    else:
+        shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
+        asked = tokenized_prompts(read_examples(str(prompts or shipped))[0], target, limit)
     found = run(
         url,
         target,
-        tokenized_prompts(examples, target, limit),
+        asked,
         options,
         baseline=baseline,
         protocol=said,
@@ -124,3 +139,18 @@ def audit(
             write(found, path)
     if found.exit_status is not ExitStatus.DONE:
         raise typer.Exit(found.exit_status)
+
+
+@shows_errors
+def audit_models(
+    out: Annotated[Path, typer.Argument(help="the new directory to write")],
+) -> None:
+    """Write tiny models, made without training, for an audit by enumeration: a target and its
+    drafters, that every engine loads. Serve `target`, and then audit the server with it."""
+    quieten()
+    from draftsmith.auditing.tiny import write_tiny
+    from train.base.console import Reporter
+
+    reporter = Reporter()
+    write_tiny(out, reporter.say)
+    reporter.say(f"{out} has: {', '.join(sorted(path.name for path in out.iterdir()))}")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.audit import audit
+from draftsmith.cli.audit import audit, audit_models
 from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
 from draftsmith.cli.compare import compare
@@ -76,6 +76,7 @@ for command in (
     forget,
     learn,
     audit,
+    audit_models,
     doctor,
 ):
     # `import` is a word of Python, so the function has another name.

@@ -173,8 +173,7 @@ def write_gguf(
 
     writer = gguf.GGUFWriter(directory / FILE, arch)
     for key, (value, kind) in described.items():
-        # All lists that we write contain layer numbers.
-        sub_type = GGUFValueType.INT32 if kind == "ARRAY" else None
+        sub_type = GGUFValueType.get_type(value[0]) if kind == "ARRAY" else None
         writer.add_key_value(key, value, GGUFValueType[kind], sub_type)
     for name, field in copied.items():
         sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None

@@ -85,23 +85,13 @@ class GGUF(GGUFLayout):
         source = job.drafter.small_lm(job.loaded_target)
         dtype = job.dtype or source.dtype
         config = source.config
-        architecture = ARCHITECTURES[config.model_type]
         copied = tokenizer_keys(target_gguf(job.target_spec), config.vocab_size)
-        tied = source.model.all_tied_weights_keys if config.tie_word_embeddings else {}
-        state = {name: x for name, x in source.model.state_dict().items() if name not in tied}
-        facts = {
-            "layers": config.num_hidden_layers,
-            "size": f"{config.model_type}, {config.num_hidden_layers} layers",
-            "tied": "lm_head.weight" not in state,
-        }
-        described = metadata(config, architecture.name, dtype)
-        keys = {key: value for key, (value, _) in described.items()}
-        names = {row.source: row.name for row in self.table(architecture.name, keys, facts)}
-        tensors = {
-            names[name]: _reordered(name, tensor, config, architecture)
-            for name, tensor in state.items()
-        }
-        write_gguf(directory, architecture.name, described, copied, tensors, dtype)
+        state = own_weights(source.model)
+        facts = _facts(config, state)
+        tensors = gguf_tensors(config, state)
+        architecture = ARCHITECTURES[config.model_type].name
+        described = metadata(config, architecture, dtype)
+        write_gguf(directory, architecture, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": source.kept,
@@ -128,6 +118,33 @@ class GGUF(GGUFLayout):
 
 
 FORMATS.register("gguf")(GGUF())
+
+
+def own_weights(model: Any) -> dict[str, Tensor]:
+    """The weights of a model by their names, without those that are tied to others."""
+    tied = model.all_tied_weights_keys if model.config.tie_word_embeddings else {}
+    return {name: x for name, x in model.state_dict().items() if name not in tied}
+
+
+def gguf_tensors(config: Any, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a model of ARCHITECTURES by GGUF's names, as llama.cpp needs them."""
+    architecture = ARCHITECTURES[config.model_type]
+    described = metadata(config, architecture.name, "float32")
+    keys = {key: value for key, (value, _) in described.items()}
+    rows = GGUF().table(architecture.name, keys, _facts(config, state))
+    names = {row.source: row.name for row in rows}
+    return {
+        names[name]: _reordered(name, tensor, config, architecture)
+        for name, tensor in state.items()
+    }
+
+
+def _facts(config: Any, state: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        "layers": config.num_hidden_layers,
+        "size": f"{config.model_type}, {config.num_hidden_layers} layers",
+        "tied": "lm_head.weight" not in state,
+    }
 
 
 def _reordered(name: str, tensor: Tensor, config: Any, architecture: Architecture) -> Tensor:
