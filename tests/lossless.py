@@ -158,6 +158,8 @@ class Sums:
 
 
 class SumsMatcher:
+    ends = Sums.ends
+
     def __init__(self) -> None:
         self.text: list[int] = []
 
@@ -174,9 +176,9 @@ class SumsMatcher:
         del self.text[len(self.text) - count :]
 
     def forced(self) -> list[int]:
-        """Nothing is forced: a guess, whose second token may not even follow."""
+        """Nothing is forced: a guess, whose later tokens may not even follow."""
         first = int(sums_allow(self.text).argmax())
-        return [first, (first + 1) % 4]
+        return [first, (first + 1) % 4, *self.ends]
 
 
 def sums_allow(text: Sequence[int]) -> np.ndarray:
