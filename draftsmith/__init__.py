@@ -41,6 +41,7 @@ _MODULES = {
     "TextPieces": "decode.text",
     "UserError": "decode.base.errors",
     "audit": "draftsmith.auditing.entry",
+    "choose": "decode.choices",
     "evaluate": "decode.measure.evaluation",
     "load_target": "decode.model.loading",
     "open_drafter": "decode.opening.directory",
@@ -50,6 +51,7 @@ _MODULES = {
 
 if TYPE_CHECKING:
     from decode.base.errors import UserError
+    from decode.choices import choose
     from decode.draw.sampling import Sampling
     from decode.grammars import Grammars
     from decode.loop.decoding import Decoded, Decoder
@@ -84,6 +86,7 @@ __all__ = [
     "TextPieces",
     "UserError",
     "audit",
+    "choose",
     "evaluate",
     "load_target",
     "open_drafter",

@@ -1,5 +1,6 @@
 """Masks along the paths of drafts: the law of every rule under them, and errors that are found."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,14 +16,14 @@ from decode.drafters.grammar import GrammarDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import logits as logits_of_text
 from decode.draw.constraint import Guide, constrain
-from decode.draw.sampling import Sampling
+from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.rules import RULES
 from decode.verdict import Scores
-from tests.enumeration import TOKENS, Contextual, Enumerated, enumerate_rule, total_variation
+from tests.enumeration import PLAIN, TOKENS, Contextual, logits_of, total_variation
 from tests.lossless import CONSTRAINED, LONGER, Sums, small_lm
-from tests.test_rules import CHAINS, DRAFTS, pairings
+from tests.test_rules import CHAINS, Exact, enumerated, pairings
 
 
 class Table:
@@ -73,31 +74,46 @@ class TableMatcher:
         return []
 
 
-def enumerated(
-    rule: str, draft: str, siblings: Siblings, seed: int, **options: bool
-) -> tuple[Contextual, Enumerated]:
-    """The law of masked decoding, and what a rule makes of drafts that know nothing of masks."""
-    random = np.random.default_rng(seed)
-    p, q = Contextual(random), Contextual(random, least=3 if siblings == "distinct" else 1)
-    parents, tokens = DRAFTS[draft]
-    declared: Any = {
-        "chosen": None,
-        "mixed": [q, Contextual(random), Contextual(random, parts=1)],
-    }.get(siblings, q)
-    table = Table(random, p, **options)
-    masked = table.masked(p)
-    found = enumerate_rule(
-        RULES[rule](), p, declared, parents, siblings, tokens, grammar=table, masked=masked
-    )
-    return masked, found
-
-
 @pytest.mark.parametrize(("rule", "draft", "siblings"), pairings())
 def test_every_lossless_rule_has_the_law_of_masked_decoding(
     rule: str, draft: str, siblings: Siblings
 ) -> None:
-    masked, found = enumerated(rule, draft, siblings, seed=1)
+    masked, found = enumerated(RULES[rule](), draft, siblings, 1, Table)
     np.testing.assert_allclose(found.joint, masked.joint(), atol=1e-6)
+
+
+def exact(seed: int, rolls_back: bool = True) -> tuple[Exact, Contextual, Table]:
+    """Exact match over a grid, the law of masked decoding and its constraint. Masks leave parts of
+    four quarters: twelfths hold them all."""
+    random = np.random.default_rng(seed)
+    p = Contextual(random, parts=4)
+    table = Table(random, p, rolls_back)
+    return Exact.of(p, 12), table.masked(p), table
+
+
+def test_exact_match_has_the_law_of_masked_decoding() -> None:
+    for seed in range(3):
+        found, masked, table = exact(seed)
+        joint, _ = found.joint(masked, table)
+        np.testing.assert_allclose(joint, masked.joint(), atol=1e-12)
+
+
+def test_coupled_draws_its_text_from_masked_logits() -> None:
+    """Each row has the text that it has without drafts, from the law of masked decoding with the
+    noise of its places."""
+    found, masked, table = exact(2)
+    rng = CounterRNG(0, torch.arange(len(found.grid)))
+    keys, texts = rng.text_keys(torch.tensor([[0, 1, 2]])), []
+    verdict = found.verdict("coupled", rng, table)
+    for row, text in enumerate(found.texts(verdict)):
+        drawn: tuple[int, ...] = ()
+        while len(drawn) < len(text):
+            law = logits_of(masked(*drawn))
+            drawn += (int(PLAIN.race(law, keys[row, len(drawn)])),)
+        assert drawn == text
+        texts.append(text)
+    assert len({*texts}) > 3
+    assert verdict.accepted.max() > 0
 
 
 def mask_of_the_row(on_path: Tensor) -> Tensor:
@@ -127,6 +143,10 @@ ERRORS: dict[str, Callable[[Tensor], Tensor]] = {
         ("no mask on the bonus", "chain"),
         ("no mask on the bonus", "tree"),
         ("not rolled back", "tree"),  # within a chain nothing is
+        ("mask of the row", "exact match"),
+        ("one token late", "exact match"),
+        ("no mask on the bonus", "exact match"),
+        ("not rolled back", "exact match"),
     ],
 )
 def test_an_error_in_the_masks_is_found(
@@ -142,11 +162,17 @@ def test_an_error_in_the_masks_is_found(
         return masked, failed
 
     monkeypatch.setattr(logits_of_text, "constrain", broken)
-    siblings: Siblings = "independent"
-    rule = "speculative" if draft in CHAINS else "multi_round"
-    options = {"rolls_back": error != "not rolled back"}
-    pairs = [enumerated(rule, draft, siblings, seed, **options) for seed in range(3)]
-    assert max(total_variation(found.joint, p.joint()) for p, found in pairs) > 0.01
+    pairs, rolls_back = [], error != "not rolled back"
+    for seed in range(3):
+        if draft == "exact match":
+            exactly, law, table = exact(seed, rolls_back)
+            pairs.append((law.joint(), exactly.joint(law, table)[0]))
+        else:
+            rule = RULES["speculative" if draft in CHAINS else "multi_round"]()
+            masks = functools.partial(Table, rolls_back=rolls_back)
+            law, found = enumerated(rule, draft, "independent", seed, masks)
+            pairs.append((law.joint(), found.joint))
+    assert max(total_variation(*pair) for pair in pairs) > 0.01
 
 
 # --- a guide, and what it masks -------------------------------------------------------------------

@@ -4,6 +4,7 @@ Shapes: B rows, N drafted nodes, V vocabulary.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
+from decode.draw.constraint import Constraint, Guide
 from decode.draw.mixed_sampling import MixedSampling
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop.decoding import Decoder
@@ -64,8 +66,14 @@ def pairings() -> list[tuple[str, str, Siblings]]:
 
 
 def enumerated(
-    rule: Rule, draft: str, siblings: Siblings, seed: int
+    rule: Rule,
+    draft: str,
+    siblings: Siblings,
+    seed: int,
+    masks: Callable[[np.random.Generator, Contextual], Any] | None = None,
 ) -> tuple[Contextual, Enumerated]:
+    """The law that texts must have, and what a rule makes of drafts that know nothing of it. masks:
+    makes a constraint of p, which has `masked(p)`. None: there is none, and the law is p."""
     random = np.random.default_rng(seed)
     # To draw without replacement there must be enough to draw.
     p, q = Contextual(random), Contextual(random, least=3 if siblings == "distinct" else 1)
@@ -75,7 +83,9 @@ def enumerated(
         # Two drafters that draw, and one that chooses: all of its q is in one token.
         "mixed": [q, Contextual(random), Contextual(random, parts=1)],
     }.get(siblings, q)
-    return p, enumerate_rule(rule, p, declared, parents, siblings, tokens)
+    grammar = None if masks is None else masks(random, p)
+    law = p if grammar is None else grammar.masked(p)
+    return law, enumerate_rule(rule, p, declared, parents, siblings, tokens, grammar, law)
 
 
 @pytest.mark.parametrize(("rule", "draft", "siblings"), pairings())
@@ -163,34 +173,63 @@ def test_tokens_expected_of_each_rule() -> None:
     assert max(gained) > 0.05
 
 
-def test_exact_match_by_enumeration_on_trees() -> None:
-    parents, tokens = (-1, -1, 0, 0, 1), (0, 2, 1, 2, 0)
-    random = np.random.default_rng(0)
-    # p has quarters, and its uniforms belong to places in the text: a grid of fourths does.
-    fourths = (np.arange(4) + 0.5) / 4
-    grid = np.stack(np.meshgrid(*[fourths] * 3, indexing="ij"), -1).reshape(-1, 3)
-    for _ in range(3):
-        p = Contextual(random, parts=4)
+@dataclass
+class Exact:
+    """Exact match over a grid of numbers, on a tree: logits: [1, N+1, V], those of p. grid: float64
+    [M, 3], a number for each place in the text. draft: the tree in each of M rows."""
+
+    logits: torch.Tensor
+    grid: np.ndarray
+    draft: Draft
+
+    @classmethod
+    def of(cls, p: Contextual, parts: int) -> "Exact":
+        """parts: all probabilities are multiples of 1/parts, so a grid of that many numbers sees
+        the law: the numbers belong to places in the text."""
+        parents, tokens = (-1, -1, 0, 0, 1), (0, 2, 1, 2, 0)
+        numbers = (np.arange(parts) + 0.5) / parts
+        grid = np.stack(np.meshgrid(*[numbers] * 3, indexing="ij"), -1).reshape(-1, 3)
         contexts: list[tuple[int, ...]] = [()]
         for token, parent in zip(tokens, parents, strict=True):
             contexts.append((*contexts[parent + 1], token))
-        logits = logits_of(np.stack([p(*context) for context in contexts]))
         draft = Draft(
             torch.tensor([tokens]).expand(len(grid), -1),
             np.full(len(grid), 5),
             parents=torch.tensor([parents]).expand(len(grid), -1),
         )
-        scores = Scores(logits.expand(len(grid), -1, -1), PLAIN)
+        return cls(logits_of(np.stack([p(*context) for context in contexts]))[None], grid, draft)
+
+    def verdict(self, rule: str, rng: CounterRNG, grammar: Constraint | None) -> Verification:
+        contexts = Contexts.of([(0,)] * len(self.grid), 1)
+        if grammar is not None:
+            contexts.guides = [Guide(grammar, 1) for _ in self.grid]
+        logits = self.logits.expand(len(self.grid), -1, -1)
+        return verify(RULES[rule](), self.draft, Scores(logits, PLAIN, self.draft, contexts), rng)
+
+    def texts(self, verdict: Verification) -> list[tuple[int, ...]]:
+        """The tokens that each row emits."""
+        paths = self.draft.tokens.gather(1, verdict.path).tolist()
+        each = zip(paths, verdict.accepted.tolist(), verdict.next_token.tolist(), strict=True)
+        return [(*path[:accepted], following) for path, accepted, following in each]
+
+    def joint(self, law: Contextual, grammar: Constraint | None = None) -> tuple[np.ndarray, int]:
+        """([V, V, V]: the law of three tokens, those missing drawn from `law`; the most tokens that
+        a row accepts)."""
         with drawing_by_cdf():
-            verdict = verify(RULES["exact"](), draft, scores, SetNoise(grid, grid))
+            verdict = self.verdict("exact", SetNoise(self.grid, self.grid), grammar)
         joint = np.zeros((TOKENS,) * 3)
-        path_tokens = draft.tokens.gather(1, verdict.path)
-        for row, accepted in enumerate(verdict.accepted.tolist()):
-            following = np.eye(TOKENS)[verdict.next_token[row]]
-            path = tuple(path_tokens[row, :accepted].tolist())
-            add_outcome(joint, p, path, following, 1 / len(grid))
+        for *path, last in self.texts(verdict):
+            add_outcome(joint, law, tuple(path), np.eye(TOKENS)[last], 1 / len(self.grid))
+        return joint, int(verdict.accepted.max())
+
+
+def test_exact_match_by_enumeration_on_trees() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        p = Contextual(random, parts=4)
+        joint, accepted = Exact.of(p, 4).joint(p)
         np.testing.assert_allclose(joint, p.joint(), atol=1e-12)
-        assert 2 in verdict.accepted.tolist()
+        assert accepted == 2
 
 
 # --- batches of random trees ----------------------------------------------------------------------
