@@ -13,6 +13,7 @@ from torch import Tensor
 
 from decode.base.device import surely_none, to_device
 from decode.draw.constraint import Guide
+from decode.draw.penalties import Answers
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
@@ -34,6 +35,7 @@ class Contexts:
     sources: the tokens that the target's encoder read for each row. None: it has no encoder.
     labels: the labels of the rows' settings (`decode.loop.rows.RowSettings`). None: no row has one.
     guides: what follows the constraints of the rows. None: no row has one.
+    answers: which tokens are generated. None: all.
     """
 
     tokens: np.ndarray
@@ -41,6 +43,7 @@ class Contexts:
     sources: Sequence[Sequence[int]] | None = None
     labels: Sequence[str | None] | None = None
     guides: Sequence[Guide | None] | None = None
+    answers: Answers | None = None
 
     @classmethod
     def of(
@@ -78,7 +81,9 @@ class Contexts:
         sources = None if self.sources is None else self.sources[first:]
         labels = None if self.labels is None else self.labels[first:]
         guides = None if self.guides is None else self.guides[first:]
-        return Contexts(self.tokens[first:], self.lengths[first:], sources, labels, guides)
+        some = slice(first, None)
+        answers = None if self.answers is None else self.answers.of_rows(some)
+        return Contexts(self.tokens[some], self.lengths[some], sources, labels, guides, answers)
 
     def of_rows(self, rows: np.ndarray) -> "Contexts":
         """A copy of these rows, int [B']."""
@@ -95,6 +100,8 @@ class Contexts:
         if self.guides is not None:
             guides = [self.guides[row] for row in rows.tolist()]
             self.guides = guides if any(guides) else None
+        if self.answers is not None:
+            self.answers = self.answers.of_rows(rows)
 
     def add_rows(self, other: "Contexts") -> None:
         """Append the rows of another object. All rows get the larger space."""
@@ -106,6 +113,8 @@ class Contexts:
         tokens = [np.pad(x, ((0, 0), (0, room - x.shape[1]))) for x in (self.tokens, other.tokens)]
         self.tokens = np.concatenate(tokens)
         self.lengths = np.concatenate([self.lengths, other.lengths])
+        if self.answers is not None and other.answers is not None:
+            self.answers = self.answers.joined(other.answers)
         if self.sources is not None and other.sources is not None:
             self.sources = [*self.sources, *other.sources]
 

@@ -22,7 +22,7 @@ class Scores:
     """The target's logits for a draft. Computes only what a rule asks for: all distributions, one
     distribution per row, or tokens.
 
-    logits: [B, R, V], after the repetition penalty, processors and the constraints of the texts, in
+    logits: [B, R, V], after penalties, processors and the constraints of the texts, in
     this order, before temperature and filters. float32 if a penalty or a processor changed them,
     else in the model's dtype. raw: the logits as the model returned them. failed: what a processor
     or a constraint raised, by row, as the error of `failure` takes it. Their logits are NaN.
@@ -48,7 +48,8 @@ class Scores:
             root = ancestors.new_zeros(len(ancestors), 1, ancestors.shape[2])
             before = torch.cat([root, ancestors], 1)  # [B, R, N]
             text = (contexts.tokens, contexts.lengths, draft.tokens, before)
-            logits, self.failed = change(logits, sampling, processors, guides, *text)
+            answers = contexts.answers
+            logits, self.failed = change(logits, sampling, processors, guides, answers, *text)
         self.logits = logits
         self._probs: Tensor | None = None
 

@@ -45,17 +45,22 @@ class Outcome:
         ignore_eos: np.ndarray,
         stops: Sequence[Stop | None] = (),
         waits: np.ndarray | None = None,
+        stop_ids: np.ndarray | None = None,
     ) -> "Outcome":
         """A text ends inside the block after one of the ids `eos`, int64 [n], except in the rows
-        `ignore_eos`, bool [B], where the row's stop says so, or with its last token of `room`,
-        int [B]. rows: int [B], the numbers by which a stop knows them."""
+        `ignore_eos`, bool [B], after one of its `stop_ids`, int64 [B, n'], where the row's stop
+        says so, or with its last token of `room`, int [B]. rows: int [B], the numbers by which a
+        stop knows them."""
         block, broken = verdict.block, verdict.broken
         if waits is not None:
             broken = broken & ~waits
         emitted = np.minimum(np.minimum(verdict.accepted + 1, block.shape[1]), room)
         emitted = np.where(broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
-        is_eos = np.isin(block, eos) & inside & ~ignore_eos[:, None]
+        is_eos = np.isin(block, eos) & ~ignore_eos[:, None]
+        if stop_ids is not None:
+            is_eos |= (block[..., None] == stop_ids[:, None]).any(-1)
+        is_eos &= inside
         ended = is_eos.any(1)
         emitted = np.where(ended, is_eos.argmax(1) + 1 if is_eos.size else 0, emitted)
         ended = ended | (emitted == room) | broken

@@ -24,6 +24,7 @@ from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from heads.parallel_heads import MedusaDrafter
 from tests.lossless import (
+    COUNTED,
     LONGER,
     PENALISED,
     SHALLOW,
@@ -268,6 +269,14 @@ CONTROLS = [
         9_000,
         "speculative",
         PENALISED,
+    ),
+    _of_loop(
+        "penalties count the row's tokens, not the path's",
+        processors_see_the_row,
+        _pairs("independent", COUNTED),
+        6_000,
+        "multi_round",
+        COUNTED,
     ),
     _of_drafter(
         Control,

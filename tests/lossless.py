@@ -133,6 +133,21 @@ PENALISED = replace(
 )
 
 
+# What is generated counts, not the prompt; two ids end a text, but not before its third token.
+COUNTED = replace(
+    PENALISED,
+    eos=(4,),
+    sampling=Sampling(
+        1.0,
+        presence_penalty=1.4,
+        frequency_penalty=-0.9,
+        logit_bias={1: -0.5},
+        min_tokens=2,
+        stop_token_ids=(3,),
+    ),
+)
+
+
 class NeverTwice(transformers.LogitsProcessor):
     """No token stands beside its like, and a pair that came once does not come again soon."""
 
@@ -215,6 +230,7 @@ def exact_law(case: Case) -> np.ndarray:
         if sampling.grammar is not None:
             allowed = [[sums_allow(text[:i]) for i in range(case.new)] for text in texts.tolist()]
             logits = logits.masked_fill(~torch.as_tensor(np.array(allowed)), -torch.inf)
+        logits = logits + torch.stack([_added(texts[:, :i], case) for i in range(case.new)], 1)
         probs = torch.stack(
             [warpers(ids[:, : len(prompt) + i], logits[:, i]).softmax(-1) for i in range(case.new)],
             1,
@@ -228,6 +244,18 @@ def exact_law(case: Case) -> np.ndarray:
         np.add.at(law, tuple(_cut(whole, case).T), joint.flatten().numpy())
         laws.append(law.sum(tuple(range(case.summed))))
     return np.stack(laws)
+
+
+def _added(texts: Tensor, case: Case) -> Tensor:
+    """float64 [n, V]: what penalties that count generated tokens add to logits after them."""
+    sampling = case.sampling
+    counts = torch.nn.functional.one_hot(texts, case.vocab).sum(1).double()
+    added = -sampling.presence_penalty * (counts > 0) - sampling.frequency_penalty * counts
+    for token, bias in dict(sampling.logit_bias).items():
+        added[:, token] += bias
+    if texts.shape[1] < sampling.min_tokens:
+        added[:, [*case.eos, *sampling.stop_token_ids]] = -torch.inf
+    return added
 
 
 def through_transformers(case: Case) -> Case:
@@ -244,7 +272,7 @@ def through_transformers(case: Case) -> Case:
 
 def _cut(texts: np.ndarray, case: Case) -> np.ndarray:
     """int [n, new]: texts with no token, V, after an EOS."""
-    is_eos = np.isin(texts, case.eos)
+    is_eos = np.isin(texts, [*case.eos, *case.sampling.stop_token_ids])
     return np.where(is_eos.cumsum(1) - is_eos > 0, case.vocab, texts)
 
 

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.draw.sampling import Sampling
+from decode.settings import DecodeSettings
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.openai_requests import CHAT
-from tests.service import Running, chat, serving
+from tests.service import MODEL, Running, chat, serving
 from tests.tiny import tiny_target
 
 SCHEMA = {
@@ -87,6 +90,30 @@ def test_a_format_that_cannot_be_used_is_refused(
         response = client.post("/v1/chat/completions", json=chat("a", **fields))
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+def test_penalties_are_those_of_the_loop(service: Running) -> None:
+    said = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"7": 3, "9": -100}}
+    said |= {"min_tokens": 5, "stop_token_ids": [11, 12]}
+    settings = DecodeSettings(gamma=3, sampling=Sampling(**said))
+    prompt = [5, 6, 7, 8]
+    with service.client() as client:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 30, "return_token_ids": True}
+        answer = client.post("/v1/completions", json=body | said).json()["choices"][0]
+        ended = client.post(
+            "/v1/completions", json=body | {"stop_token_ids": [answer["token_ids"][0]]}
+        )
+        for wrong in (
+            {"logit_bias": {"100000": 1}},
+            {"stop_token_ids": [100000]},
+            {"min_tokens": 31},
+        ):
+            refused = client.post("/v1/completions", json=body | wrong)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == next(iter(wrong))
+    decoder = settings.decoder(tiny_target(), NgramDrafter(1, 2))[0]
+    assert answer["token_ids"] == decoder.decode([prompt], 30).outputs[0]
+    assert ended.json()["choices"][0]["finish_reason"] == "stop"
 
 
 def test_values_that_ask_for_any_text() -> None:

@@ -1,7 +1,7 @@
 """Masks logits by the texts that a constraint allows, such as a grammar, along a draft's paths.
 
 Each position of a draft has a text of its own: the row's, and its path. So the mask of a position
-is that of its own text, as with the repetition penalty (`decode.draw.logits`). Masked decoding
+is that of its own text, as with the repetition penalty (`decode.draw.penalties`). Masked decoding
 draws each token from p without the tokens that no allowed text continues with. That is not p
 conditioned on an allowed text: it does not look ahead to where a token leads.
 
@@ -52,8 +52,15 @@ class Constraint(Protocol):
         """The beginning of a new text."""
 
 
-def require_ends(constraint: Constraint, eos: Sequence[int], ignores_eos: bool) -> None:
+def require_ends(
+    constraint: Constraint, eos: Sequence[int], ignores_eos: bool, min_tokens: int
+) -> None:
     """Raise UserError unless the ids that end a text of this constraint end one of the decode."""
+    if min_tokens:
+        raise UserError(
+            f"a row has a grammar and min_tokens {min_tokens}, but where a text is complete only "
+            "an EOS may follow; leave min_tokens out"
+        )
     if ignores_eos:
         raise UserError(
             "a row has a grammar and ignores EOS ids, but only an EOS can follow a complete text; "
@@ -120,7 +127,7 @@ def constrain(
 
     guides: of each row. None: the row has no constraint. vocabulary: int64 [V], the token ids of
     the logits' columns. None: column i is token i. The other arguments are those of
-    `decode.draw.logits.tokens_before`. The nodes are read from the device once.
+    `decode.draw.penalties.TextBefore`. The nodes are read from the device once.
     """
     host = torch.cat([nodes[:, None], on_path.long()], 1).cpu().numpy()
     drafted, mask = host[:, 0], host[:, 1:].astype(bool)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
+from decode.draw.penalties import Penalties
 from decode.draw.sampling import Sampling, argmax
 
 
@@ -42,7 +43,6 @@ class MixedSampling(Sampling):
     def __init__(self, settings: Sequence[Sampling], kinds: np.ndarray) -> None:
         self._settings, self._kinds = list(settings), kinds
         self._on_device: dict[torch.device, list[Tensor]] = {}  # the rows of each setting
-        self._penalties: dict[torch.device, Tensor] = {}
 
     # Two of them are equal only if they are the same object.
     __eq__ = object.__eq__
@@ -66,11 +66,8 @@ class MixedSampling(Sampling):
     def penalises(self) -> bool:
         return any(one.penalises for one in self._settings)
 
-    def penalty(self, device: torch.device) -> float | Tensor:
-        if device not in self._penalties:
-            values = np.array([one.repetition_penalty for one in self._settings], np.float32)
-            self._penalties[device] = to_device(values[self._kinds, None, None], device)
-        return self._penalties[device]
+    def each(self, rows: int) -> Sequence[Penalties]:
+        return [self._settings[kind] for kind in self._kinds.tolist()]
 
     def at(self, rows: Tensor) -> Sampling:
         return combined(self._settings, self._kinds[rows.cpu().numpy()])

@@ -1,16 +1,16 @@
 """Turns logits into probabilities and tokens, and makes the random numbers for the draws."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from decode.base.device import reads_are_free, to_device
-from decode.base.errors import UserError, require_whole
+from decode.base.errors import require_whole
 from decode.draw.constraint import Constraint
+from decode.draw.penalties import Penalties, described, require_number
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
@@ -21,51 +21,40 @@ LOOKED_AT = (256, 4096)
 SIEVE = 16
 # Block size in the first stage of a draw, and of the search for the largest logit.
 BLOCK = 256
-# Beyond these values a text is noise: all tokens are equally likely, or no token comes twice.
+# Beyond this value a text is noise: all tokens are equally likely.
 HOTTEST = 1e6
-STRONGEST_PENALTY = 1e3
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How text is drawn: repetition penalty, temperature, top-k, top-p, min-p, in the order of
-    `generate()`.
+class Sampling(Penalties):
+    """How text is drawn: penalties, temperature, top-k, top-p, min-p, in the order of `generate()`.
 
-    temperature 0 is greedy decoding. top_k 0, top_p 1, min_p 0 and repetition_penalty 1 switch
-    these settings off. min_p: removes tokens with a probability below min_p times the largest
-    probability. grammar: the texts that may be drawn (`decode.draw.constraint`). Its mask comes
-    after the repetition penalty and before the temperature, like a logits processor of
-    `generate()`.
+    temperature 0 is greedy decoding. top_k 0, top_p 1 and min_p 0 switch these settings off. min_p:
+    removes tokens with a probability below min_p times the largest probability. grammar: the texts
+    that may be drawn (`decode.draw.constraint`). Its mask comes after the penalties and before the
+    temperature, like a logits processor of `generate()`.
 
-    This class applies neither the penalty nor the grammar, because they depend on the text so far.
-    `decode.verdict` and `decode.shapes` apply them before they call this class.
+    This class applies neither the penalties nor the grammar, because they depend on the text so
+    far. `decode.verdict` and `decode.shapes` apply them before they call this class.
 
     Raises UserError for a value that is not a finite number in its range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    temperature: float = described(0.0, "0: greedy")
+    top_k: int = described(0, "how many of the likeliest tokens stay; 0 and -1: all")
+    top_p: float = described(1.0, "the likeliest tokens with this probability")
+    min_p: float = described(0.0, "tokens at least so likely, relative to the likeliest")
     grammar: Constraint | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         most = f"{HOTTEST:g}"
-        least, largest = 1 / STRONGEST_PENALTY, STRONGEST_PENALTY
         for name, fits, expected in (
             ("temperature", lambda x: 0 <= x <= HOTTEST, f"a number from 0 (greedy) to {most}"),
             ("top_p", lambda x: 0 < x <= 1, "a number in (0, 1], where 1 is off"),
             ("min_p", lambda x: 0 <= x <= 1, "a number in [0, 1], where 0 is off"),
-            (
-                "repetition_penalty",
-                lambda x: least <= x <= largest,
-                f"a number from {least:g} to {largest:g}, where 1 is off",
-            ),
         ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Real) or not fits(value):
-                raise UserError(f"{name} is {value!r}; expected {expected}")
+            require_number(name, getattr(self, name), fits, expected)
         require_whole(0, top_k=self.top_k)
 
     @property
@@ -92,14 +81,9 @@ class Sampling:
         """The same for logits that the grammar has masked."""
         return self if self.grammar is None else replace(self, grammar=None)
 
-    @property
-    def penalises(self) -> bool:
-        """Whether there is a repetition penalty."""
-        return self.repetition_penalty != 1
-
-    def penalty(self, device: torch.device) -> float | Tensor:
-        """The repetition penalty of all rows, or float32 [B, 1, 1] on this device."""
-        return self.repetition_penalty
+    def each(self, rows: int) -> Sequence[Penalties]:
+        """The settings of each of this number of rows."""
+        return [self] * rows
 
     def at(self, rows: Tensor) -> "Sampling":
         """For tensors whose row i is drawn as row rows[i], int64 [n]."""

@@ -29,7 +29,7 @@ class RowSettings:
     logprobs: for each emitted token, give its log-probability and this number of the likeliest
         tokens with theirs (`decode.draw.logprobs`). None: give nothing.
     answered: how many tokens at the end of the prompt are a part of the row's text, which a grammar
-        goes on from.
+        and penalties go on from.
     label: the label of the row's kind of text, for drafters that are chosen by it
         (`decode.drafters.several.routing.ByLabel`).
 
@@ -65,8 +65,9 @@ class Rows:
     in use. kinds: int [B], which of them a row has.
 
     From the settings: sampling, draft_sampling: those of all rows, as one object. ignore_eos: bool
-    [B]. logprobs: int [B], −1 for a row that asks for none. stops: the stops of each row; empty if
-    no row has one.
+    [B]. stop_ids: int64 [B, n], the ids that end a text besides EOS ids, filled up with −1.
+    logprobs: int [B], −1 for a row that asks for none. stops: the stops of each row; empty if no
+    row has one.
     """
 
     def __init__(
@@ -100,6 +101,11 @@ class Rows:
         asked = [-1 if one.logprobs is None else one.logprobs for one in settings]
         self.logprobs = np.array(asked, dtype=np.int64)[kinds]
         self.ignore_eos = np.array([one.ignore_eos for one in settings], dtype=bool)[kinds]
+        ids = [one.sampling.stop_token_ids for one in settings]
+        padded = np.full((len(ids), max(map(len, ids), default=0)), -1, dtype=np.int64)
+        for place, some in enumerate(ids):
+            padded[place, : len(some)] = some
+        self.stop_ids = padded[kinds]
         self.stops: list[Stop | None] = []
         if any(one.stop is not None for one in settings):
             self.stops = [settings[kind].stop for kind in kinds.tolist()]

@@ -10,6 +10,7 @@ from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
 from decode.draw.constraint import Guide, require_ends
+from decode.draw.penalties import Answers
 from decode.draw.sampling import CounterRNG
 from decode.loop.decoder_setup import Setup
 from decode.loop.parts import Parts
@@ -67,8 +68,10 @@ def new_rows(
         )
     setup.parts.require_sampling((one.sampling, one.drafts) for one in each)
     for row in each:
+        row.sampling.require_vocabulary(setup.vocab_size)
         if row.sampling.grammar is not None:
-            require_ends(row.sampling.grammar, setup.eos.tolist(), row.ignore_eos)
+            eos, least = setup.eos.tolist(), row.sampling.min_tokens
+            require_ends(row.sampling.grammar, eos, row.ignore_eos, least)
     texts, sources = setup.lm.texts_and_sources(prompts)
     lengths = np.array([len(text) for text in texts])
     ends = np.minimum(lengths + np.array(limits), setup.lm.max_positions)
@@ -80,9 +83,11 @@ def new_rows(
     if any(one.label is not None for one in each):
         contexts.labels = [one.label for one in each] * (count if len(each) == 1 else 1)
     kinds = np.zeros(count, dtype=np.int64) if len(each) == 1 else np.arange(count)
+    begins = lengths - np.array([one.answered for one in each])[kinds]
+    contexts.answers = Answers(begins, setup.eos)
     if any(one.sampling.grammar is not None for one in each):
         contexts.guides = [
-            _guide(each[kind], length) for kind, length in zip(kinds, lengths.tolist(), strict=True)
+            _guide(each[kind], begin) for kind, begin in zip(kinds, begins.tolist(), strict=True)
         ]
     identities = np.asarray(numbers if ids is None else ids, dtype=np.int64)
     new = np.array([_needs_new_numbers(setup, one) for one in each], dtype=bool)
@@ -93,10 +98,10 @@ def new_rows(
     return Rows(numbers, contexts, ends, rng, each, kinds, reach)
 
 
-def _guide(settings: RowSettings, length: int) -> Guide | None:
+def _guide(settings: RowSettings, begin: int) -> Guide | None:
     """For a row whose prompt has this length."""
     grammar = settings.sampling.grammar
-    return None if grammar is None else Guide(grammar, length - settings.answered)
+    return None if grammar is None else Guide(grammar, begin)
 
 
 def _needs_new_numbers(setup: Setup, settings: RowSettings) -> bool:

@@ -267,9 +267,8 @@ class RunningRows:
         stop raises, fails. Without `on_error`, this raises its error and changes no text."""
         setup, contexts, lengths = self.setup, rows.contexts, rows.contexts.lengths
         room = rows.ends - lengths
-        outcome = Outcome.after(
-            verdict, rows.numbers, room, setup.eos, rows.ignore_eos, rows.stops, waits
-        )
+        ends = setup.eos, rows.ignore_eos, rows.stops
+        outcome = Outcome.after(verdict, rows.numbers, room, *ends, waits, rows.stop_ids)
         kind = "verification" if number else "prefill"
         for index in np.flatnonzero(outcome.broken).tolist():
             prompt, length = rows.numbers[index], lengths[index]

@@ -58,8 +58,8 @@ class Growth(ABC):
         return None
 
     def first(self) -> Tensor:
-        """[B, V']: the logits for the root's children, after the repetition penalty (float32) and
-        the constraints of the texts."""
+        """[B, V']: the logits for the root's children, after the penalties (float32) and the
+        constraints of the texts."""
         logits = self._first()
         return self._processed(logits[:, None], 0)[:, 0]
 
@@ -117,7 +117,7 @@ class Growth(ABC):
         return seen
 
     def _processed(self, logits: Tensor, count: int) -> Tensor:
-        """Applies the repetition penalty and the constraints, if there are any, to logits
+        """Applies the penalties and the constraints, if there are any, to logits
         [B, n, V'] after the last `count` fed nodes (0: after the root). Penalised logits are
         float32."""
         guides = self.contexts.guides
@@ -128,8 +128,8 @@ class Growth(ABC):
         else:
             on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
         text = (self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
-        size = self.vocab_size
-        return change_drafts(logits, self.sampling, guides, self.vocabulary, size, *text)
+        known = (guides, self.contexts.answers, self.vocabulary, self.vocab_size)
+        return change_drafts(logits, self.sampling, *known, *text)
 
 
 class Shape(ABC):

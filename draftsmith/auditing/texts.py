@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draw.logits import penalise
+from decode.draw.penalties import penalise
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 

@@ -145,9 +145,8 @@ class Drawing:
     def sampling(self) -> "Sampling":
         from decode.draw.sampling import Sampling
 
-        return Sampling(
-            self.temperature, self.top_k, self.top_p, self.min_p, self.repetition_penalty
-        )
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return Sampling(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, resolve_device, resolve_dtype
 from decode.text_stream import Stop
 from draftsmith.edge.link import Link
+from draftsmith.edge.protocol import SAMPLING
 from draftsmith.edge.remote_target import EdgeRound, Opening, RemoteLM, RemoteVerdict
 
 
@@ -83,10 +84,11 @@ class EdgeClient:
     ) -> None:
         self.rounds: list[EdgeRound] = []
         sampling = sampling or Sampling()
-        if sampling.grammar is not None:
+        usual = {name: getattr(sampling, name) for name in SAMPLING}
+        if sampling != Sampling(**usual):
             raise UserError(
-                "a verification server takes no grammar; leave the grammar out, or decode without "
-                "the server"
+                f"a verification server takes no grammar, and of a sampling only {list(usual)}; "
+                "leave the others out, or decode without the server"
             )
         drafts = sampling
         if draft_temperature is not None:

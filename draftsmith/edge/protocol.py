@@ -67,8 +67,12 @@ def _is_ids(value: Any) -> bool:
     )
 
 
+# The fields of a sampling that a message has, in this order.
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 def _is_numbers(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 5 and all(map(_is_number, value))
+    return isinstance(value, list) and len(value) == len(SAMPLING) and all(map(_is_number, value))
 
 
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {

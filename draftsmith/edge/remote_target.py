@@ -21,7 +21,7 @@ from decode.model.forward.sublayers import Sublayers
 from decode.rules import Rule
 from decode.verdict import Decision, Scores
 from draftsmith.edge.link import Link, LinkLost
-from draftsmith.edge.protocol import FRAME_IDS, Message, hash_ids
+from draftsmith.edge.protocol import FRAME_IDS, SAMPLING, Message, hash_ids
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ class RemoteLM(CachedLM):
             max_tokens=end - len(text.ids),
             seed=text.opening.seed,
             row=text.opening.row,
-            sampling=[float(value) for value in self._sampling.numbers.values()],
+            sampling=[float(getattr(self._sampling, name)) for name in SAMPLING],
         )
         for begin in range(0, len(rest), FRAME_IDS):
             part = rest[begin : begin + FRAME_IDS]

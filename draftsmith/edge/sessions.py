@@ -10,7 +10,7 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
-from draftsmith.edge.protocol import Message, ProtocolError, hash_ids
+from draftsmith.edge.protocol import SAMPLING, Message, ProtocolError, hash_ids
 
 
 class Connection(Protocol):
@@ -77,9 +77,9 @@ class EdgeText:
     @classmethod
     def of(cls, session: "Session", message: Message) -> "EdgeText":
         """The text of an `open`. Raises ProtocolError for sampling that is out of range."""
-        temperature, top_k, top_p, min_p, penalty = message["sampling"]
+        given = dict(zip(SAMPLING, message["sampling"], strict=True))
         try:
-            sampling = Sampling(temperature, int(top_k), top_p, min_p, penalty)
+            sampling = Sampling(**given | {"top_k": int(given["top_k"])})
         except UserError as error:
             raise ProtocolError("refused", str(error), req=message["req"]) from None
         text = cls(

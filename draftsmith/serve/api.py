@@ -65,12 +65,13 @@ class Service:
     def __post_init__(self) -> None:
         context, capacity = self.batcher.decoder.lm.max_positions, self.batcher.bounds.capacity
         learns = self.settings.learner is not None
-        limits = RequestLimits(self.names, context, self.max_tokens, capacity, learns)
         decoder = self.batcher.decoder
+        size = decoder.vocab_size
+        limits = RequestLimits(self.names, context, self.max_tokens, capacity, learns, size)
         self.reader = BodyReader(
             self.tokenizer,
             limits,
-            lambda tokenizer: Grammars(tokenizer, decoder.eos.tolist(), decoder.vocab_size),
+            lambda tokenizer: Grammars(tokenizer, decoder.eos.tolist(), size),
         )
 
     def close(self, seconds: float) -> None:

@@ -86,6 +86,7 @@ class AnswerChoice:
         room = max_positions - len(self.prompt)
         stopped = len(self.tokens) < min(request.max_new_tokens, room)
         stopped = stopped or (not request.ignore_eos and last in eos)
+        stopped = stopped or last in request.sampling.stop_token_ids
         # The last token that a text may have can also be the end of a stop string.
         if not stopped and request.stop:
             stopped = StopStrings(tokenizer, request.stop).cut(0, self.tokens) is not None

@@ -91,17 +91,14 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "context_management": ([],),
         "session_params": (),
     },
-    "single tokens cannot be made likelier, forbidden or forced": {
-        "logit_bias": ({}, []),
+    "single tokens are made likelier or less likely by logit_bias only": {
         "bad_words": ([],),
         "allowed_token_ids": (),
         "logits_processors": ([],),
         "custom_logit_processor": (),
         "custom_params": ({},),
     },
-    "of the penalties only repetition_penalty is supported": {
-        "presence_penalty": (0,),
-        "frequency_penalty": (0,),
+    "the penalties are repetition_penalty, presence_penalty and frequency_penalty": {
         "repeat_penalty": (1,),
         "dry_multiplier": (0,),
         "length_penalty": (1,),
@@ -119,9 +116,7 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "use_beam_search": (False,),
         "early_stopping": (False,),
     },
-    "a text ends at its end token, a stop string or its limit": {
-        "min_tokens": (0,),
-        "stop_token_ids": ([],),
+    "a text ends at its end token, a stop token, a stop string or its limit": {
         "stop_regex": ([], ""),
         "include_stop_str_in_output": (False,),
         "no_stop_trim": (False,),

@@ -3,8 +3,8 @@
 import inspect
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Annotated, Any, ClassVar, Literal
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import (
     BeforeValidator,
@@ -12,6 +12,7 @@ from pydantic import (
     PlainValidator,
     ValidationInfo,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
@@ -91,8 +92,28 @@ _TEXTS = WithJsonSchema({"title": f"up to {MOST_STOPS} texts of at most {LONGEST
 _OBJECT = WithJsonSchema({"title": "an object"})
 
 
-class Asked(RequestPart):
-    """What all kinds of requests have. None: as the service is set."""
+_DRAWN = {x.name: x.metadata for x in fields(Sampling) if x.metadata}
+
+
+def _drawn(name: str) -> Any:
+    """The field of a request for a field of `Sampling`."""
+    kind = _DRAWN[name]["json"] or get_type_hints(Sampling)[name]
+    return kind | None, Field(None, description=_DRAWN[name]["said"])
+
+
+if TYPE_CHECKING:
+
+    class Drawn(RequestPart):
+        temperature: float | None
+        top_p: float | None
+
+else:
+    Drawn = create_model("Drawn", __base__=RequestPart, **{x: _drawn(x) for x in _DRAWN})
+
+
+class Asked(Drawn):
+    """What all kinds of requests have: how text is drawn, which `Sampling` declares, and more.
+    None: as the service is set."""
 
     # The field with what is answered, and the names of those that limit the length of a text, the
     # first one that is given.
@@ -103,15 +124,6 @@ class Asked(RequestPart):
     keeps_store: ClassVar[bool] = True
 
     model: str = Field(description="the name of the model, see /v1/models")
-    temperature: float | None = Field(None, description="0: greedy")
-    top_p: float | None = Field(None, description="the likeliest tokens with this probability")
-    top_k: int | None = Field(
-        None, description="how many of the likeliest tokens stay; 0 and -1: all"
-    )
-    min_p: float | None = Field(
-        None, description="tokens at least so likely, relative to the likeliest"
-    )
-    repetition_penalty: float | None = Field(None, description="1: none")
     seed: int | None = Field(
         None,
         description="with one `system_fingerprint` and in float32, the text is the same",
@@ -142,14 +154,14 @@ class Asked(RequestPart):
     def _all_tokens(cls, value: Any) -> Any:
         return 0 if value == -1 else value
 
-    @field_validator("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    @field_validator(*_DRAWN)
     @classmethod
-    def _can_be_drawn(cls, value: float, info: ValidationInfo) -> float:
+    def _can_be_drawn(cls, value: Any, info: ValidationInfo) -> Any:
+        name = str(info.field_name)
         try:
-            Sampling(**{str(info.field_name): value})  # type: ignore[arg-type]
+            return getattr(Sampling(**{name: value}), name)
         except UserError as error:
             raise ValueError(str(error)) from None
-        return value
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> "Asked":
@@ -167,6 +179,9 @@ class Asked(RequestPart):
         if asked and self.ignore_eos:
             message = "ignore_eos is true beside a forced format, which ends its text; leave it out"
             raise ApiError(400, message, param="ignore_eos", code="invalid_value")
+        if asked and (least := self.sampling(Sampling()).min_tokens):
+            message = f"min_tokens is {least} beside a forced format, which ends its text; leave it"
+            raise ApiError(400, f"{message} out", param="min_tokens", code="invalid_value")
         return self
 
     def _grammars(self) -> list[AskedGrammar]:
@@ -218,7 +233,7 @@ class Asked(RequestPart):
 
     def sampling(self, default: Sampling) -> Sampling:
         """How text is drawn. default: for what the request does not say."""
-        said = {name: getattr(self, name) for name in default.numbers}
+        said = {name: getattr(self, name) for name in _DRAWN}
         return replace(default, **{name: x for name, x in said.items() if x is not None})
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import run_in_thread
 from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
@@ -27,13 +28,15 @@ class RequestLimits:
     """What a request may ask for. names: the names of the model. context: tokens of a prompt and
     its text.
     max_tokens: the most tokens of one text; None: what the context holds. texts: the texts of one
-    request. learns: the service learns from requests with `store`."""
+    request. learns: the service learns from requests with `store`. vocabulary: tokens of the
+    target."""
 
     names: Sequence[str]
     context: int
     max_tokens: int | None
     texts: int
     learns: bool
+    vocabulary: int
 
     def require_model(self, name: str) -> None:
         if name not in self.names:
@@ -46,6 +49,10 @@ class RequestLimits:
         if asked.store and asked.keeps_store and not self.learns:
             message = "store is true, but this service does not learn (--learn); leave it out"
             raise ApiError(400, message, param="store", code="unsupported_parameter")
+        try:
+            asked.sampling(Sampling()).require_vocabulary(self.vocabulary)
+        except UserError as error:
+            raise refused(error, str(error).partition(" ")[0]) from None
         texts = prompts * asked.texts
         if not 1 <= texts <= self.texts:
             message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
@@ -57,8 +64,12 @@ class RequestLimits:
         if room < 1:
             raise self.too_long(asked.asks, f"it has {longest} tokens")
         name, limit = asked.limit
+        most = room if self.max_tokens is None else min(room, self.max_tokens)
+        if (least := asked.sampling(Sampling()).min_tokens) > (limit or most):
+            message = f"min_tokens is {least}; expected at most {limit or most}, the longest text"
+            raise ApiError(400, message, param="min_tokens", code="invalid_value")
         if limit is None:
-            return room if self.max_tokens is None else min(room, self.max_tokens)
+            return most
         limit = limit if self.max_tokens is None else min(limit, self.max_tokens)
         if limit > room:
             raise ApiError(
