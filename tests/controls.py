@@ -273,9 +273,9 @@ CONTROLS = [
     _of_loop(
         "penalties count the row's tokens, not the path's",
         processors_see_the_row,
-        _pairs("independent", COUNTED),
+        _pairs(None, COUNTED),
         6_000,
-        "multi_round",
+        "speculative",
         COUNTED,
     ),
     _of_drafter(

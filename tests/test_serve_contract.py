@@ -151,9 +151,9 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
          "not supported: tools, tool_choice; forced formats have other names here: "
          "response_format, guided_* and structured_outputs: grammar"),
         (CHAT, {"bad_words": ["a"]}, "by logit_bias only: bad_words. Leave it out."),
-        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias of 5 is 101; expected a number from −100"),
+        (CHAT, {"logit_bias": {"5": 101}}, "logit_bias of 5 is 101.0; expected a number from −100"),
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias has the key 'x'; expected a token id"),
-        (CHAT, {"presence_penalty": 3}, "presence_penalty is 3; expected a number from −2 to 2"),
+        (CHAT, {"presence_penalty": 3}, "presence_penalty is 3.0; expected a number from −2 to 2"),
         (CHAT, {"stop_token_ids": ["x"]}, "stop_token_ids is a list of 1; expected a list"),
         (CHAT, {"min_tokens": 1, "guided_regex": "a"}, "min_tokens is 1 beside a forced format"),
         (CHAT, {"temprature": 1}, 'unknown to this service: temprature. Leave it out. Did you mean '

@@ -103,11 +103,6 @@ class Penalties:
                     f"{name} has the token id {beyond[0]}; expected ids from 0 to {size - 1}"
                 )
 
-    @property
-    def penalises(self) -> bool:
-        """Whether any logits are changed."""
-        return any(getattr(self, name) != _OFF[name] for name in EDITS)
-
 
 def _bias(pair: tuple[Any, Any]) -> tuple[int, float]:
     """A token id, which may be its decimal digits, with its bias."""
@@ -214,7 +209,7 @@ def penalised(logits: Tensor, text: TextBefore) -> Tensor:
     """
     changed = logits.to(torch.float32, copy=True)
     for name, edit in EDITS.items():
-        if any(getattr(row, name) != _OFF[name] for row in text.rows):
+        if any(getattr(row, name) != OFF[name] for row in text.rows):
             edit(changed, text)
     return changed
 
@@ -274,4 +269,4 @@ EDITS: dict[str, Callable[[Tensor, TextBefore], None]] = {
     "presence_penalty": _presence,
     "min_tokens": _least_length,
 }
-_OFF: dict[str, Any] = {name: getattr(Penalties(), name) for name in EDITS}
+OFF: dict[str, Any] = {name: getattr(Penalties(), name) for name in EDITS}

@@ -10,7 +10,7 @@ from torch import Tensor
 from decode.base.device import reads_are_free, to_device
 from decode.base.errors import require_whole
 from decode.draw.constraint import Constraint
-from decode.draw.penalties import Penalties, described, require_number
+from decode.draw.penalties import OFF, Penalties, described, require_number
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
@@ -80,6 +80,11 @@ class Sampling(Penalties):
     def without_grammar(self) -> "Sampling":
         """The same for logits that the grammar has masked."""
         return self if self.grammar is None else replace(self, grammar=None)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether any logits are changed."""
+        return any(getattr(self, name) != off for name, off in OFF.items())
 
     def each(self, rows: int) -> Sequence[Penalties]:
         """The settings of each of this number of rows."""
