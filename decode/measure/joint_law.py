@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.draw.logits import penalise
+from decode.draw.penalties import penalise
 from decode.draw.sampling import Sampling
 from decode.model.pretrained import input_device
 
