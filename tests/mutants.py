@@ -196,9 +196,9 @@ class ColdDrafter(SmallLMDrafter):
     ) -> Draft:
         cold = replace(sampling, temperature=0.9 * sampling.temperature)
         draft = super().draft(contexts, limits, cold, rng)
-        assert draft.q is not None
-        asked = draft.q**0.9
-        draft.q = asked / asked.sum(-1, keepdim=True)
+        if draft.q is not None:
+            asked = draft.q**0.9
+            draft.q = asked / asked.sum(-1, keepdim=True)
         return draft
 
 

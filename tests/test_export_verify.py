@@ -15,13 +15,14 @@ from typer.testing import CliRunner
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.loop.decoding import Decoder
+from decode.measure.same_text import identical
 from decode.model.loading import Target, load_target
 from decode.opening.directory import save_drafter
 from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
-from draftsmith.export.verify_export import agreement, count_drafts, engine_for, verify_export
+from draftsmith.export.verify_export import count_drafts, engine_for, verify_export
 from tests.export import (
     PROMPTS,
     SHAPE,
@@ -156,11 +157,11 @@ def test_texts_may_differ_within_rounding(target: Target) -> None:
     order = logits.argsort(descending=True).tolist()
     spread = float((logits[order[0]] - logits[order[1]]) / logits.abs().max())
     pair = [[9, order[0]]], [[9, order[1]]]
-    assert agreement(target, [prompt], *pair, rounding=1.01 * spread) == (0, 1)
-    assert agreement(target, [prompt], *pair, rounding=0.99 * spread) == (0, 0)
-    assert agreement(target, [prompt], [text], [text], rounding=0) == (1, 1)
+    assert identical(target, [prompt], *pair, rounding=1.01 * spread) == (0, 1)
+    assert identical(target, [prompt], *pair, rounding=0.99 * spread) == (0, 0)
+    assert identical(target, [prompt], [text], [text], rounding=0) == (1, 1)
     # One went on where the other ended: as if it had said an end of text there.
-    assert agreement(target, [prompt], [text], [text[:1]], rounding=1e-6) == (0, 0)
+    assert identical(target, [prompt], [text], [text[:1]], rounding=1e-6) == (0, 0)
 
 
 def test_engines_by_layout() -> None:

@@ -18,7 +18,7 @@ Text = tuple[int, ...]
 # Forwards over so many texts at a time.
 BATCH = 2048
 # More take minutes, and most bins would be empty.
-MOST_TEXTS = 50_000
+MOST_TEXTS = 80_000
 SMALLEST_BIN = 5.0  # expected texts; rarer texts are counted together
 
 

@@ -13,22 +13,31 @@ def identical(
     prompts: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     others: Sequence[Sequence[int]],
+    *,
+    rounding: float | None = None,
 ) -> tuple[float, float]:
     """The share of prompts whose two greedy texts are equal, and the share of those equal up to a
-    choice between two logits that are too close for the dtype to separate."""
+    choice between two logits that are too close to separate.
+
+    rounding: the largest difference of such logits, relative to the largest logit. None: that of
+    the target's dtype. If one text ends where the other goes on, it chose an end-of-text token
+    there, which texts may leave out.
+    """
+    if rounding is None:
+        # Both logits are rounded, and their sums were rounded in different orders.
+        rounding = 4 * torch.finfo(target.dtype).eps
     same, close = 0, 0
     for prompt, text, other in zip(prompts, texts, others, strict=True):
-        if text == other:
+        if list(text) == list(other):
             same += 1
             continue
         pairs = zip(text, other, strict=False)
-        at = next((i for i, pair in enumerate(pairs) if len(set(pair)) > 1), None)
-        if at is None:
-            continue  # one text is a prefix of the other
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(text), len(other)))
         logits = _next_logits(target, prompt, text[:at])
-        gap = (logits[text[at]] - logits[other[at]]).abs()
-        # Both logits are rounded, and their sums were rounded in different orders.
-        close += bool(gap <= 4 * torch.finfo(target.dtype).eps * logits.abs().max())
+        ends = list(target.eos_token_ids)
+        end = logits[ends].max() if ends else torch.tensor(-torch.inf)
+        a, b = (logits[each[at]] if at < len(each) else end for each in (text, other))
+        close += bool((a - b).abs() <= rounding * logits.abs().max())
     return same / len(prompts), (same + close) / len(prompts)
 
 

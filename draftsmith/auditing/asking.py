@@ -1,7 +1,8 @@
 """Asks the server that is audited: token ids both ways, and what it says of its answers."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +23,7 @@ from train.engines.answers.protocols import (
     Row,
 )
 from train.engines.ask_servers import REFUSED_ROW, ServerClient, excerpt, run_apart
+from train.engines.counters import DraftCounts
 from train.engines.server_config import ServerConfig
 
 # Of AnswerReader: an answer with these is no answer of the target's, whatever its tokens.
@@ -48,11 +50,19 @@ _PROTOCOLS: dict[str, Protocol] = {
 @dataclass
 class Asked:
     """What a server answered. texts: of the answers that can be judged. faults: what is wrong with
-    answers, whatever their tokens are. left_out: why answers cannot be judged."""
+    answers, whatever their tokens are. left_out: why answers cannot be judged. seconds: for all.
+    counts: drafted and accepted tokens, if the answers themselves say so."""
 
     texts: list[EngineText] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    counts: DraftCounts = field(default_factory=DraftCounts)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second."""
+        return sum(len(text.tokens) for text in self.texts) / max(self.seconds, 1e-9)
 
 
 class AuditedServer(ServerClient):
@@ -67,12 +77,29 @@ class AuditedServer(ServerClient):
     def setting(self, name: str) -> str:
         return "--" + name.replace("_", "-")
 
+    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+        """The request for one row."""
+        return self._protocol.body(row, settings)
+
+    def decoded(self, response: httpx2.Response) -> Any:
+        """The JSON of an answer. Raises UserError for what is none."""
+        try:
+            return self.accepted(response).json()
+        except ValueError as error:
+            raise self._no_answer(response, error) from error
+
+    def _no_answer(self, response: httpx2.Response, error: Exception) -> UserError:
+        return UserError(
+            f"{response.request.url} replied what is no answer ({type(error).__name__}: {error}): "
+            f"{excerpt(response)}. Check --protocol"
+        )
+
     async def texts(
         self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
     ) -> None:
         """Ask for answers to one prompt in one request, and put them where they belong. Raises
         UserError for a server that refuses the request or gives no token ids."""
-        body = self._protocol.body(row, settings)
+        body = self.body(row, settings)
         if each > 1:
             body["n"] = each
         response = await self.send("POST", self._protocol.path, body)
@@ -83,6 +110,7 @@ class AuditedServer(ServerClient):
                 "every field of the request; for llama-server set --protocol llama-server"
             )
         replies = self._read(response)
+        asked.counts += _timed(response.json())
         if len(replies) != each:
             asked.faults.append(f"{len(replies)} answers came in place of {each}")
         asked.faults += _miscounted([reply for reply, _ in replies])
@@ -106,7 +134,7 @@ class AuditedServer(ServerClient):
     def _read(self, response: httpx2.Response) -> list[tuple[Reply, list[float] | None]]:
         """The replies, each with its tokens' log-probabilities if it has them."""
         try:
-            body = self.accepted(response).json()
+            body = self.decoded(response)
             if self._protocol.path != Completions.path:
                 return [(self._protocol.read(body), None)]
             replies = []
@@ -116,10 +144,13 @@ class AuditedServer(ServerClient):
                 replies.append((self._protocol.read(body | {"choices": [choice]}), log_p))
             return replies
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise UserError(
-                f"{self.url}{self._protocol.path} replied what is no answer "
-                f"({type(error).__name__}: {error}): {excerpt(response)}. Check --protocol"
-            ) from error
+            raise self._no_answer(response, error) from error
+
+
+def _timed(reply: dict[str, Any]) -> DraftCounts:
+    """The draft tokens that llama-server names in an answer."""
+    timings = reply.get("timings") or {}
+    return DraftCounts(timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
 
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:
@@ -169,24 +200,40 @@ def ask_texts(
         for number, prompt in enumerate(prompts)
     ]
 
-    async def ask() -> None:
+    async def ask(server: AuditedServer) -> None:
+        model = await server.model() if config.protocol == "completions" else None
+        settings = AskSettings(
+            sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs), model
+        )
+        waiting = iter(rows)
+
+        async def work() -> None:
+            for row, number in waiting:
+                await server.texts(row, number, settings, each, asked)
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(config.concurrency):
+                group.create_task(work())
+
+    begin = time.monotonic()
+    asking(url, config, target, ask)
+    asked.seconds = time.monotonic() - begin
+    return asked
+
+
+def asking(
+    url: str,
+    config: ServerConfig,
+    target: Target,
+    ask: Callable[[AuditedServer], Coroutine[Any, Any, None]],
+) -> None:
+    """Run `ask` with the server. Raises the first of several errors."""
+
+    async def run() -> None:
         async with AuditedServer(url, config, target) as server:
-            model = await server.model() if config.protocol == "completions" else None
-            settings = AskSettings(
-                sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs), model
-            )
-            waiting = iter(rows)
-
-            async def work() -> None:
-                for row, number in waiting:
-                    await server.texts(row, number, settings, each, asked)
-
-            async with asyncio.TaskGroup() as group:
-                for _ in range(config.concurrency):
-                    group.create_task(work())
+            await ask(server)
 
     try:
-        run_apart(ask())
+        run_apart(run())
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
-    return asked

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.auditing.findings import Audit, Verdict, worst
 from draftsmith.auditing.options import AuditOptions
@@ -23,6 +24,8 @@ def audit(
     options: AuditOptions | None = None,
     *,
     baseline: str | None = None,
+    drafter: Drafter | None = None,
+    gamma: int = 4,
     protocol: Literal["completions", "llama-server"] = "completions",
     model: str | None = None,
     key_env: str | None = None,
@@ -36,9 +39,11 @@ def audit(
 
     url: `http://HOST:PORT`, without `/v1`. prompts: token ids. baseline: the address of the same
     engine without drafts, for weights that are not the target's: its law is then the one to keep
-    to, and the rounding of its greedy tokens is allowed. model: the server's name for the
-    model; None: the first that it lists. key_env: the environment variable with the server's key.
-    concurrency: requests at a time. timeout_seconds: for one answer. say: called with what is done.
+    to, and the rounding of its greedy tokens is allowed. drafter, gamma: the one that the engine
+    uses, and the tokens of its drafts: its acceptance is then that of our own loop. model: the
+    server's name for the model; None: the first that it lists. key_env: the environment variable
+    with the server's key. concurrency: requests at a time. timeout_seconds: for one answer. say:
+    called with what is done.
     Raises UserError for a server that cannot be asked, with the reason, and for bad arguments.
     """
     options = options or AuditOptions()
@@ -58,11 +63,13 @@ def audit(
         raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     _require(target, prompts, options, config)
     begin = time.monotonic()
-    work = Questions(config.urls, target, prompts, options, config, say)
+    work = Questions(config.urls, target, prompts, options, config, say, drafter, gamma)
     findings = work.greedy()
     # A law of other weights says nothing.
-    if not options.sampling.greedy and worst(x.verdict for x in findings) is not Verdict.UNJUDGED:
-        findings += [*work.sampled(), *work.exact()]
+    if worst(x.verdict for x in findings) is not Verdict.UNJUDGED:
+        findings += work.contract()
+        if not options.sampling.greedy:
+            findings += [*work.sampled(), *work.exact()]
     subject = {
         "url": config.urls[0],
         "baseline": baseline,

@@ -4,11 +4,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from decode.base.errors import UserError
+from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
-from draftsmith.auditing import exact
+from draftsmith.auditing import drafts, exact
 from draftsmith.auditing.asking import Asked, ask_texts
 from draftsmith.auditing.beside import beside_findings
+from draftsmith.auditing.contract import contract_findings
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.options import AuditOptions
@@ -19,7 +21,8 @@ from train.engines.server_config import ServerConfig
 
 @dataclass(frozen=True)
 class Questions:
-    """urls: of the server, and of the baseline if there is one. say: called with what is done."""
+    """urls: of the server, and of the baseline if there is one. drafter: the server's, for our own
+    loop with drafts of gamma tokens; None: not compared. say: called with what is done."""
 
     urls: Sequence[str]
     target: Target
@@ -27,24 +30,44 @@ class Questions:
     options: AuditOptions
     config: ServerConfig
     say: Callable[[str], None]
+    drafter: Drafter | None
+    gamma: int
 
     def greedy(self) -> list[Finding]:
         sampling = Sampling(repetition_penalty=self.options.sampling.repetition_penalty)
-        asked, texts = self._judged(self.urls[0], sampling, 1)
+        asked, texts, worth = self._watched(sampling, 1)
         findings = [_contract("greedy", asked)]
         if not texts:
             return findings
-        baseline = self._of_baseline(sampling, 1)
-        return [*findings, *greedy_findings(texts, baseline)]
+        if len(self.urls) == 1:
+            return [*findings, *greedy_findings(texts), *worth]
+        plain, of_plain = self._of_baseline(sampling, 1)
+        findings += greedy_findings(texts, of_plain)
+        return [*findings, *worth, drafts.speed_finding(asked.speed, plain.speed)]
 
     def sampled(self) -> list[Finding]:
         sampling, level = self.options.sampling, self.options.level
-        asked, texts = self._judged(self.urls[0], sampling, self.options.samples)
+        asked, texts, worth = self._watched(sampling, self.options.samples)
         findings = [_contract("sampled", asked)]
-        baseline = self._of_baseline(sampling, self.options.samples)
-        if baseline is None:
-            return [*findings, *sampled_findings(texts, level)]
-        return [*findings, *beside_findings(texts, baseline, level)]
+        if len(self.urls) == 1:
+            return [*findings, *sampled_findings(texts, level), *worth]
+        _, baseline = self._of_baseline(sampling, self.options.samples)
+        return [*findings, *beside_findings(texts, baseline, level), *worth]
+
+    def contract(self) -> list[Finding]:
+        """None for a protocol that has no fields for it."""
+        if self.config.protocol != "completions":
+            return []
+        self.say("asking for streams, stop strings and seeds")
+        return contract_findings(
+            self.urls[0],
+            self.target,
+            self.prompts,
+            self.options.sampling,
+            self.config,
+            max_new_tokens=self.options.max_new_tokens,
+            seed=self.options.seed,
+        )
 
     def exact(self) -> list[Finding]:
         """None without short answers to ask for."""
@@ -74,14 +97,34 @@ class Questions:
         findings = exact.exact_findings(asked.texts, laws, self.options.level)
         return [_contract(exact.GROUP, asked), *findings]
 
-    def _of_baseline(self, sampling: Sampling, samples: int) -> list[JudgedText] | None:
-        """None without a baseline. Raises UserError for one without answers."""
-        if len(self.urls) == 1:
-            return None
-        _, texts = self._judged(self.urls[1], sampling, samples, later=1)
+    def _watched(
+        self, sampling: Sampling, samples: int
+    ) -> tuple[Asked, list[JudgedText], list[Finding]]:
+        """As `_judged`, and what the server's counters say meanwhile."""
+        key = self.config.key()
+        before = drafts.read(self.urls[0], key)
+        asked, texts = self._judged(self.urls[0], sampling, samples)
+        counted, engine = asked.counts, "llamacpp"
+        if before is not None and (after := drafts.read(self.urls[0], key)) is not None:
+            counted, engine = after.counts - before.counts, after.engine
+        elif not counted.drafted:
+            return asked, texts, []
+        own = None
+        if self.drafter is not None:
+            self.say("our own loop with the same drafter")
+            prompts = [prompt for prompt in self.prompts for _ in range(samples)]
+            own = drafts.OwnLoop(
+                self.target, self.drafter, prompts, self.gamma, self.options.max_new_tokens
+            )
+        name = "greedy" if sampling.greedy else "sampled"
+        return asked, texts, [drafts.acceptance_finding(name, counted, engine, own, sampling)]
+
+    def _of_baseline(self, sampling: Sampling, samples: int) -> tuple[Asked, list[JudgedText]]:
+        """Raises UserError for a baseline without answers."""
+        asked, texts = self._judged(self.urls[1], sampling, samples, later=1)
         if not texts:
             raise UserError(f"{self.urls[1]} gave no answer that can be judged, as a baseline must")
-        return texts
+        return asked, texts
 
     def _judged(
         self, url: str, sampling: Sampling, samples: int, later: int = 0
@@ -89,6 +132,8 @@ class Questions:
         """The answers of a server, and the judgement of each. later: added to the seed of the
         requests, so that two servers draw with different numbers."""
         count = samples * len(self.prompts)
+        # Of two in a request, so that those of one request are seen to be independent.
+        each = 2 if samples % 2 == 0 and self.config.protocol == "completions" else 1
         self.say(f"asking {url} for {count} {'greedy' if sampling.greedy else 'sampled'} answers")
         asked = ask_texts(
             url,
@@ -96,7 +141,8 @@ class Questions:
             self.prompts,
             sampling,
             self.config,
-            samples=samples,
+            samples=samples // each,
+            each=each,
             max_new_tokens=self.options.max_new_tokens,
             seed=self.options.seed + later,
             logprobs=sampling.greedy and self.config.protocol == "completions",

@@ -53,6 +53,11 @@ def audit(
         str | None,
         typer.Option(help="the same engine without drafts, if its weights are not the target's"),
     ] = None,
+    drafter: Annotated[
+        str | None,
+        typer.Option(help="the server's drafter, to compare its acceptance with our own loop's"),
+    ] = None,
+    gamma: Annotated[int, typer.Option(min=1, help="tokens of a draft, with --drafter")] = 4,
     level: Annotated[
         float, typer.Option(help="probability that a server without error is called wrong")
     ] = 1e-3,
@@ -88,6 +93,7 @@ def audit(
     said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
     require_packages("httpx2")
     import configs
+    from decode.opening.directory import open_drafter
     from draftsmith.auditing import report
     from draftsmith.auditing.entry import audit as run
     from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
@@ -121,6 +127,8 @@ def audit(
         asked,
         options,
         baseline=baseline,
+        drafter=None if drafter is None else open_drafter(drafter, target),
+        gamma=gamma,
         protocol=said,
         model=model,
         key_env=key_env,

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
+from decode.measure.same_text import identical
 from decode.model.loading import Target
 from decode.model.same_target import require_same_target
 from decode.verification import Verification
@@ -124,8 +126,8 @@ def verify_export(
     rounding = engine.rounding
     if task.target.dtype != torch.float32:
         rounding = max(rounding, HALF_ROUNDING)
-    equal, close = agreement(
-        task.target, task.prompts, run.plain_texts, run.drafted_texts, rounding
+    equal, close = identical(
+        task.target, task.prompts, run.plain_texts, run.drafted_texts, rounding=rounding
     )
     failures = []
     engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)
@@ -137,15 +139,9 @@ def verify_export(
             f"{name} drafted only {run.drafted_tokens} tokens; at least {min_drafted} are needed "
             "for a verdict: give more prompts, or more tokens per prompt"
         )
-    if (
-        engine_efficiency is not None
-        and our_efficiency is not None
-        and abs(engine_efficiency - our_efficiency) > tolerance
-    ):
-        failures.append(
-            f"draft efficiency is {engine_efficiency:.3f} in {name} and {our_efficiency:.3f} in "
-            f"our loop; they may differ by {tolerance}"
-        )
+    if engine_efficiency is not None and our_efficiency is not None:
+        failure = differing(name, engine_efficiency, our_efficiency, tolerance)
+        failures += [failure] if failure else []
     if close < 1:
         failures.append(
             f"{1 - close:.0%} of the texts differ from {name}'s texts without the drafter by more "
@@ -156,8 +152,24 @@ def verify_export(
     )
 
 
-def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tuple[int, int]:
-    """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`."""
+class DraftJob(Protocol):
+    """What `count_drafts` decodes."""
+
+    @property
+    def target(self) -> Target: ...
+    @property
+    def prompts(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def gamma(self) -> int: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+def count_drafts(
+    task: DraftJob, drafter: Drafter, counting: Counting, sampling: Sampling | None = None
+) -> tuple[int, int]:
+    """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`.
+    sampling: None is greedy."""
     target = task.target
     eos = set(target.eos_token_ids)
     drafted = accepted = 0
@@ -192,41 +204,22 @@ def count_drafts(task: EngineTask, drafter: Drafter, counting: Counting) -> tupl
         gamma=task.gamma,
         first_target=not counting.first_drafted,
         observers=[count],
+        sampling=sampling,
     )
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()
-        decoder.decode(task.prompts[begin : begin + BATCH], room)
+        decoder.decode(task.prompts[begin : begin + BATCH], room, seed=begin)
     return drafted, accepted
 
 
-@torch.inference_mode()
-def agreement(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    plain_texts: Sequence[Sequence[int]],
-    drafted_texts: Sequence[Sequence[int]],
-    rounding: float,
-) -> tuple[float, float]:
-    """Return the share of prompts whose two texts are equal, and the share equal within rounding.
-
-    The second share also counts texts whose first difference is a choice between two tokens whose
-    logits, by our target, differ by at most `rounding` times the largest logit."""
-    equal = equal_by_rounding = 0
-    for prompt, plain, drafted in zip(prompts, plain_texts, drafted_texts, strict=True):
-        if list(plain) == list(drafted):
-            equal += 1
-            continue
-        pairs = zip(plain, drafted, strict=False)
-        shorter = min(len(plain), len(drafted))
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), shorter)
-        ids = torch.tensor([[*prompt, *plain[:first]]], device=target.device)
-        logits = target.model(input_ids=ids, logits_to_keep=1).logits[0, -1].float()
-        # If one text ended here, its choice was an end-of-text token, which the list omits.
-        eos = logits[list(target.eos_token_ids)].max() if target.eos_token_ids else -torch.inf
-        a, b = (logits[t[first]] if first < len(t) else eos for t in (plain, drafted))
-        gap = torch.as_tensor(a - b).abs()
-        equal_by_rounding += bool(gap <= rounding * logits.abs().max())
-    return equal / len(prompts), (equal + equal_by_rounding) / len(prompts)
+def differing(engine: str, theirs: float, ours: float, tolerance: float = TOLERANCE) -> str | None:
+    """Say that the draft efficiency of an engine is not that of our loop; None if it is."""
+    if abs(theirs - ours) <= tolerance:
+        return None
+    return (
+        f"draft efficiency is {theirs:.3f} in {engine} and {ours:.3f} in our loop; they may differ "
+        f"by {tolerance}"
+    )
 
 
 def _share(part: int, total: int) -> float | None:

@@ -33,6 +33,9 @@ class DraftCounts:
     drafted: float = 0.0
     accepted: float = 0.0
 
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
+
     def __sub__(self, earlier: "DraftCounts") -> "DraftCounts":
         """What was counted since an earlier reading; all of it if the engine began again."""
         if self.drafted < earlier.drafted:

@@ -1,0 +1,103 @@
+"""What drafts are worth in an engine: acceptance by its own counters, and speed."""
+
+import math
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.draw.sampling import Sampling
+from decode.model.loading import Target
+from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.export.engines import ENGINES, Counting
+from draftsmith.export.verify_export import TOLERANCE, count_drafts, differing
+from train.engines.child_process import ask
+from train.engines.counters import DraftCounts, parse_counters
+
+GROUP = "drafts"
+# Counters follow the answers a moment later.
+SETTLE_SECONDS, LONGEST_SETTLE = 0.3, 5.0
+# How engines count, by the prefixes of their counters.
+COUNTING = {
+    "vllm": ENGINES["vllm"].counting,
+    "sglang": ENGINES["vllm"].counting,
+    "llamacpp": ENGINES["llama-server"].counting,
+    "draftsmith": Counting(),
+}
+
+
+@dataclass(frozen=True)
+class Counters:
+    """A reading. engine: a name of COUNTING."""
+
+    counts: DraftCounts
+    engine: str
+
+
+@dataclass(frozen=True)
+class OwnLoop:
+    """Our own loop with the engine's drafter, as `count_drafts` takes it."""
+
+    target: Target
+    drafter: Drafter
+    prompts: Sequence[Sequence[int]]
+    gamma: int
+    max_new_tokens: int
+
+
+def read(url: str, key: str | None) -> Counters | None:
+    """The engine's counters once they stand still; None if it shows none."""
+    end = time.monotonic() + LONGEST_SETTLE
+    last = _read(url, key)
+    while last is not None and time.monotonic() < end:
+        time.sleep(SETTLE_SECONDS)
+        if (now := _read(url, key)) == last:
+            break
+        last = now
+    return last
+
+
+def _read(url: str, key: str | None) -> Counters | None:
+    try:
+        page = ask(f"{url}/metrics", key=key or "", seconds=30).decode(errors="replace")
+    except UserError:
+        return None
+    counts = parse_counters(page)
+    engine = re.search(rf"^({'|'.join(COUNTING)}):", page, re.MULTILINE)
+    return None if counts is None or engine is None else Counters(counts, engine[1])
+
+
+def acceptance_finding(
+    name: str, counts: DraftCounts, engine: str, own: OwnLoop | None, sampling: Sampling
+) -> Finding:
+    """The engine's acceptance, beside that of our own loop on the same prompts if `own` is given.
+    name: of the answers. counts: what it drafted and accepted for them."""
+    name = f"acceptance of {name} answers"
+    detail = f"{counts.accepted:.0f} of {counts.drafted:.0f} draft tokens"
+    if counts.rate is not None:
+        detail += f", {counts.rate:.1%}"
+    if own is None:
+        return Finding(GROUP, name, Verdict.EQUAL, detail)
+    if counts.rate is None:
+        return Finding(GROUP, name, Verdict.WRONG, f"{detail}: the engine drafts nothing")
+    drafted, accepted = count_drafts(own, own.drafter, COUNTING[engine], sampling)
+    detail += f"; {accepted} of {drafted} in our own loop"
+    if drafted:
+        detail += f", {accepted / drafted:.1%}"
+    # Four standard errors, as if each token were accepted by chance.
+    chance = 2 * math.sqrt(1 / counts.drafted + 1 / max(drafted, 1))
+    tolerance = TOLERANCE + (0 if sampling.greedy else chance)
+    wrong = differing("the engine", counts.rate, accepted / max(drafted, 1), tolerance)
+    verdict = Verdict.WRONG if wrong else Verdict.EQUAL
+    return Finding(GROUP, name, verdict, detail, sees=f"{tolerance:.1%} of the draft tokens")
+
+
+def speed_finding(drafted: float, plain: float) -> Finding:
+    """Of tokens a second, with and without drafts."""
+    detail = (
+        f"{drafted:.0f} tokens a second with drafts, {plain:.0f} without: {drafted / plain:.2f} "
+        "times as fast"
+    )
+    return Finding(GROUP, "speed", Verdict.EQUAL, detail)
