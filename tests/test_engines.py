@@ -307,8 +307,8 @@ def stage_directories(run: Path) -> dict[str, Path]:
     ("engine", "few"),
     [
         ("fsdp2", False),
-        ("zero2", True),
         ("zero3", True),
+        pytest.param("zero2", True, marks=pytest.mark.thorough),
         *(pytest.param(name, False, marks=pytest.mark.thorough) for name in ("ddp", "zero3")),
     ],
 )

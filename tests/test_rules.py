@@ -3,7 +3,7 @@
 Shapes: B rows, N drafted nodes, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -134,15 +134,15 @@ ERRORS: dict[str, tuple[Rule, str, Siblings]] = {
 }
 
 
-def variation(error: str) -> float:
-    """The largest total variation of four targets and drafters."""
+def variations(error: str) -> Iterator[float]:
+    """The total variation for each of four targets and drafters."""
     pairs = (enumerated(*ERRORS[error], seed) for seed in range(4))
-    return max(total_variation(found.joint, p.joint()) for p, found in pairs)
+    return (total_variation(found.joint, p.joint()) for p, found in pairs)
 
 
 @pytest.mark.parametrize("error", ERRORS)
 def test_an_error_or_a_lossy_rule_is_found(error: str) -> None:
-    assert variation(error) > 0.005
+    assert any(found > 0.005 for found in variations(error))
 
 
 def test_lenience_of_1_is_lossless_and_less_accepts_more() -> None:

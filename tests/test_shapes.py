@@ -588,7 +588,10 @@ def again(draft: Draft, rng: CounterRNG, rows: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sampling", [PLAIN, Sampling(0.7, top_k=20, top_p=0.9)])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(PLAIN, marks=pytest.mark.thorough), Sampling(0.7, top_k=20, top_p=0.9)],
+)
 @pytest.mark.parametrize("name", ["static", "static without replacement", "chains"])
 def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
     drafter = SmallLMDrafter(model("llama", layers=1, seed=7), shape=drawn(name))
