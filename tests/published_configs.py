@@ -30,6 +30,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         num_experts=128,
         num_experts_per_tok=8,
     ),
+    "Qwen/Qwen3.5-9B": {
+        "model_type": "qwen3_5",
+        "tie_word_embeddings": False,
+        "text_config": _llama(
+            "qwen3_5_text",
+            *(4096, 12288, 32, 16, 4, 248320),
+            head_dim=256,
+            mtp_num_hidden_layers=1,
+        ),
+    },
     "google/gemma-3-12b-it": {
         "model_type": "gemma3",
         "tie_word_embeddings": True,

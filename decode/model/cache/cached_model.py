@@ -20,7 +20,7 @@ from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.forward.attention_mask import LONGEST_CHAIN, AttentionMask
 from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.prepare_model import prepare, refresh_packed
+from decode.model.forward.prepare_model import Forward, prepare, refresh_packed
 from decode.model.forward.sublayers import Sublayers, changed_forward
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.hidden_states import captured_modules
@@ -113,7 +113,8 @@ class CachedLM:
     pass_tokens: see `read`.
     exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
     `keeps_bits`.
-    trial: it serves a trial (`decode.model.trials`), so it needs none itself.
+    trial: it serves a trial (`decode.model.trials`), so it needs none itself. forward: what runs
+    the model; None: its prepared form.
     repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
     watch: called before the attention of each layer, with the layer's number and the arguments of
     `attention_mask.Watch`.
@@ -137,10 +138,11 @@ class CachedLM:
         pass_tokens: int = PASS_TOKENS,
         exact_bits: bool = True,
         trial: bool = False,
+        forward: Forward | None = None,
     ) -> None:
         self.model, self.exact_bits = model, exact_bits
         self.capture(captured_layers)
-        self.forward_pass = prepare(model)
+        self.forward_pass = forward or prepare(model)
         self.features: Mapping[int, Tensor] = {}
         self.device = input_device(model)
         config = model.config.get_text_config()
@@ -167,16 +169,13 @@ class CachedLM:
     def like(self, model: PreTrainedModel) -> "CachedLM":
         """For a trial: another model, or this one, with a forward of the same kind."""
         forward = self.forward_pass
-        if model is not self.model and not isinstance(forward, LeanForward):
-            prepare(model, lean=False)
-        other = CachedLM(model, trial=True)
-        if model is self.model:
-            other.forward_pass = forward
-        elif (
-            not isinstance(forward, LeanForward) and forward.model is self.model
-        ):  # it runs as it is
-            other.forward_pass = TransformersForward(model)
-        return other
+        if model is not self.model:
+            lean = isinstance(forward, LeanForward)
+            if not lean and forward.model is self.model:  # it runs as it is
+                forward = TransformersForward(model)
+            else:
+                forward = prepare(model, lean=None if lean else False)
+        return CachedLM(model, trial=True, forward=forward)
 
     @property
     def max_prompt(self) -> int:
