@@ -4,16 +4,16 @@
 
 A small target in the shape of Qwen3.5 learns the English of docs/, and a module is trained for it.
 Then the target alone is fine-tuned on the Python code of decode/, as a user would tune a model that
-ships such a module. `configs/recipes/mtp_restore.yaml`, with smaller sizes, trains the old module for
-the tuned target. Its second training starts with a new module and takes as many steps. Rows:
+ships such a module. `configs/recipes/mtp_restore.yaml`, with smaller sizes, trains the old module
+for the tuned target. A second training starts with a new module and takes as many steps. Rows:
 
     before    the module, with the target it was trained for, on English
     broken    the same module with the tuned target, on code
     restored  the module that the recipe trained from the broken one
     anew      the module that was trained from nothing
 
-The table has the tokens per step on prompts that no module was trained on, greedy and at temperature
-1, with 95% intervals over prompts. What is there already is kept.
+The table has the tokens per step on prompts that no module was trained on, greedy and at
+temperature 1, with 95% intervals over prompts. What is there already is kept.
 """
 
 import json
@@ -35,7 +35,6 @@ from transformers import (
 )
 
 from benchmarks.common import (
-    UNJUDGED,
     JsonOption,
     RunsOption,
     describe_machine,
@@ -232,7 +231,6 @@ def _trained(
     config["data"] = {
         split: str(base / text / f"{split}.jsonl") for split in ("train", "dev", "test")
     }
-    config["evaluation"] = UNJUDGED
     run, _ = execute_run(config, reporter)
     return {name: run.stage_directory(name) / "drafter" for name in starts}
 
