@@ -26,6 +26,7 @@ from draftsmith.cli.main import app
 from tests.tiny import save_tiny, tiny_llama
 
 CPU = torch.device("cpu")
+MACHINES = Path(__file__).parent.parent / "docs" / "results" / "machines.md"
 bfloat16_kernels = pytest.mark.skipif(
     not has_products(torch.bfloat16), reason="this CPU has no kernels for bfloat16"
 )
@@ -59,7 +60,8 @@ def doctor(*options: str) -> Any:
 
 def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -> None:
     target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
-    run = doctor("--target", str(target), "--dtype", "float32", "--json", str(file))
+    options = ("--target", str(target), "--dtype", "float32", "--row", "--json", str(file))
+    run = doctor(*options)
     assert run.exit_code == 0, run.output
     figures = json.loads(file.read_text())
     assert figures["sound"]
@@ -85,6 +87,15 @@ def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -
     assert [cell for cell in printed if cell not in run.output] == []
     assert all(line in run.output for line in figures["meaning"])
     assert 3 <= len(figures["meaning"]) <= 6
+    # The last line is a row of the table of machines.
+    header = MACHINES.read_text().partition("| machine |")[2].splitlines()[0]
+    row = run.stdout.splitlines()[-1].strip("| ").split(" | ")
+    assert len(row) == len(header.split("|"))
+    assert row[5:9] == [
+        number(figures["plain"]["tokens_per_second"]),
+        *(f"{width['cost']:.2f}" for width in figures["passes"][1:]),
+    ]
+    assert (row[9], row[-1]) == ("yes", figures["process"]["time"][:10])
     assert figures["kernels"]["forward"] == "lean"
     assert figures["kernels"]["layers"] == 2
     assert not figures["kernels"]["exact_bits"]  # float32 promises texts

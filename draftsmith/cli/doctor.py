@@ -39,6 +39,9 @@ def doctor(
         "runs"
     ),
     engine_python: EnginePythonOption = None,
+    row: Annotated[
+        bool, typer.Option("--row", help="end with a line for docs/results/machines.md")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
 ) -> None:
     """Say what works on this machine and how fast: versions, devices, kernels, speeds, and whether
@@ -60,6 +63,8 @@ def doctor(
     result = examination.to_dict()
     for line in result["meaning"]:
         reporter.say(f"• {line}")
+    if row:
+        typer.echo(machine_row(examination))
     if json_file:
         write_file(json_file, json.dumps(result, indent=2))
     if not examination.sound:
@@ -83,6 +88,29 @@ def tables(examination: "Examination", runs: Path) -> list["Table"]:
         parts.append(_facts("the target", _target(figures)))
     parts += [_passes_table(rows) for item, rows in figures.items() if item.startswith("passes")]
     return parts
+
+
+def machine_row(examination: "Examination") -> str:
+    """A row of the table of machines, as Markdown: what plain decoding reaches here, and what a pass
+    over several tokens costs."""
+    figures = examination.figures
+    process, target = figures.get("process", {}), figures.get("target", {})
+    machine, versions = process.get("machine", {}), process.get("versions", {})
+    costs = {row["fed"]: f"{row['cost']:.2f}" for row in figures.get("passes", [])}
+    reads = figures.get("read_bytes_per_second")
+    cells = [
+        f"{machine.get('processor', NONE)}, {machine.get('threads', NONE)} threads",
+        ", ".join(machine.get("gpus", [])) or "none",
+        number(machine.get("memory_gib")),
+        number(reads and reads / 1e9),
+        f"{target.get('name', NONE)}, {target.get('dtype', NONE)}, {target.get('device', NONE)}",
+        number(figures.get("plain", {}).get("tokens_per_second")),
+        *(costs.get(fed, NONE) for fed in (5, 10, 33)),
+        "yes" if figures.get("lossless", {}).get("passed") else "NO",
+        f"{versions.get('draftsmith', NONE)}, torch {versions.get('torch', NONE)}",
+        process.get("time", NONE)[:10],
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def number(value: float | None) -> str:
