@@ -363,6 +363,12 @@ def test_bad_settings_are_refused(context: Any) -> None:
             make_stage("heads", "heads", cache_stage(), tokens_per_pass=9, **settings, **HEADS)
     plan = plan_stage(context, cache_stage())
     assert "256 bytes a token" in plan.what
+    stage = make_stage("heads", "heads", cache_stage(), features="cache", **HEADS)
+    with pytest.raises(
+        UserError, match=r"read .* layers \[-1\], and stage cache stores those of \[0"
+    ):
+        plan_stage(context, stage, cache=replace(plan, captured_layers=[0]))
+    plan_stage(context, stage, cache=plan)
     assert plan.tokens > 0
 
 

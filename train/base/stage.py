@@ -55,7 +55,8 @@ class StagePlan:
     it writes, prompts included. max_seconds: the limit of its time, if it has one. memory: the
     memory of one of the processes, which shards nothing but, with `target.sharded`, the target's
     layers. disk_bytes: the bytes on disk of its directory. drafters: the drafters that it leaves
-    for the evaluation, the one before its training included.
+    for the evaluation, the one before its training included. captured_layers: the layers whose
+    hidden states it stores.
     """
 
     what: str
@@ -66,6 +67,7 @@ class StagePlan:
     text_tokens: int = 0
     max_seconds: float = math.inf
     drafters: int = 0
+    captured_layers: Sequence[int] = ()
 
 
 @dataclass

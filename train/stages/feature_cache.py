@@ -72,6 +72,7 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
                 activations=forward_bytes(self.target.model, self.config.tokens_per_batch),
             ),
             disk_bytes=token_bytes * tokens,
+            captured_layers=layers,
         )
 
     def run(self) -> Outcome:

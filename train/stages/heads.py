@@ -105,7 +105,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.start is not None and config.start in plans:
             trained = plans[config.start].trained_parameters
         loop, ema = config.loop, config.optimizer.ema is not None
-        held, files, source = planned_source(config, target, heads, self.processes)
+        held, files, source = planned_source(config, target, heads, self.processes, plans)
         memory = held + heads_memory(
             config,
             heads,

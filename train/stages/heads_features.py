@@ -1,16 +1,17 @@
 """Where the hidden states for a training of heads come from."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
+from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.teacher.cached_features import bytes_per_token
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.read_ahead import READ_AHEAD
 from heads.head_training import captured_with
 from heads.heads_module import Heads
-from train.base.stage import Memory
+from train.base.stage import Memory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
@@ -24,16 +25,23 @@ from train.stages.text_stages import TrainingStage
 
 
 def planned_source(
-    config: HeadsConfig, target: Target, heads: Heads, processes: int
+    config: HeadsConfig,
+    target: Target,
+    heads: Heads,
+    processes: int,
+    plans: Mapping[str, StagePlan],
 ) -> tuple[Memory, int, str]:
     """What a server of states adds to a plan: the memory of one of `processes`, the bytes on disk,
-    and words. Nothing without a server. Raises UserError for a server that cannot be used."""
+    and words. Nothing without a server. plans: those of the earlier stages. Raises UserError for a
+    server that cannot be used, and for a stage that stores other layers than are read."""
+    layers = captured_with(heads, config.weighted_loss)
     if not isinstance(config.features, ServedFeatures):
+        if config.features in plans:
+            _require_stored(config, layers, plans[config.features].captured_layers)
         return Memory(), 0, ""
     server = config.features.server
     require_server(server, target)
     last_norm(target)
-    layers = captured_with(heads, config.weighted_loss)
     # A server needs room for one more token.
     longest = min(config.max_length, target.max_positions - 1)
     largest = file_bytes(bytes_per_token(target, engine_ids(target, layers)), longest)
@@ -42,6 +50,15 @@ def planned_source(
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
     return Memory(states=held), server.max_bytes if server.launch else 0, what
+
+
+def _require_stored(config: HeadsConfig, read: Sequence[int], stored: Sequence[int]) -> None:
+    if not set(read) <= set(stored):
+        raise UserError(
+            f"stage {config.name}: its {config.heads.type} heads and losses read the hidden states "
+            f"of the layers {list(read)}, and stage {config.features} stores those of "
+            f"{list(stored)}; set stages.{config.features}.captured_layers={list(read)}"
+        )
 
 
 def open_source(
