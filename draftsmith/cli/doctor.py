@@ -91,8 +91,8 @@ def tables(examination: "Examination", runs: Path) -> list["Table"]:
 
 
 def machine_row(examination: "Examination") -> str:
-    """A row of the table of machines, as Markdown: what plain decoding reaches here, and what a pass
-    over several tokens costs."""
+    """A row of the table of machines, as Markdown: the speed of plain decoding, and the cost of a
+    pass over several tokens."""
     figures = examination.figures
     process, target = figures.get("process", {}), figures.get("target", {})
     machine, versions = process.get("machine", {}), process.get("versions", {})
