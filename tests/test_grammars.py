@@ -20,6 +20,7 @@ from decode.draw.sampling import CounterRNG, Sampling
 from decode.grammars import LONGEST, Grammar, Grammars
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
+from decode.measure.structured import forced_tokens
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.text import SpeculativeGenerator
@@ -256,3 +257,36 @@ def test_the_command_generate_takes_a_schema(tmp_path: Path) -> None:
     found = CliRunner().invoke(app, [*words, "--schema", str(tmp_path / "schema.json")])
     assert found.exit_code == 2
     assert "the schema is not JSON" in found.stderr
+
+
+def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_path: Path) -> None:
+    save_target(tmp_path / "target")
+    schemas: list[Any] = [PERSON, json.dumps({"enum": ["red", "green"]}), None]
+    rows = [{"prompt": f"the dog {i}", "json_schema": schema} for i, schema in enumerate(schemas)]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["evaluate", "--target", str(tmp_path / "target"), "--prompts", str(prompts)]
+    words += ["--device", "cpu", "--timed-prompts", "2", "--max-new-tokens", "80"]
+    words += ["--drafter", "grammar", "--json", str(tmp_path / "figures.json")]
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    figures = row["evaluation"]
+    assert figures["structured"]["answers"] == 2
+    assert figures["structured"]["complete"] == 1
+    assert 0.1 < figures["structured"]["forced_share"] < 1
+    assert figures["identical_within_rounding"] == 1
+    assert "2 answers with a schema" in found.output
+    prompts.write_text('{"prompt": "a", "json_schema": {"type": "thing"}}\n')
+    found = CliRunner().invoke(app, words)
+    assert found.exit_code == 2
+    assert f"{prompts}:1: the JSON schema cannot be used" in " ".join(found.stderr.split())
+
+
+def test_forced_tokens_are_those_of_forced_runs(target: Target, grammars: Grammars) -> None:
+    grammar = grammars.choice(["red", "grey", "green"])
+    ids = [*target.tokenizer("grey", add_special_tokens=False)["input_ids"]]
+    places = [len(target.tokenizer.decode(ids[:i])) for i in range(len(ids) + 1)]
+    # "re" and the end are forced, "g" and "y" are not.
+    inside = sum(1 <= begin < 3 for begin in places[:-1])
+    assert forced_tokens(grammar, [*ids, *target.eos_token_ids]) == inside + 1

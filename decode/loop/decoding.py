@@ -58,7 +58,7 @@ class Decoding(RunningRows):
     the running rows in between.
 
     Every text ends with an EOS, after `max_new_tokens`, or at the end of the model's context.
-    prompts, max_new_tokens, row_ids: for a first `admit`. Without prompts, no row runs yet.
+    prompts, max_new_tokens, row_ids, settings: for a first `admit`. Without prompts, no row runs.
     seed: the random numbers of a row depend on the seed and on the row's id. With the row's index
         in a larger set as its id, its text is the same in any batch and whenever it joins, in
         float32 (see `CounterRNG`). Rows with settings of their own have their own seeds.
@@ -99,6 +99,7 @@ class Decoding(RunningRows):
         rows: int = 0,
         slots: int = 0,
         ahead: int | None = None,
+        settings: Sequence[RowSettings] | None = None,
     ) -> None:
         super().__init__(
             setup,
@@ -112,7 +113,7 @@ class Decoding(RunningRows):
         self.seed = seed
         self._admitted = 0
         if prompts:
-            self.admit(prompts, max_new_tokens, row_ids=row_ids)
+            self.admit(prompts, max_new_tokens, row_ids=row_ids, settings=settings)
 
     @property
     def waiting(self) -> list[int]:
@@ -330,11 +331,13 @@ class Decoder(Setup):
         on_tokens: OnTokens | None = None,
         on_end: OnEnd | None = None,
         batch_size: int | None = None,
+        settings: Sequence[RowSettings] | None = None,
     ) -> Decoded:
         """Continue all prompts (token ids) to their ends. Arguments are as for `Decoding`.
 
-        batch_size: how many are decoded together. When texts have ended, the next prompts take
-        their places, some at a time: reading several costs little more than reading one. None: all.
+        settings: of each prompt. batch_size: how many are decoded together. When texts have ended,
+        the next prompts take their places, some at a time: reading several costs little more than
+        reading one. None: all.
         """
         prompts = token_ids(prompts)
         require_whole(max_new_tokens=max_new_tokens)
@@ -356,7 +359,8 @@ class Decoder(Setup):
             end = min(begin + size - len(decoding.rows), count)
             if begin < end and (end - begin >= group or end == count):
                 ids = range(begin, end) if row_ids is None else row_ids[begin:end]
-                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids)
+                each = None if settings is None else settings[begin:end]
+                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids, settings=each)
                 begin = end
             else:
                 decoding.step()

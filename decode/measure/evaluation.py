@@ -12,11 +12,14 @@ import numpy as np
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
+from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
+from decode.loop.rows import RowSettings
 from decode.measure.figures import Evaluation, repetition
 from decode.measure.machine import describe_kernels
 from decode.measure.ranks import ALONE, Ranks
 from decode.measure.same_text import identical
+from decode.measure.structured import structured_figures
 from decode.measure.thinking import counts_by_part, thinking_tokens
 from decode.measure.timed_prompts import OnProgress, time_by_turns, timed_batches
 from decode.model.cache.prefix_cache import prefix_cache
@@ -33,6 +36,7 @@ def evaluate(
     protocol: EvaluationProtocol,
     progress: OnProgress | None = None,
     ranks: Ranks = ALONE,
+    grammars: Sequence[Grammar | None] | None = None,
 ) -> Evaluation:
     """Measures `drafter` on prompts (token ids).
 
@@ -46,10 +50,15 @@ def evaluate(
     which measures all times alone; the others call `help_evaluate`. Parts that learn from earlier
     prompts, decide for a batch or read costs would give other figures, so with them, and with
     fewer prompts than processes, this process decodes all prompts.
+
+    grammars: of the answer to each prompt, for one process. Plain decoding is masked too, and
+    `generate()`, which knows no grammar, is not timed. None: no answer has a grammar.
     """
     if not prompts:
         raise UserError("there are no prompts to evaluate on")
     report = progress or (lambda what, done, of: None)
+    if grammars is not None:
+        protocol, ranks = replace(protocol, generate=False), ALONE
     batches = timed_batches(prompts, protocol)
     speculative, costs = protocol.decoder(target, drafter, min(prompts, key=len))
     ranks = ranks if _can_share(speculative, protocol, prompts, ranks) else ALONE
@@ -58,8 +67,9 @@ def evaluate(
     plain, _ = replace(protocol, policy=None, shape=None).decoder(target, DRAFTERS["none"]())
     speculative.drafter.forget()  # what the costs were measured on
     speculative.numbers_repeat = False  # it forgets again before the prompts are timed
-    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report, ranks)
-    runs = time_by_turns(target, plain, speculative, prompts, batches, protocol, report)
+    settings = None if grammars is None else _settings(protocol, grammars)
+    outputs, counts, steps = _decode_all(speculative, prompts, protocol, report, ranks, settings)
+    runs = time_by_turns(target, plain, speculative, prompts, batches, protocol, report, settings)
     marks = None if target.has_encoder else thinking_tokens(target.tokenizer)
     same, close = None, None
     if protocol.sampling.greedy and batches:
@@ -88,7 +98,22 @@ def evaluate(
         ranks.world,
         counts_by_part(steps, prompts, outputs, marks) if marks else None,
         describe_kernels(speculative.lm),
+        None if grammars is None else structured_figures(grammars, outputs),
     )
+
+
+def _settings(
+    protocol: EvaluationProtocol, grammars: Sequence[Grammar | None]
+) -> list[RowSettings]:
+    """Those of each row, with its grammar."""
+    return [
+        RowSettings(
+            replace(protocol.sampling, grammar=grammar),
+            protocol.seed,
+            draft_sampling=protocol.draft_sampling,
+        )
+        for grammar in grammars
+    ]
 
 
 def help_evaluate(
@@ -121,6 +146,7 @@ def _decode_all(
     protocol: EvaluationProtocol,
     report: OnProgress,
     ranks: Ranks,
+    settings: Sequence[RowSettings] | None = None,
 ) -> tuple[list[list[int]], Counts, list[Verification]]:
     # Prompts of similar length come together: less padding.
     order = ranks.share(sorted(range(len(prompts)), key=lambda i: len(prompts[i])))
@@ -135,6 +161,7 @@ def _decode_all(
         row_ids=order,
         on_end=lambda *_: report("acceptance", next(ended), len(order)),
         batch_size=protocol.batch_size,
+        settings=None if settings is None else [settings[i] for i in order],
     )
     decoder.prefixes = None  # times are those of complete prompts
     for step in run.steps:

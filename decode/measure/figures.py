@@ -26,6 +26,7 @@ The meaning of each figure:
   for the acceptance run (batches of `batch_size`) and the timed run (`timed_batch_size`).
 - parts: the counts and figures of the acceptance run for a reasoning model, `thinking` and `answer`
   apart. A step belongs to the part in which its draft begins (`decode.measure.thinking`).
+- structured: for answers with a grammar, see `decode.measure.structured`.
 - repetition: the share of a text's tokens inside an 8-gram that the text repeats.
 """
 
@@ -54,7 +55,8 @@ class Evaluation:
     `generate()`. drafts: a short description, such as `chain`. others: see
     `decode.costs`. ranks: the processes that shared the acceptance run. parts: counts
     inside and outside of the thinking part, if both occur. kernels: what computed the target
-    (`decode.measure.machine.describe_kernels`)."""
+    (`decode.measure.machine.describe_kernels`). structured: of answers with a grammar; None: no
+    answer has one."""
 
     protocol: EvaluationProtocol
     dtype: str
@@ -75,6 +77,7 @@ class Evaluation:
     ranks: int = 1
     parts: dict[str, Counts] | None = None
     kernels: dict[str, Any] = field(default_factory=dict)
+    structured: dict[str, Any] | None = None
 
     @property
     def decoded_tokens(self) -> int:
@@ -105,6 +108,7 @@ class Evaluation:
             **self.protocol.to_dict(),
             "tokens_per_step_interval": self._tokens_per_step(),
             "parts": self.parts and {name: part.to_dict() for name, part in self.parts.items()},
+            "structured": self.structured,
             "drafts": self.drafts,
             "lossless": self.lossless,
             "dtype": self.dtype,

@@ -10,6 +10,7 @@ from decode.base.errors import UserError
 from decode.costs import OtherProcesses
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoded, Decoder, Decoding
+from decode.loop.rows import RowSettings
 from decode.measure.time_passes import finish
 from decode.model.generation_config import (
     decoder_settings,
@@ -49,15 +50,17 @@ def time_by_turns(
     batches: Sequence[Sequence[int]],
     protocol: EvaluationProtocol,
     report: OnProgress,
+    settings: Sequence[RowSettings] | None = None,
 ) -> TimedRuns:
     """Times both decoders on batches of prompts (token ids) after a warm-up, and then `generate()`
-    if the protocol asks for it. batches: the indices of their prompts (`timed_batches`)."""
+    if the protocol asks for it. batches: the indices of their prompts (`timed_batches`).
+    settings: of the row of each prompt."""
     runs, timed = TimedRuns(), sum(map(len, batches))
     short = replace(protocol, timed_tokens=min(WARM_UP, protocol.timed_tokens))
     for batch in batches[:1]:  # warm-up, not part of any figure
         texts = [prompts[i] for i in batch]
         for which in (plain, speculative):
-            which.decode(texts, short.timed_tokens)
+            which.decode(texts, short.timed_tokens, settings=_of(settings, batch))
         if protocol.generate:
             time_generate(target, texts, short)
     speculative.drafter.forget()  # the timed prompts are among those of the acceptance run
@@ -69,7 +72,14 @@ def time_by_turns(
         # Each goes first in turn, so that a drift of the machine does not affect the ratio.
         order = pair if done % 2 == 0 else pair[::-1]
         decodings = [
-            Decoding(which, texts, protocol.timed_tokens, seed=protocol.seed, row_ids=batch)
+            Decoding(
+                which,
+                texts,
+                protocol.timed_tokens,
+                seed=protocol.seed,
+                row_ids=batch,
+                settings=_of(settings, batch),
+            )
             for _, which in order
         ]
         for (its, _), run in zip(order, in_turns(decodings, TURN * len(batch)), strict=True):
@@ -81,6 +91,10 @@ def time_by_turns(
     runs.others = watch.share() if batches else None
     report("timing", timed, timed)
     return runs
+
+
+def _of(settings: Sequence[RowSettings] | None, batch: Sequence[int]) -> list[RowSettings] | None:
+    return None if settings is None else [settings[i] for i in batch]
 
 
 def timed_batches(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from decode.draw.sampling import Sampling
+    from decode.grammars import Grammar
     from decode.model.loading import Target
     from draftsmith.net.access import Guard
     from train.data.read import Example
@@ -337,6 +338,27 @@ def tokenized_prompts(
         prompt_tokens(example, target.tokenizer, encoder=target.has_encoder)
         for example in spread(examples, limit)
     ]
+
+
+def prompt_grammars(
+    examples: Sequence["Example"], target: "Target", limit: int | None
+) -> list["Grammar | None"] | None:
+    """Return the grammars of the answers to the prompts of `tokenized_prompts`, made from the JSON
+    Schemas of their rows. None: no row has one. Raise UserError with the row's place for a schema
+    that cannot be used."""
+    from decode.grammars import Grammars
+    from train.data.read import spread
+
+    chosen = spread(examples, limit)
+    if all(example.schema is None for example in chosen):
+        return None
+    grammars, made = Grammars.of(target), list["Grammar | None"]()
+    for example in chosen:
+        try:
+            made.append(None if example.schema is None else grammars.json_schema(example.schema))
+        except UserError as error:
+            raise UserError(f"{example.source}: {error}") from error
+    return made
 
 
 def table(

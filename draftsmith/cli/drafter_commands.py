@@ -19,6 +19,7 @@ from draftsmith.cli.command import (
     TargetOption,
     TokensOption,
     numbers,
+    prompt_grammars,
     shows_errors,
     table,
     takes_groups,
@@ -86,6 +87,7 @@ def evaluate(
     for opened_drafter in opened.values():
         protocol.decoder(target, opened_drafter)
     ids = tokenized_prompts(examples, target, limit)
+    grammars = prompt_grammars(examples, target, limit)
     evaluations = {}
     with reporter.bar("evaluating", len(ids)) as bar:
         for name, opened_drafter in opened.items():
@@ -94,7 +96,9 @@ def evaluate(
                 bar.resize(total)
                 bar.update(done, what=f"evaluating {name}: {what}")
 
-            evaluations[name] = measure(target, opened_drafter, ids, protocol, progress)
+            evaluations[name] = measure(
+                target, opened_drafter, ids, protocol, progress, grammars=grammars
+            )
     report = {
         "name": "evaluate",
         "rows": [

@@ -4,7 +4,8 @@ A row is one JSON object: a line of a .jsonl file, an object of a .json array, o
 set. Its kind follows from its fields, see `train.data.row_kinds`. A .txt file has one text per
 paragraph.
 
-Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports). Other
+Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports),
+`json_schema` (an object or its JSON; an evaluation holds the answer to it). Other
 fields are ignored, so data sets can be used unchanged.
 
 Rows stay where they are: `Examples` knows their places and reads a row when it is asked for it.
@@ -46,7 +47,8 @@ class Example:
     `messages` is set for prompts and conversations, `text` for plain text. `prompt` is the
     user's text alone, for a tokenizer without a chat template; it is set if the conversation is one
     user message, answered or not. `source` is "file:line" (or "data set[split]:row"). `tools` are
-    the definitions of the tools that the assistant could call.
+    the definitions of the tools that the assistant could call. `schema` is the JSON Schema that an
+    evaluation holds the answer to, as JSON.
     """
 
     id: str
@@ -56,6 +58,7 @@ class Example:
     kind: str | None
     source: str
     tools: tuple[dict[str, Any], ...] = ()
+    schema: str | None = None
 
     def user_texts(self) -> list[str]:
         """What the user wrote: one text per message, or the whole text if there are none."""
@@ -281,6 +284,7 @@ def data_fingerprint(examples: Iterable[Example]) -> str:
     digest = hashlib.sha256()
     for e in examples:
         row = [e.id, e.messages, e.prompt, e.text, e.kind, *e.tools]
+        row += [] if e.schema is None else [e.schema]
         digest.update(json.dumps(row, sort_keys=True).encode() + b"\n")
     return digest.hexdigest()
 
@@ -312,4 +316,11 @@ def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> 
     if source.names_ids and "id" in fields:
         label = f"{source.label}#{label}"
     where = f"{source.name}:{number}"
-    return Example(clean(str(label), "id"), messages, prompt, text, kind, where, tools)
+    schema = fields.get("json_schema")
+    if schema is not None and not isinstance(schema, dict | str):
+        raise BadRow(
+            "wrong type", f"json_schema is {short(schema)}; expected an object, or its JSON"
+        )
+    if isinstance(schema, dict):
+        schema = json.dumps(schema)
+    return Example(clean(str(label), "id"), messages, prompt, text, kind, where, tools, schema)

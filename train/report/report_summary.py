@@ -236,6 +236,12 @@ def footnotes(report: dict[str, Any]) -> list[str]:
                 for part, where in (("thinking", "while thinking"), ("answer", "outside of it"))
             )
             lines.append(f"{name}: acceptance rate {' and '.join(figures)}")
+        if (structured := evaluation.get("structured")) and structured["answers"]:
+            lines.append(
+                f"{name}: {structured['answers']} answers with a schema, "
+                f"{format_share(structured['complete'])} of them complete; "
+                f"{format_share(structured['forced_share'])} of their tokens are forced"
+            )
         if reason := disturbance(evaluation):
             lines.append(f"* {name}: {reason}")
         if (evaluation.get("v") or 1) < 1 and evaluation.get("break_even_note"):
