@@ -9,7 +9,7 @@ Shapes: B rows, N draft nodes, R = N+1 positions where a token is predicted (pos
 committed text, position i+1 follows node i), V vocabulary.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -132,7 +132,7 @@ def constrain(
     host = torch.cat([nodes[:, None], on_path.long()], 1).cpu().numpy()
     drafted, mask = host[:, 0], host[:, 1:].astype(bool)
     failed: dict[int, Exception] = {}
-    rows, positions, bits = [], [], []
+    masks: dict[tuple[int, int], np.ndarray] = {}
     for row, guide in enumerate(guides):
         if guide is None:
             continue
@@ -144,31 +144,28 @@ def constrain(
                 path = np.array(paths[position], dtype=np.int64)
                 found = guide.allowed(np.concatenate([text, path]))
                 if found is not None:
-                    rows.append(row)
-                    positions.append(position)
-                    bits.append(found)
+                    masks[row, position] = found
                 elif not paths[position]:
                     raise ValueError("the text is not the beginning of one that the grammar allows")
         except Exception as error:
             failed[row] = error
-    if not rows:
+    if not masks:
         return logits, failed
-    at = (
-        to_device(np.array(rows), logits.device),
-        to_device(np.array(positions), logits.device),
-    )
-    allowed = _unpacked(to_device(np.stack(bits), logits.device))
+    forbidden = _forbidden(masks, logits)
     if vocabulary is None:
-        allowed = allowed[:, : logits.shape[-1]]
+        forbidden = forbidden[..., : logits.shape[-1]]
     else:
-        allowed = allowed[:, vocabulary]
-        allowed |= ~allowed.any(1, keepdim=True)
-    masked = logits.clone()
-    masked[at] = masked[at].masked_fill_(~allowed, -torch.inf)
-    return masked, failed
+        forbidden = forbidden[..., vocabulary]
+        forbidden &= ~forbidden.all(-1, keepdim=True)
+    return logits.masked_fill(forbidden, -torch.inf), failed
 
 
-def _unpacked(bits: Tensor) -> Tensor:
-    """bool [n, 8·m] of uint8 [n, m]."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits[..., None] >> places) & 1).bool().flatten(1)
+def _forbidden(masks: Mapping[tuple[int, int], np.ndarray], logits: Tensor) -> Tensor:
+    """bool [B, R, 8·⌈V/8⌉]: the tokens that these masks, by row and position, do not allow."""
+    bits = np.zeros((*logits.shape[:2], len(next(iter(masks.values())))), dtype=np.uint8)
+    for at, mask in masks.items():
+        bits[at] = ~mask
+    if logits.device.type == "cpu":  # faster than tensor operations
+        return torch.from_numpy(np.unpackbits(bits, axis=-1, bitorder="little")).view(torch.bool)
+    places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    return ((to_device(bits, logits.device)[..., None] >> places) & 1).bool().flatten(2)
