@@ -43,7 +43,9 @@ from decode.settings import EvaluationProtocol
 from decode.text import prompt_ids
 from decode.text_stream import text_of
 
-DRAFTERS = ["ngram", "grammar", "grammar+ngram", "grammar+embedded:eagle1-smollm2-135m"]
+# The heads draft three tokens, and the forced run behind them follows in the same chain.
+HEADS = "horizontal:first=embedded:eagle1-smollm2-135m,later=grammar,depth=3"
+DRAFTERS = ["ngram", "grammar", "grammar+ngram", f"grammar+{HEADS}"]
 TOKENS = 120
 
 
@@ -79,7 +81,7 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="2 prompts of each kind")] = False,
     json_file: JsonOption = None,
     target: TargetOption = TARGET,
-    gamma: Annotated[int, typer.Option(min=1, help="most tokens of a draft")] = 16,
+    gamma: Annotated[int, typer.Option(min=1, help="most tokens of a draft")] = 12,
     prompts: Annotated[int, typer.Option(min=1, max=8, help="prompts of each kind")] = 8,
     drafter: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
 ) -> None:
@@ -147,7 +149,7 @@ def measure(
         forced = sum(forced_tokens(grammars[i], text) for i, text in zip(which, texts, strict=True))
         row["forced_share"] = forced / sum(map(len, texts))
         row["mask_share"] = costs["mask_ms_per_pass"] / row["ms_per_step"]
-        rows.append({"drafter": name, "kind": kind, **row, **costs})
+        rows.append({"drafter": name, "kind": kind, **row, **costs, "others_share": found.others})
     return rows
 
 
