@@ -17,6 +17,7 @@ from decode.model.loading import Target
 # In characters. The library follows references by recursion: a longer chain of them ends the
 # process.
 LONGEST = 32 * 1024
+JSON_OBJECT = {"type": "object"}  # the schema of any JSON object
 # How much of the library's message a user sees.
 SHOWN = 400
 
@@ -142,7 +143,7 @@ class Grammars:
 
     def json_object(self) -> Grammar:
         """Any JSON object."""
-        return self.json_schema({"type": "object"})
+        return self.json_schema(JSON_OBJECT)
 
     def regex(self, pattern: str) -> Grammar:
         """Texts that match all of a regular expression (the syntax of Rust's regex crate). Raises

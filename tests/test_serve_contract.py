@@ -147,9 +147,9 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
 @pytest.mark.parametrize(
     ("contract", "fields", "words"),
     [
-        (CHAT, {"tools": [1], "tool_choice": "required", "grammar": "x"}, "tools are "
-         "not supported: tools, tool_choice; forced formats have other names here: "
-         "response_format, guided_* and structured_outputs: grammar"),
+        (CHAT, {"functions": [1], "function_call": "x", "grammar": "x"}, "of tools, only "
+         "functions in chats are supported: functions, function_call; forced formats have other "
+         "names here: response_format, guided_* and structured_outputs: grammar"),
         (CHAT, {"bad_words": ["a"]}, "by logit_bias only: bad_words. Leave it out."),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias of 5 is 101.0; expected a number from −100"),
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias has the key 'x'; expected a token id"),
@@ -166,10 +166,10 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
         (CHAT, {"max_tokens": 1.5}, "max_tokens is 1.5; expected a whole number ≥ 1"),
         (CHAT, {"stop": ["a", 5]}, "stop.1 is 5; expected text"),
         (CHAT, {"stream_options": {"include_usage": True}}, "without stream: true"),
-        (CHAT, {"messages": [*SAID, {"role": "tool", "content": "1"}]}, "tools are not supported: "
-         'messages.1.role is "tool"'),
+        (CHAT, {"messages": [*SAID, {"role": "function", "content": "1"}]}, "are supported: "
+         'messages.1.role is "function"'),
         (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
-         "tools are not supported: tool_calls"),
+         "messages.0.tool_calls.0 is an object; expected"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
          "images, audio and files are not supported: messages.0.content.0.type"),
         (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content is missing"),
@@ -180,7 +180,7 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
         (COMPLETION, {"prompt": [[1], ["a"]]}, 'prompt.1.0 is "a"; expected a token id'),
         (COMPLETION, {"prompt": [1.5] * 90_000}, "prompt is a list of 90000; expected text or"),
         (RESPONSES, {"previous_response_id": "r"}, "so send the whole conversation"),
-        (RESPONSES, {"input": [{"type": "function_call"}]}, "tools are not supported: input"),
+        (RESPONSES, {"input": [{"type": "function_call"}]}, "are supported: input"),
         (RESPONSES, {"metadata": {str(n): n for n in range(90_000)}}, "expected at most 64"),
         (SETTINGS, {str(n): n for n in range(90_000)}, "unknown to this service: 0, 1"),
     ],

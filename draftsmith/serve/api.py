@@ -205,6 +205,7 @@ class Service:
             list(map(len, read.prompts)),
             running.choices,
             self.settings.lossy_for(asked.sampling(self.batcher.decoder.sampling)),
+            read.calls,
         )
         if asked.stream:
             return await running.stream(request, answer)

@@ -15,6 +15,7 @@ from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.openai_requests import Asked, StreamOptions
+from draftsmith.serve.openai.tools import Calls, call_ids
 
 
 class AnswerText:
@@ -73,7 +74,8 @@ class Piece:
 class ApiAnswer(ABC):
     """An answer as JSON, and as the events of a stream. prompts: the lengths of the prompts in
     tokens, each counted once. rule: the lossy rule in use when it begins, if it is lossy for this
-    request. error: what ended some texts early, if others are complete."""
+    request. calls: reads the calls of tools in the texts. error: what ended some texts early, if
+    others are complete."""
 
     def __init__(
         self,
@@ -83,9 +85,10 @@ class ApiAnswer(ABC):
         prompts: Sequence[int],
         choices: Sequence[AnswerChoice],
         rule: str | None = None,
+        calls: Calls | None = None,
     ) -> None:
         self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule
-        self._model, self._fingerprint = model, fingerprint
+        self._model, self._fingerprint, self._calls = model, fingerprint, calls
         self._created = int(time.time())
         self.error: dict[str, Any] | None = None
 
@@ -249,10 +252,42 @@ class ChatAnswer(ChoicesAnswer):
 
     kind, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        # Of a stream with tools, by choice: the text so far, and how much of it is sent.
+        self._so_far = dict.fromkeys((choice.index for choice in self._choices), "")
+        self._sent = dict.fromkeys(self._so_far, 0)
+
+    def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        made = super().choice(piece, whole=whole)
+        if "tool_calls" in made["message" if whole else "delta"]:
+            made["finish_reason"] = "tool_calls"
+        return made
+
     def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
+        content, calls = piece.text, list[dict[str, Any]]()
+        if self._calls is not None:
+            content, calls = self._content(self._calls, piece)
         if whole:
-            return {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
-        return {"delta": {"content": piece.text} if piece.text else {}}
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if calls:
+                message |= {"content": content or None, "tool_calls": calls}
+            return {"message": message}
+        numbered = [{"index": at, **call} for at, call in enumerate(calls)]
+        delta = {"content": content} if content else {}
+        return {"delta": {**delta, **({"tool_calls": numbered} if calls else {})}}
+
+    def _content(self, reads: Calls, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
+        """The next text of a choice that is no call, and the calls, which come with its end."""
+        index = piece.index
+        self._so_far[index] += piece.text
+        text, sent = self._so_far[index], self._sent[index]
+        if piece.reason is None:
+            self._sent[index] = max(sent, reads.certain(text))
+            return text[sent : self._sent[index]], []
+        choice = self._choices[index]
+        content, calls = reads.read(text, choice.prompt, choice.tokens)
+        return content[sent:], call_ids(calls)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         return {"content": entries(tokens), "refusal": None}

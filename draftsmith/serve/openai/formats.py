@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from decode.grammars import JSON_OBJECT
+
 # vLLM's names of formats, and the methods of `decode.grammars.Grammars` that make them.
 METHODS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 
@@ -27,7 +29,7 @@ def read_response_format(value: Any) -> AskedGrammar | None:
         case {"type": "json_object", "schema": dict(schema)}:
             return AskedGrammar(field, "json_schema", schema)
         case {"type": "json_object"}:
-            return AskedGrammar(field, "json_schema", {"type": "object"})
+            return AskedGrammar(field, "json_schema", JSON_OBJECT)
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return AskedGrammar(field, "json_schema", schema)
     raise ValueError(
@@ -42,7 +44,7 @@ def read_structured_outputs(value: Any) -> AskedGrammar:
     if len(given) == 1:
         ((name, asked),) = given.items()
         if name == "json_object":
-            return AskedGrammar("structured_outputs", "json_schema", {"type": "object"})
+            return AskedGrammar("structured_outputs", "json_schema", JSON_OBJECT)
         if name in METHODS:
             return AskedGrammar("structured_outputs", METHODS[name], asked)
     raise ValueError(f"expected one of {', '.join(METHODS)} and json_object")

@@ -3,6 +3,7 @@
 These validators raise ApiError with the place of the first fault in the request.
 """
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
@@ -33,19 +34,55 @@ class Message(RequestPart):
     reasoning: str | None = Field(None, description="another name of `reasoning_content`")
 
 
+class ToolMessage(RequestPart):
+    role: Literal["tool"]
+    content: str = Field(description="what the tool answered")
+    tool_call_id: str = Field(description="the id of the call")
+
+
 class TextPart(RequestPart):
     type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
 
 MESSAGE = Contract(Message, MESSAGE_IGNORED, MESSAGE_REFUSED)
+TOOL_MESSAGE = Contract(ToolMessage, MESSAGE_IGNORED, MESSAGE_REFUSED)
 PART = Contract(TextPart, PART_IGNORED)
 
 
-def read_messages(value: Any) -> list[dict[str, str]]:
+def read_messages(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
         raise unfit("messages", value, "a list of messages")
-    return [_message(one, f"messages.{at}") for at, one in enumerate(value)]
+    return [_chat_message(one, f"messages.{at}") for at, one in enumerate(value)]
+
+
+def _chat_message(value: Any, path: str) -> dict[str, Any]:
+    """A message of a chat, which may have calls of tools or what a tool answered."""
+    match value:
+        case {"role": "tool"}:
+            content = _text(value.get("content"), f"{path}.content")
+            said = validated(TOOL_MESSAGE, value | {"content": content}, path)
+            return said.model_dump()
+        case {"role": "assistant", "tool_calls": [_, *_] as calls}:
+            rest = {name: x for name, x in value.items() if name != "tool_calls"}
+            made = [_call(x, f"{path}.tool_calls.{at}") for at, x in enumerate(calls)]
+            return {**_message(rest, path), "tool_calls": made}
+    return _message(value, path)
+
+
+def _call(value: Any, path: str) -> dict[str, Any]:
+    """An earlier call, with its arguments as an object: templates write them."""
+    match value:
+        case {"id": str(id_), "function": {"name": str(name), "arguments": str(given)}}:
+            pass
+        case _:
+            raise unfit(path, value, 'an object {"id": …, "function": {"name": …, "arguments": …}}')
+    try:
+        arguments = json.loads(given or "{}")
+    except (ValueError, RecursionError):
+        raise unfit(f"{path}.function.arguments", given, "JSON") from None
+    function = {"name": name, "arguments": arguments}
+    return {"id": id_, "type": "function", "function": function}
 
 
 def _message(value: Any, path: str) -> dict[str, str]:

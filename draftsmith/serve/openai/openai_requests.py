@@ -23,7 +23,7 @@ from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.rules import RULES
 from decode.text import Prompt
-from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.api_errors import ApiError, shown
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.formats import (
@@ -40,6 +40,7 @@ from draftsmith.serve.openai.messages import (
     read_prompts,
     read_stops,
 )
+from draftsmith.serve.openai.tools import read_tool_choice, read_tools
 
 LONGEST_LABEL = 64  # characters
 MOST_ENTRIES = 64  # of a mapping or list of options
@@ -225,6 +226,11 @@ class Asked(Drawn):
         return {}
 
     @property
+    def called(self) -> Sequence[dict[str, Any]]:
+        """The functions that an answer may call."""
+        return []
+
+    @property
     def limit(self) -> tuple[str, int | None]:
         """The name of the field that limits the length of a text, and its value."""
         said = ((name, getattr(self, name)) for name in self.limits)
@@ -277,7 +283,7 @@ class ChatRequest(_Several):
     limits = ("max_completion_tokens", "max_tokens")
 
     messages: Annotated[
-        list[dict[str, str]],
+        list[dict[str, Any]],
         PlainValidator(read_messages),
         WithJsonSchema({"title": "a list of messages"}),
     ] = Field(description="what is answered")
@@ -298,6 +304,17 @@ class ChatRequest(_Several):
         None, description="false: no beginning of an answer follows the last message"
     )
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
+    tools: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(read_tools),
+        WithJsonSchema({"title": "a list of functions"}),
+    ] = Field([], description="functions that the answer may call")
+    tool_choice: Annotated[
+        str | tuple[str],
+        PlainValidator(read_tool_choice),
+        WithJsonSchema({"title": "auto, none, required, or a function by its name"}),
+    ] = Field("auto", description="a forced call has the schema of its function's `parameters`")
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
     chat_template_kwargs: Annotated[dict[str, str | bool | int | float], FEW] = Field(
         {}, description="variables of the chat template"
     )
@@ -316,7 +333,29 @@ class ChatRequest(_Several):
         if taken := OPTIONS_OF_TEMPLATES.intersection(self.chat_template_kwargs):
             message = f"chat_template_kwargs has {min(taken)}, which is no variable; leave it out"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
+        if (wrong := self._wrong_choice()) is not None:
+            raise ApiError(400, wrong, param="tool_choice", code="invalid_value")
         return self
+
+    def _wrong_choice(self) -> str | None:
+        """Why no call can be forced. None: it can, or is not asked for."""
+        choice = self.tool_choice
+        if choice in ("auto", "none"):
+            return None
+        names = [tool["function"]["name"] for tool in self.tools]
+        if not names or (isinstance(choice, tuple) and choice[0] not in names):
+            said = choice[0] if isinstance(choice, tuple) else choice
+            return f"tool_choice asks for {shown(said)}, but tools has {', '.join(names) or 'none'}"
+        if self.grammar or self.ignore_eos or self.sampling(Sampling()).min_tokens:
+            return (
+                "tool_choice forces a call, which is a format of its own and ends the text; leave "
+                "other formats, ignore_eos and min_tokens out"
+            )
+        return None
+
+    @property
+    def called(self) -> Sequence[dict[str, Any]]:
+        return [] if self.tool_choice == "none" else self.tools
 
     def prompts(self) -> Sequence[Prompt]:
         return [self.messages]
@@ -330,6 +369,8 @@ class ChatRequest(_Several):
         effort = self.reasoning_effort
         options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         options |= self.chat_template_kwargs
+        if self.called:
+            options["tools"] = list(self.called)
         if self.continue_final_message or self.add_generation_prompt is False:
             options["add_generation_prompt"] = False
         if self.continue_final_message:
@@ -446,7 +487,11 @@ class SettingsChange(RequestPart):
         return fields
 
 
-CHAT = Contract(ChatRequest, IGNORED, REFUSED)
+CHAT = Contract(
+    ChatRequest,
+    {name: why for name, why in IGNORED.items() if name != "parallel_tool_calls"},
+    REFUSED,
+)
 COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
 RESPONSES = Contract(
     ResponsesRequest,

@@ -16,7 +16,9 @@ from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
 from draftsmith.serve.openai.contract import Contract, parse
-from draftsmith.serve.openai.openai_requests import Asked
+from draftsmith.serve.openai.formats import AskedGrammar
+from draftsmith.serve.openai.openai_requests import Asked, ChatRequest
+from draftsmith.serve.openai.tools import Calls, require_tools
 
 T = TypeVar("T")
 
@@ -95,11 +97,13 @@ class RequestLimits:
 @dataclass(frozen=True)
 class Read:
     """A request that can be answered: its prompts as token ids, how many tokens a text may have,
-    and the grammar of the texts, if it asks for one."""
+    what reads the calls of its answers, if it has tools, and the grammar of the texts, if it asks
+    for one."""
 
     asked: Asked
     prompts: list[list[int]]
     new_tokens: int
+    calls: Calls | None = None
     grammar: Grammar | None = None
 
 
@@ -129,9 +133,10 @@ class BodyReader:
             read = self._read(contract, body, self._tokenizer)
         else:
             read = await self._beside(lambda: self._read(contract, body, self._of_thread))
-        if read.asked.grammar is None:
+        form = read.asked.grammar if read.calls is None else read.calls.forced or read.asked.grammar
+        if form is None:
             return read
-        return replace(read, grammar=await self._beside(lambda: self._compiled(read.asked)))
+        return replace(read, grammar=await self._beside(lambda: self._compiled(form)))
 
     async def _beside(self, call: Callable[[], T]) -> T:
         """The result of a call in a thread, one at a time."""
@@ -142,9 +147,8 @@ class BodyReader:
         finally:
             self.waiting -= 1
 
-    def _compiled(self, asked: Asked) -> Grammar:
-        assert asked.grammar is not None
-        field, kind, given = asked.grammar
+    def _compiled(self, form: AskedGrammar) -> Grammar:
+        field, kind, given = form
         try:
             if self._grammars is None:
                 self._grammars = self._make_grammars(self._of_thread)
@@ -159,11 +163,23 @@ class BodyReader:
         self.limits.require(asked, len(prompts))
         for prompt in prompts:
             self._require_short(prompt, asked)
+        calls = self._calls(asked, tokenizer)
         try:
             ids = [prompt_ids(prompt, tokenizer, **asked.template) for prompt in prompts]
         except UserError as error:
             raise refused(error, asked.asks) from None
-        return Read(asked, ids, self.limits.new_tokens(asked, max(map(len, ids))))
+        return Read(asked, ids, self.limits.new_tokens(asked, max(map(len, ids))), calls)
+
+    def _calls(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
+        """Reads the calls of an answer, if it may have some."""
+        if isinstance(asked, ChatRequest):
+            for at, message in enumerate(asked.messages):
+                if message["role"] == "tool" or "tool_calls" in message:
+                    require_tools(tokenizer, f"messages.{at}")
+            if asked.called:
+                choice, parallel = asked.tool_choice, asked.parallel_tool_calls
+                return Calls(tokenizer, asked.called, choice, parallel)
+        return None
 
     def _require_short(self, prompt: Prompt, asked: Asked) -> None:
         """Refuse a prompt that has too many tokens for certain, before it is turned into tokens."""

@@ -1,0 +1,203 @@
+"""Tools over HTTP: forced calls, calls that a text has, histories with calls, and refusals."""
+
+import copy
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+
+from decode.model.loading import Target  # noqa: E402
+from draftsmith.serve.openai.api_errors import ApiError  # noqa: E402
+from draftsmith.serve.openai.contract import parse  # noqa: E402
+from draftsmith.serve.openai.openai_requests import CHAT  # noqa: E402
+from draftsmith.serve.openai.tools import Calls  # noqa: E402
+from tests.service import MODEL, Running, chat, serving  # noqa: E402
+from tests.tiny import tiny_target  # noqa: E402
+
+WRITTEN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m.tool_calls or [] %}{{ '<tool_call>\n' }}{{ call.function | tojson }}"
+    "{{ '\n</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "hermes": "{{ tools | tojson }}<tool_call>\n{'name': 'arguments'}" + WRITTEN,
+    "mistral": "{{ tools | tojson }}[TOOL_CALLS] [" + WRITTEN.replace("<tool_call>", ""),
+    "llama": '{{ tools | tojson }}{"name": "x", "parameters": {}}'
+    + WRITTEN.replace("<tool_call>", ""),
+}
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"enum": [1, 2]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Rome", "Oslo"]}},
+}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": schema}}
+    for name, schema in (("weather", PLACE), ("now", NOTHING))
+]
+
+
+def target(kind: str) -> Target:
+    made = tiny_target(max_positions=1024)
+    tokenizer = copy.deepcopy(made.tokenizer)
+    tokenizer.chat_template = TEMPLATES.get(kind, tokenizer.chat_template)
+    return dataclasses.replace(made, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Running]:
+    with serving(target("hermes")) as running:
+        yield running
+
+
+def require_fitting(call: Any) -> None:
+    given = json.loads(call.arguments)
+    if call.name == "now":
+        assert given == {}
+    else:
+        assert call.name == "weather"
+        assert given["city"] in ("Rome", "Oslo")
+        assert given["days"] in (1, 2)
+        assert len(given) == 2
+
+
+@pytest.mark.parametrize("choice", ["required", "weather"])
+def test_the_openai_client_gets_forced_calls_whole_and_streamed(
+    service: Running, choice: str
+) -> None:
+    forced: Any = choice
+    if choice == "weather":
+        forced = {"type": "function", "function": {"name": choice}}
+    asked: dict[str, Any] = {
+        "model": MODEL, "messages": [{"role": "user", "content": "Rome?"}], "tools": TOOLS,
+        "tool_choice": forced, "parallel_tool_calls": False, "temperature": 1, "seed": 3,
+        "max_tokens": 100,
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        (answer,) = client.chat.completions.create(**asked).choices
+        assert answer.finish_reason == "tool_calls"
+        (call,) = answer.message.tool_calls
+        assert answer.message.content is None
+        require_fitting(call.function)
+        assert choice in ("required", call.function.name)
+        chunks = list(client.chat.completions.create(**asked, stream=True))
+        deltas = [x for chunk in chunks for x in chunk.choices[0].delta.tool_calls or []]
+        assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        assert not any(chunk.choices[0].delta.content for chunk in chunks)
+        assert "".join(x.function.arguments for x in deltas) == call.function.arguments
+        assert (deltas[0].function.name, deltas[0].index) == (call.function.name, 0)
+        history = [*asked["messages"], answer.message.model_dump(exclude_none=True)]
+        history += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"}]
+        asked |= {"messages": history, "tool_choice": "auto", "max_tokens": 4}
+        (last,) = client.chat.completions.create(**asked).choices
+        assert last.message.content
+        assert last.message.tool_calls is None
+
+
+@pytest.mark.parametrize("kind", ["mistral", "llama"])
+def test_other_formats_are_forced_too(kind: str) -> None:
+    with serving(target(kind)) as running, running.client() as client:
+        fields = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 200, "temperature": 1}
+        body = chat("a", **fields, parallel_tool_calls=False, seed=1)
+        (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        assert choice["finish_reason"] == "tool_calls", choice
+        (call,) = choice["message"]["tool_calls"]
+        require_fitting(
+            openai.types.chat.chat_completion_message_function_tool_call.Function(
+                **call["function"]
+            )
+        )
+
+
+ROME = '{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
+NOW = '{"name": "now", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "content", "names"),
+    [
+        ("hermes", f"Hm.\n<tool_call>\n{ROME}\n</tool_call>", "Hm.", ["weather"]),
+        ("hermes", f"<tool_call>\n{ROME}\n</tool_call>\n<tool_call>{NOW}</tool_call>", "",
+         ["weather", "now"]),
+        ("hermes", "<tool_call>\n" + ROME[:20], None, []),
+        ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', None, []),
+        ("hermes", "plain { text", None, []),
+        ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", "", ["weather", "now"]),
+        ("mistral", f"[{NOW}]", "", ["now"]),
+        ("mistral", "[1, 2]", None, []),
+        ("llama", ROME.replace("arguments", "parameters"), "", ["weather"]),
+        ("llama", '{"a": 1}', None, []),
+    ],
+)  # fmt: skip
+def test_calls_in_a_text(kind: str, text: str, content: str | None, names: list[str]) -> None:
+    reads = Calls(target(kind).tokenizer, TOOLS, "auto", True)
+    found, calls = reads.read(text, [], [])
+    assert found == (text if content is None else content)
+    assert [name for name, _ in calls] == names
+    for end in range(len(text)):  # what a stream has sent is the beginning of the content
+        assert found.startswith(text[: reads.certain(text[:end])])
+    one = Calls(target(kind).tokenizer, TOOLS, "auto", False)
+    assert [name for name, _ in one.read(text, [], [])[1]] == names[:1]
+
+
+def test_transformers_reads_what_its_templates_describe() -> None:
+    known = target("hermes").tokenizer
+    known.chat_template = TEMPLATES["hermes"].replace("<tool_call>", "<call>")
+    with pytest.raises(ApiError, match="not in a format of calls"):
+        Calls(known, TOOLS, "auto", True)
+    known.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "tool_calls": {"open_pattern": r"\s*<call>", "close": "</call>", "repeats": True,
+                           "content": "json",
+                           "transform": {"type": "function", "function": "{content}"}},
+            "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
+        },
+    }  # fmt: skip
+    reads = Calls(known, TOOLS, "auto", True)
+    text = "Hm. <call>" + ROME + "</call>"
+    prompt, tokens = (known(x).input_ids for x in ("<|im_start|>assistant\n", text))
+    content, calls = reads.read(text, prompt, tokens)
+    assert (content.strip(), [name for name, _ in calls]) == ("Hm.", ["weather"])
+
+
+def test_a_template_without_tools_is_one_clear_error() -> None:
+    with serving(target("plain")) as running, running.client() as client:
+        for fields in (
+            {"tools": TOOLS},
+            {"messages": [{"role": "tool", "content": "1", "tool_call_id": "a"}]},
+        ):
+            answer = client.post("/v1/chat/completions", json=chat("a") | fields)
+            assert answer.status_code == 400
+            assert "knows no tools" in answer.json()["error"]["message"]
+        none = chat("a", tools=TOOLS, tool_choice="none", max_tokens=2)
+        assert client.post("/v1/chat/completions", json=none).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"tools": [1]}, "tools.0 is 1; expected an object"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tool_choice": "required"}, "but tools has none"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+         'tool_choice asks for "x", but tools has weather, now'),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "leave other formats"),
+        ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.tool_call_id is missing"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "f", "arguments": "{"}}]}]}, "expected JSON"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_called_is_refused(fields: dict[str, Any], said: str) -> None:
+    body = json.dumps(chat("a") | fields).encode()
+    with pytest.raises(ApiError, match=re.escape(said)):
+        parse(CHAT, body)
