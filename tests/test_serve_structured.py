@@ -69,6 +69,18 @@ def test_each_answer_fits_its_own_format(service: Running) -> None:
             assert 0 <= found["n"] <= 9
 
 
+def test_a_response_has_the_format_of_its_text(service: Running) -> None:
+    form = {"type": "json_schema", "name": "x", "strict": True, "schema": SCHEMA}
+    body = {"model": MODEL, "input": "a", "max_output_tokens": 60, "text": {"format": form}}
+    with service.client() as client:
+        answer = client.post("/v1/responses", json=body).json()
+        wrong = client.post("/v1/responses", json=body | {"text": {"format": {"type": "xml"}}})
+    assert answer["status"] == "completed"
+    assert answer["text"] == {"format": form}
+    assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"ok", "n"}
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text")
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

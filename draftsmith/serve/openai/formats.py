@@ -38,6 +38,34 @@ def read_response_format(value: Any) -> AskedGrammar | None:
     )
 
 
+class TextFormat(NamedTuple):
+    """The `text` of /v1/responses: its format as it was given, and the grammar. None: any text."""
+
+    given: Mapping[str, Any]
+    grammar: AskedGrammar | None
+
+
+ANY_TEXT = TextFormat({"type": "text"}, None)
+
+
+def read_text_format(value: Any) -> TextFormat:
+    """OpenAI's `text` of /v1/responses. Raises ValueError for another form."""
+    given = value.get("format") or ANY_TEXT.given if isinstance(value, Mapping) else None
+    if given is None or value.get("verbosity", "medium") not in (None, "medium"):
+        raise ValueError('expected {"format": {…}}, with no other verbosity than medium')
+    match given:
+        case {"type": "json_schema", "name": str(), "schema": dict(schema)}:
+            return TextFormat(given, AskedGrammar("text", "json_schema", schema))
+        case {"type": "json_object"}:
+            return TextFormat(given, AskedGrammar("text", "json_schema", JSON_OBJECT))
+        case {"type": "text"}:
+            return ANY_TEXT
+    raise ValueError(
+        'expected {"format": {"type": "text"}}, {"format": {"type": "json_object"}}, or {"format": '
+        '{"type": "json_schema", "name": …, "schema": {…}}}'
+    )
+
+
 def read_structured_outputs(value: Any) -> AskedGrammar:
     """vLLM's `structured_outputs`. Raises ValueError unless it has one format."""
     given = {} if not isinstance(value, Mapping) else {k: x for k, x in value.items() if x}

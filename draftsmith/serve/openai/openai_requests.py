@@ -27,10 +27,13 @@ from draftsmith.serve.openai.api_errors import ApiError, shown
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.formats import (
+    ANY_TEXT,
     METHODS,
     AskedGrammar,
+    TextFormat,
     read_response_format,
     read_structured_outputs,
+    read_text_format,
 )
 from draftsmith.serve.openai.messages import (
     LONGEST_STOP,
@@ -446,9 +449,16 @@ class ResponsesRequest(Asked):
         None, ge=0, le=20, description="how many likeliest tokens stand beside each"
     )
     metadata: Annotated[dict[str, str], FEW] = Field({}, description="repeated in the answer")
+    text: Annotated[TextFormat, PlainValidator(read_text_format), _OBJECT] = Field(
+        ANY_TEXT, description="`format`: `json_object`, or `json_schema` with a schema"
+    )
     reasoning: Annotated[Reasoning, _object(REASONING, "reasoning"), _OBJECT] = Field(
         Reasoning(), description="the effort is a variable of the chat template"
     )
+
+    def _grammars(self) -> list[AskedGrammar]:
+        form = self.text.grammar
+        return [*super()._grammars(), *(() if form is None else (form,))]
 
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.instructions is None else [self.instructions]
@@ -500,7 +510,7 @@ RESPONSES = Contract(
     | {
         "one text is given, to its end": {"n": (1,), "stop": ([], "")},
         "templates of prompts are not kept": {"prompt": ()},
-        "use guided_json or structured_outputs": {"response_format": ({"type": "text"}, {})},
+        "use text.format": {"response_format": ({"type": "text"}, {})},
         "token ids are given by /v1/completions and chat only": {"return_token_ids": (False,)},
     },
 )

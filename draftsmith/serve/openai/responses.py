@@ -8,6 +8,7 @@ from typing import Any
 from draftsmith.net.events import event
 from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
 from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.formats import ANY_TEXT
 
 
 class ResponsesAnswer(ApiAnswer):
@@ -96,7 +97,7 @@ class ResponsesAnswer(ApiAnswer):
             "tool_choice": "none",
             "parallel_tool_calls": False,
             "previous_response_id": None,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": getattr(asked, "text", ANY_TEXT).given},
             "truncation": "disabled",
             "store": False,
             "usage": self._usage() if ended else None,
