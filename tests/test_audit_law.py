@@ -69,6 +69,10 @@ def law(logits: np.ndarray, sampling: Sampling, text: Sequence[int]) -> np.ndarr
     for token in set(text):
         strong = sampling.repetition_penalty
         logits[token] *= strong if logits[token] < 0 else 1 / strong
+    for token in text[START:]:
+        logits[token] -= sampling.frequency_penalty
+    for token in set(text[START:]):
+        logits[token] -= sampling.presence_penalty
     order = np.argsort(-logits, kind="stable")
     if sampling.top_k:
         logits[order[sampling.top_k :]] = -np.inf
@@ -103,6 +107,7 @@ SAMPLINGS = (
     Sampling(0.7, top_k=8),
     Sampling(1.3, top_p=0.8),
     Sampling(0.9, repetition_penalty=1.3),
+    Sampling(0.9, presence_penalty=0.8, frequency_penalty=0.4),
 )
 
 
@@ -135,8 +140,8 @@ def test_errors_of_draws_are_found() -> None:
     # Top-p before the temperature keeps other tokens.
     before = law_before(cut)
     assert wrong(lambda z, text, rng: int(rng.choice(VOCAB, p=before(z))), cut)
-    penalised = Sampling(1.0, repetition_penalty=1.5)
-    assert "tokens that are in the text already" in wrong(honest(plain), penalised)
+    for penalised in (Sampling(1.0, repetition_penalty=1.5), Sampling(1.0, presence_penalty=0.6)):
+        assert "tokens that are in the text already" in wrong(honest(plain), penalised)
 
 
 def law_before(sampling: Sampling) -> Callable[[np.ndarray], np.ndarray]:
@@ -174,8 +179,10 @@ def test_numbers_that_are_used_twice_are_found() -> None:
 
 
 def test_a_penalised_and_filtered_law_is_that_of_transformers() -> None:
-    sampling = Sampling(0.8, top_k=9, top_p=0.9, repetition_penalty=1.4)
-    text = EngineText(0, [3, 5, 3], [7, 1, 5])
+    sampling = Sampling(
+        0.8, top_k=9, top_p=0.9, repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.3
+    )
+    text = EngineText(0, [3, 5, 3, 2], [7, 1, 7, 1, 5])
     found = TextJudge(bigrams(), sampling, 0, torch.float32).judge(text)
     for place, token in enumerate(text.tokens):
         before = [*text.prompt, *text.tokens[:place]]

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.draw.penalties import penalise
+from decode.draw.penalties import Answers, TextBefore, penalised
 from decode.draw.sampling import Sampling
 from decode.model.pretrained import input_device
 
@@ -75,10 +75,26 @@ def _following(
         ids = torch.tensor([[*prompt, *text] for text in part], device=input_device(model))
         logits = model(input_ids=ids, use_cache=False).logits[:, -1, :token_count].float()
         if sampling.penalises:
-            logits = penalise(logits, ids, sampling.repetition_penalty)
+            logits = _penalised(logits, ids, len(prompt), sampling, ends)
         probs = sampling.probs(logits).double().cpu().numpy()
         following |= dict(zip(part, probs, strict=True))
     return following
+
+
+def _penalised(
+    logits: torch.Tensor, ids: torch.Tensor, begin: int, sampling: Sampling, ends: Sequence[int]
+) -> torch.Tensor:
+    """logits: [b, V] after each text of ids, int64 [b, L], whose first `begin` tokens are the
+    prompt."""
+    rows, tokens = len(ids), ids.cpu().numpy()
+    answers = Answers(np.full(rows, begin), np.array(ends, dtype=np.int64))
+    lengths = np.full(rows, tokens.shape[1])
+    nodes = ids[:, :0]
+    on_path = torch.zeros(rows, 1, 0, dtype=torch.bool, device=ids.device)
+    before = TextBefore(
+        [sampling] * rows, tokens, lengths, answers, nodes, on_path, None, logits.shape[1]
+    )
+    return penalised(logits[:, None], before)[:, 0]
 
 
 def chi_square(counts: np.ndarray, due: np.ndarray) -> tuple[float, int]:

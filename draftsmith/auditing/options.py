@@ -34,6 +34,11 @@ class AuditOptions:
         require_whole(1, samples=self.samples, max_new_tokens=self.max_new_tokens)
         require_whole(0, seed=self.seed, exact=self.exact or 0)
         require_whole(2, exact_tokens=self.exact_tokens)
+        for name in ("logit_bias", "min_tokens", "stop_token_ids", "grammar"):
+            if getattr(self.sampling, name):
+                raise UserError(
+                    f"sampling has {name}, which an audit does not ask for; leave it out"
+                )
         if not 1e-12 <= self.level <= 0.1:
             raise UserError(f"level is {self.level!r}; expected a number from 1e-12 to 0.1")
         if self.engine_dtype is not None and self.engine_dtype not in DTYPES:

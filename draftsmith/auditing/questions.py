@@ -1,7 +1,7 @@
 """The questions of an audit: what the server is asked for each, and how its answers are judged."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
@@ -34,7 +34,8 @@ class Questions:
     gamma: int
 
     def greedy(self) -> list[Finding]:
-        sampling = Sampling(repetition_penalty=self.options.sampling.repetition_penalty)
+        # Greedy, with the same penalties.
+        sampling = replace(self.options.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
         asked, texts, worth = self._watched(sampling, 1)
         findings = [_contract("greedy", asked)]
         if not texts:

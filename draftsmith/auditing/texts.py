@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draw.penalties import penalise
+from decode.draw.penalties import Answers, TextBefore, penalised
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 
@@ -108,7 +108,7 @@ class TextJudge:
         seen = _tokens_before(ids, begin, len(raw))
         logits = raw
         if self._sampling.penalises:
-            logits = penalise(raw, seen, self._sampling.repetition_penalty)
+            logits = self._penalised(raw, ids, len(ids) - count, first)
         gap = logits.amax(-1) - logits.gather(1, tokens)[:, 0]
         rounding = (ROUNDINGS * self._eps * raw.abs().amax(-1)).clamp(min=LEAST_ROUNDING)
         if self._rounding is not None:
@@ -127,6 +127,17 @@ class TextJudge:
             **_surprise(p, tokens),
             "again": (p**2).sum(-1),
         }
+
+    def _penalised(self, raw: Tensor, ids: Tensor, prompt: int, first: int) -> Tensor:
+        """raw: [t, V], of the text's positions from `first` on. prompt: its tokens in ids."""
+        answers = Answers(np.array([prompt]), np.array(self._target.eos_token_ids, dtype=np.int64))
+        places = torch.arange(len(ids) - prompt, device=ids.device)
+        on_path = places < first + torch.arange(len(raw), device=ids.device)[:, None]
+        before = TextBefore(
+            [self._sampling], ids[None, :prompt].cpu().numpy(), np.array([prompt]), answers,
+            ids[None, prompt:], on_path[None], None, raw.shape[1],
+        )  # fmt: skip
+        return penalised(raw[None], before)[0]
 
     def _transformed(
         self, p: Tensor, tokens: Tensor, seen: Tensor, proposals: Tensor, uniform: Tensor

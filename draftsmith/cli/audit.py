@@ -1,8 +1,8 @@
 """`audit`: is an engine's text the target's?"""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -18,6 +18,9 @@ from draftsmith.cli.command import (
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
+if TYPE_CHECKING:
+    from decode.draw.sampling import Sampling
+
 
 @dataclass(frozen=True, kw_only=True)
 class AuditDrawing(Drawing):
@@ -26,6 +29,16 @@ class AuditDrawing(Drawing):
     temperature: Annotated[
         float, typer.Option(help="of the sampled answers; 0: only greedy ones are asked for")
     ] = 1.0
+    presence_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0
+    frequency_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0
+
+    @property
+    def sampling(self) -> "Sampling":
+        return replace(
+            super().sampling,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+        )
 
 
 @shows_errors
