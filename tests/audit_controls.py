@@ -1,7 +1,8 @@
 """Servers with an error each, which `draftsmith audit` must find over HTTP.
 
 `python -m tests.audit_controls` audits each of them and the same servers without the error, and
-prints what finds it, with its p-value. `--texts` says how many answers. A few minutes in all.
+prints what finds it, with its p-value. `--texts` says how many answers the transform gets. Then it
+does the same by enumeration (`tests.audit_laws`), and audits honest servers with many seeds.
 """
 
 import argparse
@@ -31,6 +32,7 @@ from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.report import written_p
 from draftsmith.serve.batching.requests import DecodeRequest
+from tests.audit_laws import LAW_CONTROLS
 from tests.mutants import (
     BonusOffByOne,
     ChoosingDrafter,
@@ -148,7 +150,7 @@ CONTROLS = [
     _drafter("q of another temperature", ColdDrafter),
     _drafter("q of a draw, but the likeliest token is drafted", ChoosingDrafter),
     _drafter("drawn tokens dropped for their own q", DroppingDrafter),
-    # Not found: see docs/results/audit.md.
+    # Found by enumeration only: see docs/results/audit.md.
     _rule("residual of the wrong row", WrongResidualRow),
     _rule("bonus of the wrong row", BonusOffByOne),
     _rule("biased bonus", BiasedBonus),
@@ -174,31 +176,51 @@ def found_by(audited: Audit) -> list[Finding]:
     return [finding for finding in audited.findings if finding.verdict is Verdict.WRONG]
 
 
+def honest(seeds: int) -> list[Audit]:
+    """Audits of a server without an error, each with other random numbers: half by the transform,
+    half by enumeration."""
+    plain = replace(CONTROLS[0], name="honest")
+    found = [plain.audit(64, broken=False, seed=seed) for seed in range(seeds // 2)]
+    by_law = LAW_CONTROLS[0]
+    return found + [by_law.audit(broken=False, seed=seed) for seed in range(seeds - seeds // 2)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=512)
-    texts: int = parser.parse_args().texts
+    parser.add_argument("--seeds", type=int, default=20, help="honest servers")
+    chosen = parser.parse_args()
     print("error", "without it", "with it", "found by", "p", "seconds", sep=" | ")
     without: dict[tuple[str, str], Audit] = {}
     for control in CONTROLS:
         begin = time.monotonic()
-        broken = control.audit(texts, broken=True)
+        broken = control.audit(chosen.texts, broken=True)
         seconds = time.monotonic() - begin
         alike = str(control.sampling), str(control.settings)
         if alike not in without:
-            without[alike] = control.audit(texts, broken=False)
-        found = sorted(found_by(broken), key=lambda finding: finding.p or 0.0)
-        tests = [finding for finding in found if finding.p is not None]
-        print(
-            control.name,
-            without[alike].verdict,
-            broken.verdict,
-            ", ".join(f"{x.group} {x.name}" for x in found),
-            written_p(tests[0]) if tests else "",
-            f"{seconds:.0f}",
-            sep=" | ",
-            flush=True,
-        )
+            without[alike] = control.audit(chosen.texts, broken=False)
+        _print(control.name, without[alike], broken, seconds)
+    for by_law in LAW_CONTROLS:
+        begin = time.monotonic()
+        broken = by_law.audit(broken=True)
+        _print(by_law.name, by_law.audit(broken=False), broken, time.monotonic() - begin)
+    passed = [found.verdict is Verdict.EQUAL for found in honest(chosen.seeds)]
+    print(f"honest servers that pass: {sum(passed)} of {len(passed)}")
+
+
+def _print(name: str, without: Audit, broken: Audit, seconds: float) -> None:
+    found = sorted(found_by(broken), key=lambda finding: finding.p or 0.0)
+    tests = [finding for finding in found if finding.p is not None]
+    print(
+        name,
+        without.verdict,
+        broken.verdict,
+        ", ".join(f"{x.group} {x.name}" for x in found),
+        written_p(tests[0]) if tests else "",
+        f"{seconds:.0f}",
+        sep=" | ",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

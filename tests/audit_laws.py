@@ -68,7 +68,7 @@ NAMES = {
     "q of shared tokens, not renormalised": 2048,
     "residual of the wrong row": 2048,
     "distinct siblings, q not renormalised": 4096,
-    "independent siblings judged as distinct": 4096,
+    "independent siblings judged as distinct": 8192,
     "mixed siblings of two models, one q for all": 2048,
     "mixed siblings of lookup and a model, one q for all": 2048,
     "a cascade's inner rule with the numbers of the target's": 4096,
