@@ -431,3 +431,15 @@ def test_the_default_drafter_is_the_newest_that_fits(
     spec, _, why = default_drafter(target, tmp_path)
     assert spec == "ngram+embedded:mine"
     assert f"/drafter ngram+{saved['05-small']} takes the newest drafter of" in why
+
+
+def test_each_answer_fits_a_schema(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path / "target", max_positions=512)
+    schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    command = ["chat", "--target", str(path), "--device", "cpu", "--drafter", "ngram"]
+    command += ["--schema", str(tmp_path / "schema.json"), "--max-new-tokens", "40"]
+    result = CliRunner().invoke(app, command, input="hello\nagain\n")
+    assert result.exit_code == 0, result.output
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [len(answer) in (2, 3) for answer in answers] == [True, True]

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -51,6 +51,12 @@ def chat(
     decoding: DecodeOptions,
     max_new_tokens: TokensOption = 256,
     system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    schema: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="a file with a JSON Schema that each answer fits"
+        ),
+    ] = None,
     svg: Annotated[
         Path | None, typer.Option(help="write a picture of the conversation here at the end")
     ] = None,
@@ -66,6 +72,7 @@ def chat(
     import heads  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
     from decode.base.device import dtype_name
+    from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from draftsmith.chat.conversation import Conversation
@@ -75,6 +82,9 @@ def chat(
     settings = DecodeSettings(**decoding.settings)
     console = make_console(colour=not os.environ.get("NO_COLOR"))
     target = loading.load()
+    if schema is not None:
+        grammar = Grammars.of(target).json_schema(schema.read_text())
+        settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     if drafter is None:
         spec, opened, why = default_drafter(target, RUN)
     else:
