@@ -137,6 +137,12 @@ stages:
     losses: {{forward_kl: 1.0}}
     loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: mtp
+    kind: heads
+    heads: {{type: mtp, depth: 2}}
+    losses: {{forward_kl: 1.0}}
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
   - name: p_eagle
     kind: heads
     heads: {{type: p_eagle, tokens: 3, layers: 2, keep: 1.0, embeddings: trained}}
