@@ -22,7 +22,10 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
+from draftsmith.auditing.drafts import OwnLoop
 from draftsmith.auditing.findings import Verdict
+from draftsmith.export.engines import Counting
+from draftsmith.export.verify_export import count_drafts
 from tests.audit_controls import PROMPTS
 from tests.mutants import StaleCache
 from tests.service import serving
@@ -93,6 +96,16 @@ def test_each_fault_of_the_contract_is_named(fault: str) -> None:
         )
     assert len(findings) == 5
     assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == {fault} - {""}
+
+
+def test_draft_tokens_are_counted_as_the_engine_picks_them() -> None:
+    """The drafter is the target: what it draws is always accepted, what it chooses is not."""
+    own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS, 3, 24)
+    for chooses, lowest, highest in ((False, 1.0, 1.0), (True, 0.0, 0.95)):
+        counting = Counting(chooses=chooses)
+        drafted, accepted = count_drafts(own, own.drafter, counting, Sampling(2.0))
+        assert drafted > 100
+        assert lowest <= accepted / drafted <= highest
 
 
 @pytest.mark.parametrize(("kind", "right"), [(SmallLMDrafter, True), (StaleCache, False)])

@@ -205,6 +205,7 @@ def count_drafts(
         first_target=not counting.first_drafted,
         observers=[count],
         sampling=sampling,
+        draft_sampling=Sampling() if counting.chooses else None,
     )
     for begin in range(0, len(task.prompts), BATCH):
         lengths.clear()

@@ -23,12 +23,15 @@ class Counting:
     stops_at_eos: a draft ends with its first end-of-text token; else it always has γ tokens.
     past_end: tokens drafted and accepted after the end of a text count.
     past_length: a draft has γ tokens even if fewer may follow; else it is cut to that number.
+    chooses: draft tokens are the drafter's likeliest ones also where the text is drawn; else they
+    are drawn too.
     """
 
     first_drafted: bool = False
     stops_at_eos: bool = False
     past_end: bool = False
     past_length: bool = False
+    chooses: bool = False
 
 
 @dataclass(frozen=True)

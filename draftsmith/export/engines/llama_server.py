@@ -30,7 +30,7 @@ class LlamaServerEngine(Engine):
 
     formats = ("gguf", "eagle3-gguf")
     install = "make engine-llama"
-    counting = Counting(past_end=True)
+    counting = Counting(past_end=True, chooses=True)
     # llama.cpp rounds activations to 8 bits for products with a quantized matrix.
     rounding = 0.02
 

@@ -35,7 +35,7 @@ class VLLM(LibraryEngine):
         "--prompts in our own loop",
     )
     install = "make engine-vllm"
-    counting = Counting(past_end=True, past_length=True)
+    counting = Counting(past_end=True, past_length=True, chooses=True)
     name, title, package = "vllm", "vLLM", VLLM_PACKAGE
     takes_options = True
     work = "runs without and with the drafter"
