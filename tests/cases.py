@@ -91,8 +91,8 @@ REQUESTS: dict[str, Sequence[tuple[dict, int, str]]] = {
     ),
     "14_tool_history": (
         ({"messages": HISTORY}, 400, "tool"),
-        ({**HI, "logit_bias": {"5": 100}}, 400, r"logit_bias(?!.*Did you mean)"),
-        ({**HI, "presence_penalty": 1}, 400, r"presence_penalty(?!.*Did you mean)"),
+        ({**HI, "logit_bias": {"5": 101}}, 400, r"logit_bias(?!.*Did you mean)"),
+        ({**HI, "presence_penalty": 3}, 400, r"presence_penalty(?!.*Did you mean)"),
     ),
     "22_bearer": (({"prompt": "hi"}, 200, "choices"),),
 }

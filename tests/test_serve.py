@@ -181,11 +181,11 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "param"),
     [
-        ({"tools": [{"type": "function"}]}, 400, "tools"),
+        ({"tools": [{"type": "function"}]}, 400, "tools.0"),
         ({"response_format": {"type": "json_schema"}}, 400, "response_format"),
         ({"modalities": ["text", "audio"]}, 400, "modalities"),
         ({"audio": {"voice": "x"}}, 400, "audio"),
-        ({"logit_bias": {"5": 1}}, 400, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, 400, "logit_bias"),
         ({"logprobs": 3}, 400, "logprobs"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
@@ -203,7 +203,7 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
         ({"messages": []}, 400, "messages"),
         ({"messages": None}, 400, "messages"),
         ({"messages": asked("far too long " * 500)}, 400, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, 400, "messages.0.tool_call_id"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, None),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, None),
         ({"model": "gpt"}, 404, "model"),
