@@ -377,10 +377,7 @@ def test_parts_take_options(tmp_path):
 
 def test_sampling_is_configured_as_the_loop_has_it():
     assert SamplingConfig().build() == Sampling()
-    # `generate()`, with which runs are compared, lacks the others: they are for requests.
-    for_requests = {"presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"}
-    for_requests |= {"stop_token_ids"}
-    assert set(SamplingConfig.model_fields) == {*Sampling().numbers} - for_requests
+    assert set(SamplingConfig.model_fields) == {*Sampling().numbers}
     # A part of the settings leaves the others as they are in that place.
     assert OnPolicyConfig(sampling={"top_k": 5}).sampling.build() == Sampling(1.0, top_k=5)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ LOOKED_AT = (256, 4096)
 SIEVE = 16
 # Block size in the first stage of a draw, and of the search for the largest logit.
 BLOCK = 256
+# The settings of the first version.
+FIRST = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Beyond this value a text is noise: all tokens are equally likely.
 HOTTEST = 1e6
 
@@ -72,9 +75,12 @@ class Sampling(Penalties):
         return Sampling(temperature=1.0) if self.greedy else self
 
     @property
-    def numbers(self) -> dict[str, float]:
-        """All settings by their names, without the grammar."""
-        return {name: value for name, value in vars(self).items() if name != "grammar"}
+    def numbers(self) -> dict[str, Any]:
+        """The settings by their names, as JSON has them, without the grammar. Those that came with
+        later versions are left out where they are off, so earlier records are equal to new ones."""
+        values = vars(self) | {"logit_bias": {str(token): x for token, x in self.logit_bias}}
+        values |= {"stop_token_ids": list(self.stop_token_ids), "grammar": None}
+        return {name: x for name, x in values.items() if x or name in FIRST}
 
     @property
     def without_grammar(self) -> "Sampling":

@@ -9,7 +9,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def write_prompts(
         drawn = rows.stop
         mine = rows[ranks.rank :: ranks.world]
         stored = directory / f"{rows.start}-{rows.stop}-{ranks.rank}-of-{ranks.world}"
-        made_by = [prefix, asdict(sampling), max_tokens, seed]
+        made_by = [prefix, sampling.numbers, max_tokens, seed]
 
         def draw(mine: range = mine) -> list[list[int]]:
             return decoder.decode(
