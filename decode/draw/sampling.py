@@ -78,7 +78,8 @@ class Sampling(Penalties):
     def numbers(self) -> dict[str, Any]:
         """The settings by their names, as JSON has them, without the grammar. Those that came with
         later versions are left out where they are off, so earlier records are equal to new ones."""
-        values = vars(self) | {"logit_bias": {str(token): x for token, x in self.logit_bias}}
+        biases: Any = self.logit_bias
+        values = vars(self) | {"logit_bias": {str(token): x for token, x in biases}}
         values |= {"stop_token_ids": list(self.stop_token_ids), "grammar": None}
         return {name: x for name, x in values.items() if x or name in FIRST}
 
