@@ -228,9 +228,9 @@ def _trained(
     """The drafters of the recipe's last stage, one for each start."""
     config = run_config(f"{target.name}-modules", base, restore_stages(starts, quick))
     config["target"] = {"model": str(target), "dtype": "float32", "device": "cpu"}
-    config["data"] = {
-        split: str(base / text / f"{split}.jsonl") for split in ("train", "dev", "test")
-    }
+    splits = ("train", "dev", "test")
+    config["data"] = {split: str(base / text / f"{split}.jsonl") for split in splits}
+    config["data"]["limit"] = 240 if quick else 2000
     run, _ = execute_run(config, reporter)
     return {name: run.stage_directory(name) / "drafter" for name in starts}
 
