@@ -19,13 +19,14 @@ from benchmarks import (
     encoder_decoder,
     exact,
     heads,
+    mtp,
     objectives,
     online,
     pipeline,
     repeat,
     routed,
 )
-from benchmarks.common import PROMPTS, in_fresh_process, require
+from benchmarks.common import PROMPTS, in_fresh_process, require, run_config
 from benchmarks.decode import (
     contest_table,
     drafter_config,
@@ -69,6 +70,7 @@ from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
 from heads import HEADS
+from heads.mtp_heads import MtpOptions
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
@@ -174,6 +176,21 @@ def test_a_fresh_process_returns_what_the_function_does():
 def test_a_missing_contestant_is_named_with_what_installs_it():
     with pytest.raises(UserError, match="pip install"):
         require("no-such-package", "no-such-package>=1", "this benchmark")
+
+
+def run_config_of(starts, runs):
+    stages = mtp.restore_stages(starts, quick=True)
+    return validate_config(run_config("mtp", runs, stages), base_dir=PROMPTS)
+
+
+def test_modules_are_restored_and_trained_anew_by_the_recipe(tmp_path):
+    starts = {"restored": "runs/no-module", "anew": None}
+    with pytest.raises(UserError, match="start is runs/no-module, which is not a directory"):
+        run_config_of(starts, tmp_path)
+    restored, anew = run_config_of(dict.fromkeys(starts), tmp_path).stages[1:]
+    assert restored.heads == anew.heads == MtpOptions(depth=mtp.DEPTH)
+    plain = {"name", "start"}
+    assert restored.model_dump(exclude=plain) == anew.model_dump(exclude=plain)
 
 
 def test_the_second_drafters_of_the_boosting_benchmark_differ_by_the_boost_only(tmp_path):

@@ -26,6 +26,12 @@ def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None
     if Path(start).is_dir() and start not in {stage.name for stage in earlier}:
         _check_same_heads(config, start, _heads_in(config, Path(start)))
         return
+    if len(Path(start).parts) > 1:  # stages have no such names
+        raise UserError(
+            f"stage {config.name}: start is {start}, which is not a directory; expected the "
+            "directory of a drafter (draftsmith import writes one), the name of an earlier heads "
+            "stage, or null for new heads"
+        )
     first: Any = closest_stage(start, earlier, "heads")
     if first.backbone is not None:
         raise UserError(
