@@ -19,7 +19,6 @@ of drafted tokens of a step. Runs are kept and continue where they stopped.
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 from rich.table import Table
 
@@ -34,13 +33,13 @@ from benchmarks.common import (
     run_command,
     run_config,
     start_benchmark,
+    tokens_per_step,
     write_json,
 )
 from decode.drafters import Drafter
 from decode.drafters.several.combined import SeveralDrafters
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.intervals import ratio_of_totals
 from decode.opening.directory import open_drafter
 from train.data.read import spread
 from train.run.run import Run
@@ -62,11 +61,11 @@ def main(
     figures = {}
     for arm, stages in ARMS.items():
         figures[arm] = measure(run, stages, quick=quick)
-        reporter.say(f"{arm}: {_tokens_per_step(figures[arm], 'greedy')['value']:.3f} greedy")
+        reporter.say(f"{arm}: {tokens_per_step(figures[arm]['greedy'])['value']:.3f} greedy")
     missed = read_summary(run, "boosted")["missed_share"]
     reporter.table(arms_table(figures, missed))
     value = {
-        (arm, metric): _tokens_per_step(row, metric)["value"]
+        (arm, metric): tokens_per_step(row[metric])["value"]
         for arm, row in figures.items()
         for metric in METRICS
     }
@@ -144,20 +143,13 @@ def measure(run: Run, stages: list[str], *, quick: bool) -> dict[str, Any]:
     return figures
 
 
-def _tokens_per_step(figures: dict[str, Any], metric: str) -> dict[str, float]:
-    counts = figures[metric]
-    ratio = ratio_of_totals(np.array(counts["emitted"]), np.array(counts["steps"]))
-    assert ratio is not None
-    return ratio
-
-
 def arms_table(figures: dict[str, dict[str, Any]], missed: float) -> Table:
     """Return the table of all arms. missed: the share of the text's tokens that A misses."""
     rows = [
         {
             "drafter": arm,
-            "greedy": format_interval(_tokens_per_step(row, "greedy"), 3),
-            "T = 1": format_interval(_tokens_per_step(row, "sampled"), 3),
+            "greedy": format_interval(tokens_per_step(row["greedy"]), 3),
+            "T = 1": format_interval(tokens_per_step(row["sampled"]), 3),
             "drafted": f"{sum(row['greedy']['drafted']) / sum(row['greedy']['steps']):.1f}",
         }
         for arm, row in figures.items()

@@ -6,16 +6,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
+from decode.measure.intervals import ratio_of_totals
 from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
@@ -125,6 +127,14 @@ def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "T
     return table(
         title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], **options
     )
+
+
+def tokens_per_step(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:
+    """The emitted tokens per step with an interval over prompts. counts: `emitted` and `steps` of
+    each prompt."""
+    ratio = ratio_of_totals(np.array(counts["emitted"]), np.array(counts["steps"]))
+    assert ratio is not None
+    return ratio
 
 
 def format_interval(ratio: dict[str, float], digits: int) -> str:

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 import typer
 import yaml
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedModel,
@@ -44,12 +43,13 @@ from benchmarks.common import (
     run_command,
     run_config,
     start_benchmark,
+    tokens_per_step,
     write_json,
 )
+from benchmarks.shared.small_vocabulary import make_tokenizer
 from decode.base.artifact import write_directory
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
-from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from draftsmith.export import ImportOptions
@@ -61,6 +61,7 @@ ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "configs" / "recipes" / "mtp_restore.yaml"
 TEXTS = {"english": "docs/*.md", "code": "decode/**/*.py"}
 EOS = "<eos>"
+TOKENS = 1500
 LENGTH = 96  # tokens of a text that the target learns from
 DEPTH = 3
 METRICS = {"greedy": 0.0, "sampled": 1.0}
@@ -114,8 +115,10 @@ def _read(pattern: str) -> list[str]:
 
 
 def _write_rows(directory: Path, files: Sequence[str]) -> None:
-    """Prompts of three lines: a tenth for dev, a tenth for test."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Prompts of three lines: a tenth for dev, a tenth for test. Those of an earlier run stay."""
+    if directory.exists():
+        return
+    directory.mkdir(parents=True)
     rows: dict[str, list[str]] = {"train": [], "dev": [], "test": []}
     for number, piece in enumerate(_pieces(files)):
         split = {0: "dev", 5: "test"}.get(number % 10, "train")
@@ -143,7 +146,8 @@ def _target(
         return directory
     if start is None:
         # The tokenizer knows both kinds of text.
-        tokenizer = _tokenizer([text for pattern in TEXTS.values() for text in _read(pattern)])
+        texts = [text for pattern in TEXTS.values() for text in _read(pattern)]
+        tokenizer = make_tokenizer(texts, [EOS], EOS, TOKENS)
         model: PreTrainedModel = _new_model(len(tokenizer), tokenizer.eos_token_id, quick)
         steps = 200 if quick else 1500
     else:
@@ -160,18 +164,6 @@ def _target(
 
     write_directory(directory, fill)
     return directory
-
-
-def _tokenizer(texts: Sequence[str]) -> PreTrainedTokenizerFast:
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=1500, special_tokens=[EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS)
 
 
 def _new_model(vocabulary: int, eos: int, quick: bool) -> PreTrainedModel:
@@ -269,23 +261,16 @@ def measure(target: Target, drafter: str, text: Path, quick: bool) -> dict[str, 
     return figures
 
 
-def _tokens_per_step(figures: dict[str, Any], metric: str) -> dict[str, float]:
-    counts = figures[metric]
-    ratio = ratio_of_totals(np.array(counts["emitted"]), np.array(counts["steps"]))
-    assert ratio is not None
-    return ratio
-
-
 def _drafted(figures: dict[str, Any], metric: str) -> float:
     """Accepted draft tokens per step."""
-    return _tokens_per_step(figures, metric)["value"] - 1
+    return tokens_per_step(figures[metric])["value"] - 1
 
 
 def arms_table(figures: dict[str, dict[str, Any]]) -> Any:
     """The table of all modules."""
     rows = [
         {"module": arm}
-        | {metric: format_interval(_tokens_per_step(row, metric), 3) for metric in METRICS}
+        | {metric: format_interval(tokens_per_step(row[metric]), 3) for metric in METRICS}
         for arm, row in figures.items()
     ]
     return rows_table(f"tokens per step, drafts of up to {DEPTH} tokens", rows, left=1)

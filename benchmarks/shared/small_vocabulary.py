@@ -46,14 +46,16 @@ def write_student(path: Path, target: Target, texts: Iterable[str]) -> None:
     write_directory(path, fill)
 
 
-def make_tokenizer(texts: Iterable[str], special: list[str], eos: str) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of these texts. special, eos: the target's special tokens, which it has too,
-    and the one of them that ends a text."""
+def make_tokenizer(
+    texts: Iterable[str], special: list[str], eos: str, size: int = TOKENS
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of these texts, with `size` tokens. special, eos: its special tokens, and
+    the one of them that ends a text."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=TOKENS,
+        vocab_size=size,
         special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

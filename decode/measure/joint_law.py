@@ -15,7 +15,7 @@ from decode.draw.sampling import Sampling
 from decode.model.pretrained import input_device
 
 Text = tuple[int, ...]
-# Forwards over so many texts at a time.
+# The number of texts of one forward.
 BATCH = 2048
 # More take minutes, and most bins would be empty.
 MOST_TEXTS = 80_000
