@@ -15,6 +15,7 @@ from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
+from decode.model.cache import cached_model
 from decode.model.cache.cached_model import CachedLM
 from tests.test_loop import NEW, PROMPTS, answers, model
 from tests.test_shapes import DRAWN, NAMES, drawn, shape
@@ -53,6 +54,23 @@ def test_greedy_text_with_trees_equals_generate(family: str, name: str) -> None:
         ).decode(PROMPTS[:1], NEW)
         assert alone.outputs == run.outputs[:1]
         assert alone.counts.to_dict() == run.tally.row(0).to_dict()
+
+
+def test_a_step_with_a_tree_looks_at_no_module_of_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To prepare a model is to look at all of its modules, which takes longer than drafting."""
+    prepared: list[Any] = []
+    real = cached_model.prepare
+    decoder = Decoder(model("llama"), SmallLMDrafter(nearly("llama"), shape=shape(NAMES[0])))
+    decoder.decode(PROMPTS, 1)  # the trial of trees comes with the first one
+    monkeypatch.setattr(
+        cached_model, "prepare", lambda *a, **b: (prepared.append(a), real(*a, **b))[1]
+    )
+    run = decoder.decode(PROMPTS, NEW)
+    assert run.counts.nodes_per_step > 1
+    assert len(run.steps) > 5
+    assert len(prepared) <= 2  # the target and the drafter, once for a text
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -57,13 +57,18 @@ def require_trees(model: PreTrainedModel) -> None:
     keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
     and as `CachedLM`.
     """
-    if recurrent_layers(model):
+    _require_trees(CachedLM(model))
+
+
+def _require_trees(lm: "CachedLM") -> None:
+    model = lm.model
+    if lm.states is not None:
         raise UserError(
             f"{type(model).__name__} keeps a running state in its layers with linear attention, so "
             "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
             "that can"
         )
-    reason = reason_against(CachedLM(model), trees)
+    reason = reason_against(lm, trees)
     if reason is not None:
         raise UserError(
             f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
@@ -154,6 +159,7 @@ class CachedLM:
         self.drafter_bytes = 0  # what a drafter keeps of each token beside this model
         self.pass_tokens = pass_tokens
         self._trial = trial
+        self._takes_trees = trial  # known after the first tree
         # The positions of the nodes of the tree that was fed last, [B, m].
         self._nodes: Tensor | None = None
         if isinstance(self.forward_pass, DecoderForward):
@@ -346,8 +352,9 @@ class CachedLM:
             see, itself included. None: a chain.
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
-        if ancestors_BNM is not None and not self._trial:
-            require_trees(self.model)
+        if ancestors_BNM is not None and not self._takes_trees:
+            _require_trees(self)
+            self._takes_trees = True
         feeding: AbstractContextManager[None] = nullcontext()
         if self.states is not None:
             self._rewind(self.states, start)
