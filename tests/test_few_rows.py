@@ -8,17 +8,24 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig
 
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
-from decode.model.forward.few_rows_layers import FewRowsLayer
+from decode.model.forward.attention_mask import AttentionMask, SlotAttention
+from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import refresh_packed
+from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
 
 needs_library = pytest.mark.skipif(
     few_rows.library() is None, reason="no compiler, or no AVX512-BF16, or AMX"
+)
+SETTINGS = LlamaConfig(
+    hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32
 )
 STARTS = np.array([7, 3])
 # Each has layers that differ from llama's: biases, norms of heads, windows, one gate_up, layers
@@ -121,6 +128,48 @@ def test_layers_compute_what_the_eager_forward_does(
         return sum(float((x - y).norm()) for x, y in zip(some, exact, strict=True))
 
     assert error(found) < 1.3 * error(eager)
+
+
+def drafted(layer: DraftLayer, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """A layer of heads over a prompt of three tokens, then one token, then two siblings after it.
+    x: [1, 6, H], the states. y: [1, 6, R], the input of attention."""
+    slots, rotary = Slots(1, 1, 8, torch.device("cpu")), Rotary(SETTINGS)
+    siblings = torch.tensor([[[1, 0], [0, 1]]]).bool()
+    found = []
+    for begin, count, tree in ((0, 3, None), (3, 1, None), (4, 2, siblings)):
+        start = np.array([begin])
+        slots.place(start, count, None, None if tree is None else start)
+        seen = slots.mask(torch.tensor([[begin]]), count, tree)
+        attend = SlotAttention(slots.layers[0], AttentionMask(seen, x.dtype))
+        part = slice(begin, begin + count)
+        positions = torch.arange(begin, begin + count)[None]
+        with torch.inference_mode():
+            found.append(layer(x[:, part], y[:, part], rotary(positions, x), attend))
+    return found
+
+
+@needs_library
+def test_a_layer_of_heads_gets_the_input_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    layer = DraftLayer(SETTINGS, 128).requires_grad_(False)
+    x, y = torch.randn(1, 6, 64).bfloat16(), torch.randn(1, 6, 128).bfloat16()
+    exact = drafted(layer, x.float(), y.float())
+    layer = layer.to(torch.bfloat16)
+    layer.make_lean()
+    (lean,), ran = layer._lean, []
+    run = FewRowsPass.run
+    monkeypatch.setattr(
+        FewRowsPass, "run", lambda *a, **b: (ran.append(a[2].shape[1]), run(*a, **b))[1]
+    )
+    found = drafted(layer, x, y)
+    assert ran == [1, 2]  # a prompt has no mask
+    monkeypatch.setattr(lean, "few_rows", None)
+    eager = drafted(layer, x, y)
+    few, other = (
+        sum(float((a - b).norm()) for a, b in zip(some[1:], exact[1:], strict=True))
+        for some in (found, eager)
+    )
+    assert few < 1.3 * other
 
 
 @needs_library

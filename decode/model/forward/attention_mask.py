@@ -197,9 +197,9 @@ class SlotAttention:
         scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
-        self._layer, self._mask, self._scale, self._softcap = layer, mask, scale, softcap
+        self.slots, self.mask, self._scale, self._softcap = layer, mask, scale, softcap
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        key, value = self._layer.update(key, value)
+        key, value = self.slots.update(key, value)
         scale = query.shape[3] ** -0.5 if self._scale is None else self._scale
-        return self._mask.attend(query, key, value, scale, self._softcap)
+        return self.mask.attend(query, key, value, scale, self._softcap)

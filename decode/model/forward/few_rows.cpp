@@ -189,12 +189,14 @@ void normed(const bf16* x, const bf16* weight, float offset, float eps, bf16* y,
 
 extern "C" {
 
+// input: how many numbers attention reads of a row. They are the normed states, or where
+// `attention_norm` is null what the caller gives.
 struct Layer {
   const bf16 *attention_norm, *mlp_norm, *query_norm, *key_norm, *qkv_bias;
   const char *qkv, *out, *gate, *up, *down;
   float attention_eps, mlp_eps, head_eps, attention_offset, mlp_offset, head_offset, scale;
   int32_t rotates;
-  int64_t hidden, inner, query_heads, key_heads, head;
+  int64_t hidden, inner, query_heads, key_heads, head, input;
 };
 
 // What all layers of a pass share. cos, sin: [B or 1, n, rotated], for that many numbers of a
@@ -275,18 +277,21 @@ void product(const bf16* x, const char* weights, const bf16* bias, const bf16* o
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
-void layer_begins(const Layer* layer, const Pass* pass, const bf16* states, bf16* keys,
-                  bf16* values) {
+// x: the states, or the input of attention.
+void layer_begins(const Layer* layer, const Pass* pass, const bf16* x, bf16* keys, bf16* values) {
   const int64_t rows = pass->texts * pass->tokens, size = layer->head;
   const int64_t heads = layer->query_heads + 2 * layer->key_heads, width = heads * size;
+  const bf16* input = layer->attention_norm ? pass->normed : x;
 #pragma omp parallel
   {
+    if (layer->attention_norm) {
 #pragma omp for
-    for (int64_t row = 0; row < rows; row++)
-      normed(states + row * layer->hidden, layer->attention_norm, layer->attention_offset,
-             layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
-    product_share(pass->normed, layer->qkv, layer->qkv_bias, nullptr, pass->qkv, rows,
-                  layer->hidden, width, PLAIN);
+      for (int64_t row = 0; row < rows; row++)
+        normed(x + row * layer->hidden, layer->attention_norm, layer->attention_offset,
+               layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
+    }
+    product_share(input, layer->qkv, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
+                  PLAIN);
 #pragma omp barrier
 #pragma omp for
     for (int64_t item = 0; item < rows * heads; item++) {

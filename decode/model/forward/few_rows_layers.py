@@ -2,7 +2,8 @@
 (`few_rows.cpp`).
 
 A layer is run so if it has the parts of llama: RMS norms before attention and before a gated
-network with SiLU, rotary positions, and biases of queries, keys and values only.
+network with SiLU, rotary positions, and biases of queries, keys and values only. A layer of heads
+has no norm before attention: it gets the input of attention beside the states.
 """
 
 import ctypes
@@ -34,6 +35,7 @@ class _Layer(ctypes.Structure):
         *((name, _float) for name in ("attention_offset", "mlp_offset", "head_offset", "scale")),
         ("rotates", ctypes.c_int32),
         *((name, _int) for name in ("hidden", "inner", "query_heads", "key_heads", "head")),
+        ("input", _int),
     )
 
 
@@ -72,9 +74,9 @@ class FewRowsLayer(Packed):
 
     def refresh(self) -> None:
         parts, (qkv, out, gate_up, down) = self.parts, self._products
-        assert parts.attention_in is not None
         assert parts.mlp_in is not None
         (packed, bias), size = qkv.blocks, parts.head_size
+        before = parts.attention_in
         gates = [product.blocks[0] for product in gate_up]
         inner = gates[0].shape[0] * few_rows.OUTPUTS // (2 if len(gates) == 1 else 1)
         gate, up = gates if len(gates) == 2 else gates[0].chunk(2)
@@ -84,16 +86,16 @@ class FewRowsLayer(Packed):
         self._kept = tensors  # their memory lives as long as the addresses
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         head = parts.query_norm
-        hidden, every = len(parts.attention_in.weight), parts.query_heads + 2 * parts.key_heads
+        hidden, every = len(parts.mlp_in.weight), parts.query_heads + 2 * parts.key_heads
         # The numbers of a row in each scratch tensor of `Pass`.
         self.widths = hidden, every * size, parts.query_heads * size, inner, hidden
         self.scale = size**-0.5 if parts.scale is None else parts.scale
         self._struct = _Layer(
             *addresses,
-            parts.attention_in.eps,
+            0.0 if before is None else before.eps,
             parts.mlp_in.eps,
             0.0 if head is None else head.eps,
-            parts.attention_in.offset,
+            0.0 if before is None else before.offset,
             parts.mlp_in.offset,
             0.0 if head is None else head.offset,
             self.scale,
@@ -103,6 +105,7 @@ class FewRowsLayer(Packed):
             parts.query_heads,
             parts.key_heads,
             size,
+            qkv.inputs[0],
         )
         self.address = ctypes.addressof(self._struct)
 
@@ -128,7 +131,8 @@ def few_rows_layer(
     heads = [norm for norm in norms[2:] if norm is not None]
     size = parts.head_size
     fits = (
-        all(isinstance(norm, LeanNorm) for norm in norms[:2])
+        isinstance(parts.mlp_in, LeanNorm)
+        and isinstance(parts.attention_in, LeanNorm | None)
         and all(x.weight.dtype == torch.bfloat16 for x in norms if x is not None)
         and all(len(norm.weight) == size for norm in heads)
         and len({(norm.eps, norm.offset) for norm in heads}) <= 1
@@ -158,6 +162,21 @@ class FewRowsPass:
         self._scratch = [states.new_empty(rows, width) for width in widths]
         self._passes: dict[Any, tuple[_Pass, Any]] = {}
 
+    @staticmethod
+    def fits(
+        states: Tensor,
+        rotations: Iterable[tuple[Tensor, Tensor]],
+        masks: Iterable[AttentionMask],
+        slots: Iterable[object],
+    ) -> bool:
+        """Whether a pass over these states [B, n, H] can be run so."""
+        return (
+            states.shape[1] <= MOST_TOKENS
+            and all(cos.dtype == states.dtype for cos, _ in rotations)
+            and all(mask.additive is not None or states.shape[1] == 1 for mask in masks)
+            and all(isinstance(layer, SlotLayer) for layer in slots)
+        )
+
     def run(
         self,
         layer: FewRowsLayer,
@@ -166,10 +185,12 @@ class FewRowsPass:
         mask: AttentionMask,
         slots: SlotLayer,
         *,
-        attention: bool,
-        mlp: bool,
+        attention: bool = True,
+        mlp: bool = True,
+        attention_input: Tensor | None = None,
     ) -> Tensor:
-        """[B, n, H] → [B, n, H]. attention, mlp: whether the layer has these parts here."""
+        """[B, n, H] → [B, n, H]. attention, mlp: whether the layer has these parts here.
+        attention_input: [B, n, R], of a layer without a norm before attention."""
         found, result = few_rows.library(), torch.empty_like(states)
         assert found is not None
         parts = layer.parts
@@ -179,7 +200,9 @@ class FewRowsPass:
         place = ctypes.addressof(self._shared(layer, rotation, mask, slots))
         keys, values = slots.keys.data_ptr(), slots.values.data_ptr()
         if attention:
-            found.layer_begins(layer.address, place, states.data_ptr(), keys, values)
+            read = states if parts.attention_in is not None else attention_input
+            assert read is not None
+            found.layer_begins(layer.address, place, read.data_ptr(), keys, values)
             if mask.watch is not None:
                 seen = slots.window.taken(slots.keys), slots.window.taken(slots.values)
                 mask.watch(self._queries(layer), *seen, layer.scale)
@@ -206,14 +229,19 @@ class FewRowsPass:
         """What layers with this mask, rotation and place of keys share."""
         key = id(mask.additive), id(rotation[0]), slots.keys.stride()[:2]
         if key not in self._passes:
-            assert mask.additive is not None
             self._passes[key] = self._made(layer, rotation, mask.additive, slots)
         return self._passes[key][0]
 
     def _made(
-        self, layer: FewRowsLayer, rotation: tuple[Tensor, Tensor], mask: Tensor, slots: SlotLayer
+        self,
+        layer: FewRowsLayer,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | None,
+        slots: SlotLayer,
     ) -> tuple[_Pass, Any]:
         window = slots.window
+        if mask is None:  # one token, which sees all slots
+            mask = self._scratch[0].new_zeros(1, 1, 1, window.count)
         assert slots.keys.stride()[2:] == (layer.parts.head_size, 1)
         cos, sin = (x.reshape(*x.shape[:2], -1) for x in rotation)
         mask = mask if mask.stride(3) == 1 else mask.contiguous()

@@ -23,7 +23,7 @@ from decode.model.forward.attention_mask import (
     AttentionMask,
     SlotAttention,
 )
-from decode.model.forward.few_rows_layers import MOST_TOKENS, FewRowsPass
+from decode.model.forward.few_rows_layers import FewRowsPass
 from decode.model.forward.lean_layer import LeanLayer, Rotation, rotation_of
 from decode.model.forward.lean_parts import LayerParts, LeanNorm, product, products_keep_bits
 from decode.model.hidden_states import FINAL
@@ -157,13 +157,7 @@ class LeanForward(nn.Module):
     ) -> FewRowsPass | None:
         """The pass of the layers that can be run in two calls each. None: this pass cannot."""
         layers = [x.few_rows for x in self.layers if x.few_rows is not None]
-        fits = (
-            layers
-            and states.shape[1] <= MOST_TOKENS
-            and all(cos.dtype == states.dtype for cos, _ in rotations.values())
-            and all(mask.additive is not None for mask in masks)
-            and all(isinstance(layer, SlotLayer) for layer in slots)
-        )
+        fits = layers and FewRowsPass.fits(states, rotations.values(), masks, slots)
         return FewRowsPass(states, layers) if fits else None  # type: ignore[arg-type]
 
 

@@ -6,8 +6,8 @@ Shapes: B rows, n tokens fed per row, N query heads, D head size, H hidden size.
 import torch
 from torch import Tensor, nn
 
-from decode.model.forward.attention_mask import Attend
-from decode.model.forward.few_rows_layers import few_rows_layer
+from decode.model.forward.attention_mask import Attend, SlotAttention
+from decode.model.forward.few_rows_layers import FewRowsPass, few_rows_layer
 from decode.model.forward.lean_parts import ACTIVATIONS, LayerParts, LeanNorm, Product, product
 
 # cos and sin of the positions, [B, n, 1, 2, R/2] for R rotated numbers of a head. The first half of
@@ -41,6 +41,13 @@ class LeanLayer(nn.Module):
     ) -> Tensor:
         """[B, n, H] → [B, n, H]. attention_input: [B, n, R], if attention does not read the normed
         states."""
+        if self.few_rows is not None and rotation is not None and isinstance(attend, SlotAttention):
+            mask, slots = attend.mask, attend.slots
+            if FewRowsPass.fits(states, [rotation], [mask], [slots]):
+                states = states.contiguous()
+                read = None if attention_input is None else attention_input.contiguous()
+                alone = FewRowsPass(states, [self.few_rows])
+                return alone.run(self.few_rows, states, rotation, mask, slots, attention_input=read)
         return self.feed_forward(self.attention(states, rotation, attend, attention_input))
 
     def attention(
