@@ -235,17 +235,6 @@ def test_top_p_and_min_p_look_at_few_tokens_first(
     assert set(counts[2::4]) | set(counts[3::4]) >= {4096}
 
 
-@pytest.mark.parametrize("size", [50, 256, 1000, 1024])
-def test_the_argmax_by_blocks_is_the_argmax(size: int) -> None:
-    logits = random_logits(4000, size).round()  # many ties: the first wins
-    logits[::5, -1] = 100
-    logits[::7] = -torch.inf
-    assert torch.equal(argmax(logits), logits.argmax(-1))
-    assert torch.equal(argmax(logits.view(40, 100, size)), logits.argmax(-1).view(40, 100))
-    logits[:, size // 2] = torch.nan
-    assert (argmax(logits) == size // 2).all()
-
-
 @pytest.mark.parametrize("count", [1, 7, 60])
 @pytest.mark.parametrize("size", [50, 4000, 4015])
 def test_the_largest_by_groups_are_the_largest(size: int, count: int) -> None:
@@ -429,12 +418,14 @@ def test_a_small_context_of_the_drafter_does_not_tie_rows_together(
         assert decoder.decode([prompt], 32, row_ids=[row]).outputs == [together.outputs[row]]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [5, 256, 257, 1000, 1024])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("size", [5, 257, 1024])
 def test_argmax_is_the_first_of_the_largest(size: int, dtype: torch.dtype) -> None:
-    # Few values, so that most rows have ties.
+    # Few values, so that most rows have ties. In every third row all are negative.
     logits = torch.randint(-3, 3, (2, 500, size), generator=torch.Generator().manual_seed(size))
     logits = logits.to(dtype)
+    logits[:, ::3] -= 9
+    logits[:, ::7] = -torch.inf
     largest = logits == logits.amax(-1, keepdim=True)
     assert torch.equal(argmax(logits), largest.float().argmax(-1))
     logits[0, 0, size - 1] = torch.nan

@@ -44,8 +44,9 @@ class ExactMatch(Rule):
     lossless, trees = True, True
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
-        # A walk draws at few nodes of a tree.
+        # A walk draws at few nodes of a tree. The likeliest tokens are there at once.
         walks = reads_are_free(draft.tokens.device) and not draft.is_chain
+        walks &= not scores.sampling.greedy
         emitted = (self._on_paths if walks else self._everywhere)(draft, scores, rng)
         matches = draft.tokens == emitted.gather(1, draft.parent_rows())
         path, accepted, reached, last_row = longest_path(draft, matches)
