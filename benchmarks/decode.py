@@ -1,15 +1,18 @@
 """Compares our decode loop with others: plain, with a small drafter, with prompt lookup.
 
     python -m benchmarks.decode [--quick] [--json FILE] [--plots DIR] [--target T] [--drafter DIR]
-                                [--dtype D] [--device D] [--gamma N] [--prompts FILE] [--runs DIR]
-                                [--profile] [--context N] [--notes FILE]
+                                [--heads D] [--dtype D] [--device D] [--gamma N] [--prompts FILE]
+                                [--runs DIR] [--profile] [--context N] [--notes FILE]
 
-All contestants run in one process with the same two modules, the same prompts through the chat
-template, the same number of threads and the same attention (sdpa). They take turns prompt by
-prompt, in a rotating order, after a warm-up that does not count. No contestant stops at an end of
-text, so all emit the same number of tokens. The prompts are those whose greedy answers are at least
-that long. Sampled means temperature 1 without filters. Every prompt lookup tries n-grams of 3, 2
-and 1 tokens.
+All contestants but llama.cpp run in one process with the same two modules. All have the same
+prompts through the chat template and the same number of threads, and in this process the same
+attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that does
+not count. No contestant stops at an end of text, so all emit the same number of tokens. The prompts
+are those whose greedy answers are at least that long. Sampled means temperature 1 without filters.
+Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
+
+llama.cpp takes part where its server is installed (make engine-llama): on the target's weights as
+they are, in 8 and in 4 bits, with the same drafter, and with its own lookup.
 
 If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
@@ -83,7 +86,18 @@ RATIOS = {
     "lookup_vs_transformers": ("transformers_lookup", "lookup"),
     "lookup_vs_flashspec": ("flashspec_lookup", "lookup"),
     "lookup_vs_economize": ("economize_lookup", "lookup"),
+    "heads_vs_plain": ("plain", "heads"),
+    "heads_vs_generate": ("generate", "heads"),
+    "plain_vs_llama": ("llama", "plain"),
+    "plain_vs_llama_q8": ("llama_q8", "plain"),
+    "lookup_vs_llama_lookup": ("llama_lookup", "lookup"),
+    "heads_vs_llama": ("llama", "heads"),
+    "heads_vs_llama_q8": ("llama_q8", "heads"),
+    "heads_vs_llama_q4": ("llama_q4", "heads"),
+    "heads_vs_llama_drafter": ("llama_drafter", "heads"),
+    "heads_vs_llama_lookup": ("llama_lookup", "heads"),
 }
+HEADS = "ngram+embedded:eagle1-smollm2-135m"
 COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")
 # The layers of the default drafter.
 LAYERS = 4
@@ -115,6 +129,7 @@ def main(
     drafter: Annotated[str | None, typer.Option(help="default: train one")] = None,
     dtype: Annotated[str, typer.Option(help="dtype of both models")] = "fastest",
     device: DeviceOption = "auto",
+    heads: Annotated[str | None, typer.Option(help="a drafter of our loop only")] = None,
     gamma: Annotated[int, typer.Option(min=1, help="of each loop that has a γ")] = 4,
     prompts: PromptsOption = PROMPTS / "test.jsonl",
     runs: RunsOption = Path("runs"),
@@ -127,7 +142,8 @@ def main(
     loaded = load_target(target, dtype=dtype, device=device)
     if drafter is None:
         drafter = str(train_drafter(loaded, quick=quick, runs=runs, reporter=reporter))
-    models = Models.load(loaded, drafter)
+    heads = (HEADS if target == TARGET else "") if heads is None else heads
+    models = Models.load(loaded, drafter, heads)
     examples, _ = read_examples(str(prompts))
     settings = list(QUICK if quick else FULL)
     if context:
@@ -149,11 +165,13 @@ def main(
         for name, reason in contest.unable.items():
             reporter.say(f"  not available: {NAMES[name]}: {reason}")
 
-    for setting in settings:
-        report(hold_contest(models, setting, texts, gamma, reporter))
+    with models.closing:
+        for setting in settings:
+            report(hold_contest(models, setting, texts, gamma, reporter))
     if loaded.dtype != torch.float32 and not context:
-        exact = Models.load(load_target(target, dtype="float32", device=device), drafter)
-        report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
+        exact = Models.load(load_target(target, dtype="float32", device=device), drafter, heads)
+        with exact.closing:
+            report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
     cold = cold_starts(COLD[:3] if quick else COLD, models_of_all, texts[0], gamma, reporter)
@@ -172,7 +190,7 @@ def main(
         figures = {
             "benchmark": "decode",
             "quick": quick,
-            "settings": {**models_of_all, "gamma": gamma, "prompts": str(prompts)}
+            "settings": {**models_of_all, "heads": heads, "gamma": gamma, "prompts": str(prompts)}
             | {"context": context, "notes": str(notes)},
             "process": machine,
             "ratios": {name: ratio["value"] for name, ratio in time_ratios.items()},

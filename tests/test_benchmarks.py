@@ -71,9 +71,11 @@ from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
 from heads import HEADS
 from heads.mtp_heads import MtpOptions
+from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
+from train.engines.programs import llama_server_program
 from train.run.config import load_config, validate_config
 
 
@@ -337,7 +339,9 @@ def tiny_models(tmp_path):
         for weight in model.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(drafter)
-    return Models.load(tiny_target(), str(drafter))
+    models = Models.load(tiny_target(), str(drafter), "suffix")
+    with models.closing:
+        yield models
 
 
 TEXTS = [[5 + i, 17, 90, 17, 4 + i, 60, 17, 90][: 5 + i % 3] for i in range(6)]
@@ -347,9 +351,13 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
     # What a checkpoint may ask for reaches none of them.
     tiny_models.target.model.generation_config.repetition_penalty = 1.5
     contest = hold_contest(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
-    # Packages that are not installed here are named; nobody else fails.
-    assert all("not installed" in reason for reason in contest.unable.values())
-    assert {"plain", "lookup", "generate", "assisted", "transformers_lookup"} <= set(contest.equal)
+    # Packages that are not installed here are named; nobody else fails, but llama.cpp, which needs
+    # a GGUF file.
+    others = {name: why for name, why in contest.unable.items() if not name.startswith("llama")}
+    assert all("not installed" in reason for reason in others.values())
+    assert {"plain", "lookup", "heads", "generate", "assisted", "transformers_lookup"} <= set(
+        contest.equal
+    )
     assert set(contest.equal.values()) == {(1.0, 1.0)}
     ours, theirs = (contest.passes[name] for name in ("speculative", "assisted"))
     # Of the first token, which theirs drafts and ours takes from the prompt's pass, they differ.
@@ -362,6 +370,25 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
     found = ratios([contest])
     assert {"plain_vs_generate", "speculative_vs_assisted", "lookup_vs_transformers"} <= set(found)
     assert contest_table(contest, 3).row_count == len(contest.seconds)
+
+
+@pytest.mark.engine
+def test_llama_server_takes_part_where_it_is_installed(tmp_path, tiny_models):
+    if llama_server_program() is None:
+        pytest.skip("llama-server is not installed")
+    write_gguf(tmp_path / "target.gguf")
+    target = load_target(str(tmp_path / "target.gguf"))
+    models = Models(target, tiny_models.assistant, tiny_models.drafter_path)
+    names = ["plain", "generate", "llama", "llama_q8", "llama_drafter", "llama_lookup"]
+    with models.closing:
+        contest = hold_contest(models, Setting(2, 16), TEXTS, 3, Reporter(silent=True), names)
+    assert not contest.unable
+    assert [contest.equal[name][1] for name in ("llama", "llama_drafter", "llama_lookup")] == [
+        1
+    ] * 3
+    assert contest.figures("llama")["tokens_per_step"] == 1
+    assert contest.passes["llama_drafter"].accepted > 0
+    assert {"plain_vs_llama", "plain_vs_llama_q8"} <= set(ratios([contest]))
 
 
 def test_a_batch_is_compared_with_those_who_take_one(tiny_models):

@@ -9,14 +9,16 @@ loop or observed from outside.
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from benchmarks.shared.llama_contestants import llama_answers
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
@@ -35,6 +37,7 @@ NAMES = {
     "plain": "ours, plain",
     "speculative": "ours, drafter",
     "lookup": "ours, prompt lookup",
+    "heads": "ours, lookup and heads",
     "generate": "transformers generate()",
     "generate_packed": "generate() on packed weights",
     "assisted": "transformers, drafter, constant γ",
@@ -44,6 +47,11 @@ NAMES = {
     "flashspec_lookup": "flashspec, prompt lookup",
     "economize": "economize, drafter",
     "economize_lookup": "economize, prompt lookup",
+    "llama": "llama.cpp, plain",
+    "llama_q8": "llama.cpp, plain, Q8_0",
+    "llama_q4": "llama.cpp, plain, Q4_0",
+    "llama_drafter": "llama.cpp, drafter",
+    "llama_lookup": "llama.cpp, prompt lookup",
 }
 
 
@@ -162,12 +170,15 @@ class Models:
     """The models that all contestants decode. Their generation configs are dropped.
 
     assistant: the drafter's model. drafter_path: the drafter's directory, for packages that only
-    load a drafter themselves.
+    load a drafter themselves. heads: a drafter that only our loop can use, or "" for none. closing:
+    closes what contestants have opened.
     """
 
     target: Target
     assistant: PreTrainedModel
     drafter_path: str
+    heads: str = ""
+    closing: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         pad = self.target.tokenizer.pad_token_id
@@ -175,7 +186,7 @@ class Models:
             model.generation_config = GenerationConfig(pad_token_id=0 if pad is None else pad)
 
     @classmethod
-    def load(cls, target: Target, drafter: str) -> "Models":
+    def load(cls, target: Target, drafter: str, heads: str = "") -> "Models":
         """Raises UserError for a drafter that only our loop can use."""
         opened = open_drafter(drafter, target)
         # Subclasses draft in another way, which other loops do not have.
@@ -185,10 +196,10 @@ class Models:
                 "vocabulary, and other decoding loops need one; leave --drafter out to have one "
                 "trained"
             )
-        return cls(target, opened.lm.model, drafter)
+        return cls(target, opened.lm.model, drafter, heads)
 
 
-def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
+def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict[str, Maker]:
     """Return, for every name in NAMES, a function that makes the contestant ready to run.
 
     sampled: at temperature 1 from the full distribution, the only setting that all loops support.
@@ -213,10 +224,17 @@ def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
         "assistant_confidence_threshold": 0.0,
     }
     model = models.target.model
+
+    def heads() -> Drafter:
+        if not models.heads:
+            raise UserError("no heads are given (--heads)")
+        return open_drafter(models.heads, models.target)
+
     return {
         "plain": ours(DRAFTERS["none"]),
         "speculative": ours(lambda: SmallLMDrafter(models.assistant)),
         "lookup": ours(lambda: NgramDrafter(max_n=MAX_N)),
+        "heads": ours(heads),
         "generate": lambda: _transformers(model, sampled),
         "generate_packed": lambda: _transformers(_pack(model), sampled),
         "assisted": lambda: _transformers(model, sampled, models.assistant, constant),
@@ -226,7 +244,29 @@ def makers(models: Models, *, gamma: int, sampled: bool) -> dict[str, Maker]:
         "flashspec_lookup": lambda: _flashspec(models, gamma, sampled, lookup=True),
         "economize": lambda: _economize(models, gamma, sampled, lookup=False),
         "economize_lookup": lambda: _economize(models, gamma, sampled, lookup=True),
+        **{
+            name: partial(_llama, start, sampled or batch > 1)
+            for name, start in llama_answers(models, gamma, MAX_N).items()
+        },
     }
+
+
+def _llama(start: Callable[[], Any], others: bool) -> Contestant:
+    if others:
+        raise RuntimeError("it is compared in greedy decoding at batch 1 only")
+    answer = start()
+
+    def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
+        (prompt,) = prompts
+        found = answer(prompt, tokens)
+        drafted, accepted = (
+            int(found["timings"].get(name, 0)) for name in ("draft_n", "draft_n_accepted")
+        )
+        emitted = tokens - 1  # the prompt's pass gives the first
+        counts = Passes(emitted - accepted, emitted, drafted, 0, accepted)
+        return JobResult([found["tokens"]], lambda: counts)
+
+    return run
 
 
 def _ours(decoder: Decoder) -> Contestant:

@@ -179,7 +179,7 @@ def hold_contest(
     dtype, device = dtype_name(models.target.dtype), models.target.device
     contest = Contest(replace(setting, jobs=len(jobs)), dtype)
     ready: dict[str, Contestant] = {}
-    make = makers(models, gamma=gamma, sampled=setting.sampled)
+    make = makers(models, gamma=gamma, sampled=setting.sampled, batch=setting.batch)
     for name in names:
         with contest.excusing(name):
             contestant = make[name]()

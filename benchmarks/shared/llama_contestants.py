@@ -1,0 +1,112 @@
+"""llama.cpp among the loops that `benchmarks.decode` compares: llama-server with the target's own
+weights, plain and with its drafts.
+
+The target is written as a GGUF file in its dtype; `llama-quantize` makes the smaller ones of it. A
+time is that of one request over loopback, which adds about two milliseconds.
+"""
+
+import functools
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from decode.base.device import dtype_name
+from decode.base.errors import UserError
+from decode.model.loading import target_gguf
+from draftsmith.export.formats.gguf_layout import FILE, metadata, tokenizer_keys, write_gguf
+from draftsmith.export.formats.small_lm_gguf import ARCHITECTURES, gguf_tensors, own_weights
+from train.engines.child_process import Server, serving
+from train.engines.programs import llama_server_program
+
+if TYPE_CHECKING:
+    from benchmarks.shared.decode_contestants import Models
+
+CONTEXT = 4096
+
+
+# From a prompt and a number of new tokens to llama-server's answer.
+Answers = Callable[[Sequence[int], int], dict[str, Any]]
+
+
+def llama_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callable[[], Answers]]:
+    """By contestant, a function that starts its server. `models.closing` stops the servers. Raises
+    UserError without llama-server, and for a target that cannot be written as GGUF."""
+    file = functools.cache(functools.partial(_written, models))
+
+    def drafter() -> list[str]:
+        return [
+            *("--spec-type", "draft-simple", "--spec-draft-p-min", "0"),
+            *("--spec-draft-n-max", str(gamma), "-md", str(file("drafter"))),
+        ]
+
+    def lookup() -> list[str]:
+        return [
+            *("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", str(max_n)),
+            *("--spec-ngram-simple-size-m", str(gamma)),
+        ]
+
+    def starting(kind: str, drafts: Callable[[], list[str]]) -> Callable[[], Answers]:
+        def start() -> Answers:
+            return functools.partial(_answer, _server(models, ["-m", str(file(kind)), *drafts()]))
+
+        return start
+
+    return {
+        "llama": starting("target", list),
+        "llama_q8": starting("Q8_0", list),
+        "llama_q4": starting("Q4_0", list),
+        "llama_drafter": starting("target", drafter),
+        "llama_lookup": starting("target", lookup),
+    }
+
+
+def _program() -> Path:
+    found = llama_server_program()
+    if found is None:
+        raise UserError("llama-server is not installed (make engine-llama)")
+    return found
+
+
+def _server(models: "Models", options: Sequence[str]) -> Server:
+    command = [str(_program()), *options, "--host", "127.0.0.1", "--port", "{port}"]
+    command += ["-np", "1", "-c", str(CONTEXT), "-t", str(torch.get_num_threads())]
+    return models.closing.enter_context(serving("llama-server", command, "/health"))
+
+
+def _answer(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    settings = {"temperature": 0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
+    body = {"prompt": list(prompt), "n_predict": tokens, "return_tokens": True, **settings}
+    answer = server.ask("/completion", body)
+    if not isinstance(answer, dict) or len(answer.get("tokens", ())) != tokens:
+        raise UserError(f"llama-server answers {json.dumps(answer)[:200]}; asked: {tokens} tokens")
+    return answer
+
+
+def _written(models: "Models", kind: str) -> Path:
+    """A GGUF file of the target, of the drafter, or of the target in a quantised type."""
+    program = _program()
+    folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
+    model = models.assistant if kind == "drafter" else models.target.model
+    _write(folder, model, models.target.name)
+    if kind in ("target", "drafter"):
+        return folder / FILE
+    quantise, found = program.with_name("llama-quantize"), folder / f"{kind}.gguf"
+    subprocess.run([quantise, folder / FILE, found, kind], check=True, capture_output=True)
+    return found
+
+
+def _write(folder: Path, model: PreTrainedModel, spec: str) -> None:
+    config: Any = model.config
+    if config.model_type not in ARCHITECTURES:
+        raise UserError(f"a {config.model_type} model is not written as GGUF here")
+    name, dtype = ARCHITECTURES[config.model_type].name, dtype_name(model.dtype)
+    described = metadata(config, name, dtype)
+    tensors = gguf_tensors(config, own_weights(model))
+    copied = tokenizer_keys(target_gguf(spec), config.vocab_size)
+    write_gguf(folder, name, described, copied, tensors, dtype)
