@@ -45,6 +45,7 @@ from benchmarks.shared.device_parts import (
     draft_costs,
     forward_times,
     hold_decode_contest,
+    mixed_lengths,
     pass_times,
     text_speeds,
     train_here,
@@ -62,6 +63,7 @@ PARTS: dict[str, Part] = {
     "decode_batch": partial(hold_decode_contest, batch=BATCH),
     "texts": text_speeds,
     "passes": pass_times,
+    "mixed_lengths": mixed_lengths,
     "forwards": forward_times,
     "draft_costs": draft_costs,
 }

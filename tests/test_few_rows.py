@@ -195,6 +195,25 @@ def test_a_token_has_the_same_bits_in_any_pass(family: str) -> None:
 
 
 @needs_library
+def test_a_short_text_does_not_read_the_slots_of_a_long_one() -> None:
+    lm = CachedLM(target("llama"))
+    ids = torch.randint(3, VOCAB, (2, 80), generator=torch.Generator().manual_seed(2))
+    ends = np.array([70, 3])
+
+    def fed(nothing: float) -> torch.Tensor:
+        lm.reset(2, 128)
+        with torch.inference_mode():
+            lm.read(ids, np.zeros(2, dtype=np.int64), ends)
+            for layer in lm.slots.layers:
+                layer.keys[1, :, 6:] = layer.values[1, :, 6:] = nothing
+            return lm.forward(ids[:, 70:73], ends)
+
+    found = fed(torch.nan)
+    assert found.isfinite().all()
+    assert torch.equal(found, fed(0.0))
+
+
+@needs_library
 def test_layers_without_a_part_and_copies_of_layers() -> None:
     lm = CachedLM(target("llama"))
     forward: Any = lm.forward_pass

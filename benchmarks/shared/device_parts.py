@@ -1,12 +1,13 @@
 """What `benchmarks.device` measures: the models it makes, and one function for each part."""
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.check_lossless import random_llama
 from decode.measure.time_costs import measure_costs
-from decode.measure.time_passes import pass_seconds
+from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.prepare_model import prepare
 from decode.model.identity import fingerprint
@@ -256,6 +257,30 @@ def pass_times(bench: Bench) -> dict[str, Any]:
         for width in WIDTHS[1:]
     }
     return {"seconds": seconds, "ratios": values}
+
+
+@torch.no_grad()
+def mixed_lengths(bench: Bench) -> dict[str, Any]:
+    """Seconds of a pass over seven short texts and a long one in one batch, and of one pass over
+    the seven and one over the long one. The model says no script."""
+    model = random_llama(dtype=DTYPE, device=bench.device, **bench.sizes.target)
+    short, long = [CONTEXTS[0]] * 7, [CONTEXTS[-1]]
+    widths, values = (1, bench.sizes.gamma + 1), {}
+    for width in widths:
+        passes = [_pass_over(model, lengths, width) for lengths in (short, long, short + long)]
+        apart, alone, together = seconds_by_turns(
+            passes, turns=bench.sizes.turns, device=bench.device
+        )
+        values[f"mixed_lengths_{width}_vs_apart"] = together / (apart + alone)
+    return {"ratios": values}
+
+
+def _pass_over(model: Any, lengths: Sequence[int], width: int) -> Callable[[], object]:
+    """A pass over `width` tokens of each text, behind texts of these lengths."""
+    lm, start = CachedLM(model), np.array(lengths)
+    lm.reset(len(lengths), max(lengths) + width)
+    ids = torch.zeros(len(lengths), width, dtype=torch.int64, device=lm.device)
+    return lambda: lm.forward(ids, start)
 
 
 def forward_times(bench: Bench) -> dict[str, Any]:

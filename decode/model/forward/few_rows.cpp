@@ -229,11 +229,23 @@ static void turn(bf16* head, const bf16* cos, const bf16* sin, int64_t size) {
   }
 }
 
+// Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
+// slots, and the rest of the longest is hidden from the others.
+static int64_t seen_slots(const bf16* mask, int64_t slots) {
+  const bf16 hidden = 0xFF7F;  // the lowest number
+  const __m512i every = _mm512_set1_epi16(short(hidden));
+  while (slots >= 32 && _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(mask + slots - 32), every) == 0)
+    slots -= 32;
+  while (slots > 1 && mask[slots - 1] == hidden) slots--;
+  return slots;
+}
+
 // One token's attention in one head. scores: room for S rounded up to 16.
 static void attend(const bf16* query, const bf16* keys, const bf16* values, const bf16* mask,
                    const int64_t* read, int64_t slots, int64_t size, float scale, float* scores,
                    bf16* y) {
   __m512 most = _mm512_set1_ps(-INFINITY);
+  slots = seen_slots(mask, slots);
   int64_t padded = (slots + 15) / 16 * 16;
   for (int64_t s = 0; s < slots; s++) {
     const bf16* key = keys + (read ? read[s] : s) * size;
