@@ -148,8 +148,8 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
     ("contract", "fields", "words"),
     [
         (CHAT, {"functions": [1], "function_call": "x", "grammar": "x"}, "of tools, only "
-         "functions in chats are supported: functions, function_call; forced formats have other "
-         "names here: response_format, guided_* and structured_outputs: grammar"),
+         "functions are supported, in chats and responses: functions, function_call; forced "
+         "formats have other names here: response_format, guided_* and structured_outputs: grammar"),
         (CHAT, {"bad_words": ["a"]}, "by logit_bias only: bad_words. Leave it out."),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias of 5 is 101.0; expected a number from −100"),
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias has the key 'x'; expected a token id"),
@@ -180,7 +180,7 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
         (COMPLETION, {"prompt": [[1], ["a"]]}, 'prompt.1.0 is "a"; expected a token id'),
         (COMPLETION, {"prompt": [1.5] * 90_000}, "prompt is a list of 90000; expected text or"),
         (RESPONSES, {"previous_response_id": "r"}, "so send the whole conversation"),
-        (RESPONSES, {"input": [{"type": "function_call"}]}, "are supported: input"),
+        (RESPONSES, {"input": [{"type": "web_search_call"}]}, "in chats and responses: input"),
         (RESPONSES, {"metadata": {str(n): n for n in range(90_000)}}, "expected at most 64"),
         (SETTINGS, {str(n): n for n in range(90_000)}, "unknown to this service: 0, 1"),
     ],

@@ -14,6 +14,7 @@ openai = pytest.importorskip("openai")
 from decode.model.loading import Target  # noqa: E402
 from draftsmith.serve.openai.api_errors import ApiError  # noqa: E402
 from draftsmith.serve.openai.contract import parse  # noqa: E402
+from draftsmith.serve.openai.messages import read_items  # noqa: E402
 from draftsmith.serve.openai.openai_requests import CHAT  # noqa: E402
 from draftsmith.serve.openai.tools import Calls  # noqa: E402
 from tests.service import MODEL, Running, chat, serving  # noqa: E402
@@ -30,6 +31,7 @@ TEMPLATES = {
     "mistral": "{{ tools | tojson }}[TOOL_CALLS] [" + WRITTEN.replace("<tool_call>", ""),
     "llama": '{{ tools | tojson }}{"name": "x", "parameters": {}}'
     + WRITTEN.replace("<tool_call>", ""),
+    "glm": "{{ tools | tojson }}<tool_call>{function-name}\n<arg_key>" + WRITTEN,
 }
 PLACE = {
     "type": "object",
@@ -43,6 +45,9 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
     for name, schema in (("weather", PLACE), ("now", NOTHING))
 ]
+
+
+FLAT: list[Any] = [{"type": "function", "strict": True, **tool["function"]} for tool in TOOLS]
 
 
 def target(kind: str) -> Target:
@@ -148,11 +153,87 @@ def test_calls_in_a_text(kind: str, text: str, content: str | None, names: list[
     assert [name for name, _ in one.read(text, [], [])[1]] == names[:1]
 
 
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
+    service: Running, route: str
+) -> None:
+    """The text comes first in a stream, and two calls come with its end."""
+    text = f"Hm, 7.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>"
+    forced = {"extra_body": {"guided_choice": [text]}}
+    names, arguments = ["weather", "now"], [{"city": "Rome", "days": 1}, {}]
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        if route == "chat":
+            asked: Any = {"messages": [{"role": "user", "content": "a"}], "tools": TOOLS, **forced}
+            chunks = [*client.chat.completions.create(model=MODEL, stream=True, **asked)]
+            deltas = [chunk.choices[0].delta for chunk in chunks]
+            calls = [x.function for delta in deltas for x in delta.tool_calls or []]
+            assert "".join(delta.content or "" for delta in deltas) == "Hm, 7."
+            assert chunks[-1].choices[0].finish_reason == "tool_calls"
+        else:
+            asked = {"input": "a", "tools": FLAT, **forced}
+            asked |= {"include": ["message.output_text.logprobs"]}
+            events = [*client.responses.create(model=MODEL, stream=True, **asked)]
+            output = events[-1].response.output
+            said, *calls = output
+            assert [x.type for x in output] == ["message", "function_call", "function_call"]
+            assert said.content[0].text == "Hm, 7."
+            assert "".join(x.token for x in said.content[0].logprobs).startswith("Hm, 7.")
+            deltas = [x for x in events if x.type == "response.output_text.delta"]
+            assert "".join(x.delta for x in deltas) == "Hm, 7."
+            done = [x for x in events if x.type == "response.output_item.done"]
+            assert [x.item for x in done] == output
+            assert [x.output_index for x in done] == [0, 1, 2]
+            whole = client.responses.create(model=MODEL, **asked).output
+            assert [x.type for x in whole] == [x.type for x in output]
+    assert [call.name for call in calls] == names
+    assert [json.loads(call.arguments) for call in calls] == arguments
+
+
+def test_the_openai_client_gets_forced_calls_of_responses(service: Running) -> None:
+    asked: dict[str, Any] = {
+        "model": MODEL, "input": [{"role": "user", "content": "Rome?"}], "tools": FLAT,
+        "tool_choice": {"type": "function", "name": "weather"}, "parallel_tool_calls": False,
+        "temperature": 1, "max_output_tokens": 100, "extra_body": {"seed": 3},
+    }  # fmt: skip
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
+        answer = client.responses.create(**asked)
+        (call,) = answer.output
+        require_fitting(call)
+        assert (call.type, call.name, answer.status) == ("function_call", "weather", "completed")
+        assert answer.tool_choice.name == "weather"
+        assert [tool.name for tool in answer.tools] == ["weather", "now"]
+        events = [*client.responses.create(**asked, stream=True)]
+        kinds = [x.type.removeprefix("response.") for x in events]
+        assert kinds == [
+            "created", "in_progress", "output_item.added", "function_call_arguments.delta",
+            "function_call_arguments.done", "output_item.done", "completed",
+        ]  # fmt: skip
+        assert events[3].delta == call.arguments
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        history = [*asked["input"], call.model_dump(exclude_none=True), output]
+        asked |= {"input": history, "tool_choice": "auto", "max_output_tokens": 4}
+        (last,) = client.responses.create(**asked).output
+        assert last.type == "message"
+
+
+def test_items_of_calls_are_messages_of_a_chat() -> None:
+    call = {"type": "function_call", "call_id": "a", "name": "now", "arguments": "{}"}
+    output = {"type": "function_call_output", "call_id": "a", "output": "noon"}
+    said = {"type": "message", "role": "assistant", "content": "Hm."}
+    messages = read_items([{"role": "user", "content": "q"}, said, call, call, output, call])
+    assert [x["role"] for x in messages] == ["user", "assistant", "tool", "assistant"]
+    assert [len(x.get("tool_calls", ())) for x in messages] == [0, 2, 0, 1]
+    assert messages[2] == {"role": "tool", "content": "noon", "tool_call_id": "a"}
+    with pytest.raises(ApiError, match=r"input\.0\.tool_call_id is missing"):
+        read_items([{"type": "function_call_output", "output": "noon"}])
+
+
 def test_transformers_reads_what_its_templates_describe() -> None:
     known = target("hermes").tokenizer
-    known.chat_template = TEMPLATES["hermes"].replace("<tool_call>", "<call>")
-    with pytest.raises(ApiError, match="not in a format of calls"):
-        Calls(known, TOOLS, "auto", True)
+    for unknown in (TEMPLATES["glm"], TEMPLATES["hermes"].replace("<tool_call>", "<call>")):
+        known.chat_template = unknown
+        with pytest.raises(ApiError, match="not in a format of calls"):
+            Calls(known, TOOLS, "auto", True)
     known.response_template = {
         "defaults": {"role": "assistant"},
         "start_anchor": "<|im_start|>assistant\n",
@@ -186,7 +267,7 @@ def test_a_template_without_tools_is_one_clear_error() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"tools": [1]}, "tools.0 is 1; expected an object"),
+        ({"tools": [1]}, "tools.0 is 1; expected a function"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tool_choice": "required"}, "but tools has none"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},

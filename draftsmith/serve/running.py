@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -14,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.device import run_in_thread
 from decode.draw.constraint import Constraint
+from decode.text_stream import decode
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
@@ -78,6 +80,9 @@ class Running:
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
+        # By choice: the sum of its tokens' log-probabilities.
+        self._likelihoods, self._kept = [0.0] * len(self.choices), (asked.kept, asked.texts)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
@@ -89,7 +94,7 @@ class Running:
             deliver,
             asked.stops,
             asked.ignore_eos,
-            asked.likeliest,
+            0 if asked.likeliest is None and asked.kept < asked.texts else asked.likeliest,
             asked.draftsmith.trace,
             asked.store,
             asked.draftsmith.label,
@@ -135,6 +140,9 @@ class Running:
             piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
         if ended and text.stopped:
             piece.reason = "stop"
+        self._likelihoods[index] += sum(entry.logprob for entry in new.logprobs)
+        if self._echoes and piece.generated == len(new.tokens):
+            piece.text = self._echoes[index] + piece.text
         return piece
 
     async def _collected(self, answer: ApiAnswer) -> list[Piece]:
@@ -154,11 +162,24 @@ class Running:
                     texts[text.index] = text.joined(end)
         return texts
 
+    def _best(self, texts: list[Piece]) -> list[Piece]:
+        """Of each prompt, the texts whose tokens are likeliest in the mean, as many as asked for,
+        the likeliest first."""
+        kept, drawn = self._kept
+        if kept == drawn:
+            return texts
+
+        def mean(text: Piece) -> float:
+            return self._likelihoods[text.index] / text.generated if text.generated else -math.inf
+
+        prompts = (texts[first : first + drawn] for first in range(0, len(texts), drawn))
+        return [x for of in prompts for x in sorted(of, key=mean, reverse=True)[:kept]]
+
     async def whole(self, request: Request, answer: ApiAnswer) -> Response:
         """The complete answer. A long one is written in a thread."""
 
         async def written() -> Response:
-            texts = await self._collected(answer)
+            texts = self._best(await self._collected(answer))
 
             def write() -> Response:
                 return _Whole(self, to_json(answer.whole(texts)), lossy_header(answer.lossy))
@@ -183,6 +204,11 @@ class Running:
             self.cancel()
             raise
         return _Stream(self, _events_of(answer, first, pieces), lossy_header(answer.lossy))
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> str:
+    """A prompt as text: as it was given, or that of its ids without special tokens."""
+    return prompt if isinstance(prompt, str) else decode(tokenizer, prompt)
 
 
 async def _events_of(

@@ -91,10 +91,13 @@ class ApiAnswer(ABC):
         self._model, self._fingerprint, self._calls = model, fingerprint, calls
         self._created = int(time.time())
         self.error: dict[str, Any] | None = None
+        # Of an answer with tools, by choice: the text so far, and how much of it is given.
+        self._so_far = dict.fromkeys((choice.index for choice in choices), "")
+        self._given = dict.fromkeys(self._so_far, 0)
 
     @abstractmethod
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-        """The answer to a request without `stream`. texts: the texts of each choice."""
+        """The answer to a request without `stream`. texts: those that are given."""
 
     @abstractmethod
     def opening(self) -> Iterator[bytes]:
@@ -111,6 +114,20 @@ class ApiAnswer(ABC):
     @abstractmethod
     def failure(self, error: ApiError) -> Iterator[bytes]:
         """The events of an answer that cannot go on."""
+
+    def read(self, piece: Piece) -> tuple[str, list[tuple[str, str]]]:
+        """The next text of a choice that is no call, and the calls, which come with its end."""
+        if self._calls is None:
+            return piece.text, []
+        index = piece.index
+        self._so_far[index] += piece.text
+        text, given = self._so_far[index], self._given[index]
+        if piece.reason is None:
+            self._given[index] = max(given, self._calls.certain(text))
+            return text[given : self._given[index]], []
+        choice = self._choices[index]
+        content, calls = self._calls.read(text, choice.prompt, choice.tokens)
+        return content[given:], calls
 
     @property
     def prompt_tokens(self) -> int:
@@ -201,7 +218,7 @@ class ChoicesAnswer(ApiAnswer):
         return {"token_ids": choice.tokens[self._generated[piece.index] : piece.generated]}
 
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-        choices = [self.choice(text, whole=True) for text in texts]
+        choices = [{**self.choice(text, whole=True), "index": at} for at, text in enumerate(texts)]
         return {
             **self._shared,
             "object": self.kind,
@@ -252,12 +269,6 @@ class ChatAnswer(ChoicesAnswer):
 
     kind, chunk, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        # Of a stream with tools, by choice: the text so far, and how much of it is sent.
-        self._so_far = dict.fromkeys((choice.index for choice in self._choices), "")
-        self._sent = dict.fromkeys(self._so_far, 0)
-
     def choice(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
         made = super().choice(piece, whole=whole)
         if "tool_calls" in made["message" if whole else "delta"]:
@@ -265,9 +276,8 @@ class ChatAnswer(ChoicesAnswer):
         return made
 
     def text(self, piece: Piece, *, whole: bool) -> dict[str, Any]:
-        content, calls = piece.text, list[dict[str, Any]]()
-        if self._calls is not None:
-            content, calls = self._content(self._calls, piece)
+        content, found = self.read(piece)
+        calls = call_ids(found)
         if whole:
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
@@ -276,18 +286,6 @@ class ChatAnswer(ChoicesAnswer):
         numbered = [{"index": at, **call} for at, call in enumerate(calls)]
         delta = {"content": content} if content else {}
         return {"delta": {**delta, **({"tool_calls": numbered} if calls else {})}}
-
-    def _content(self, reads: Calls, piece: Piece) -> tuple[str, list[dict[str, Any]]]:
-        """The next text of a choice that is no call, and the calls, which come with its end."""
-        index = piece.index
-        self._so_far[index] += piece.text
-        text, sent = self._so_far[index], self._sent[index]
-        if piece.reason is None:
-            self._sent[index] = max(sent, reads.certain(text))
-            return text[sent : self._sent[index]], []
-        choice = self._choices[index]
-        content, calls = reads.read(text, choice.prompt, choice.tokens)
-        return content[sent:], call_ids(calls)
 
     def logprobs(self, tokens: Sequence[AnswerToken]) -> dict[str, Any]:
         return {"content": entries(tokens), "refusal": None}

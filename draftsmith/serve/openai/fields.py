@@ -47,7 +47,7 @@ IGNORED = {
     "keep_alive": _SPEED,
 }
 
-_TOOLS = "of tools, only functions in chats are supported"
+_TOOLS = "of tools, only functions are supported, in chats and responses"
 _MEDIA = "images, audio and files are not supported"
 _KEPT = "answers and conversations are not kept, so send the whole conversation with each request"
 

@@ -161,22 +161,32 @@ def _is_long(stop: str) -> bool:
     return len(stop) > LONGEST_STOP
 
 
-def read_items(value: Any) -> list[dict[str, str]]:
-    """The messages of /v1/responses, given as text or as items."""
+def read_items(value: Any) -> list[dict[str, Any]]:
+    """The messages of /v1/responses, given as text or as items. Calls that follow each other, or a
+    message of the assistant, are in one message."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list) or not value:
         raise unfit("input", value, "text or a list of messages")
-    return [
-        _message(item, f"input.{at}")
-        for at, item in enumerate(value)
-        if _is_message(item, f"input.{at}")
-    ]
-
-
-def _is_message(item: Any, path: str) -> bool:
-    """Whether an item is a message; False: reasoning, which comes back from earlier answers."""
-    kind = item.get("type") if isinstance(item, dict) else None
-    if kind not in (None, "message", "reasoning"):
-        raise unsupported(kind, f"{path}.type")
-    return kind != "reasoning"
+    messages: list[dict[str, Any]] = []
+    for at, item in enumerate(value):
+        path = f"input.{at}"
+        match item:
+            case {"type": "reasoning"}:  # it comes back from earlier answers
+                pass
+            case {"type": "function_call"}:
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                call = _call({"id": item.get("call_id"), "function": item}, path)
+                messages[-1].setdefault("tool_calls", []).append(call)
+            case {"type": "function_call_output"}:
+                content = _text(item.get("output"), f"{path}.output")
+                said = {"tool_call_id": item.get("call_id"), "content": content}
+                messages.append(
+                    validated(TOOL_MESSAGE, {"role": "tool", **said}, path).model_dump()
+                )
+            case {"type": str(kind)} if kind != "message":
+                raise unsupported(kind, f"{path}.type")
+            case _:
+                messages.append(_message(item, path))
+    return messages

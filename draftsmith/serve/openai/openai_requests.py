@@ -43,7 +43,12 @@ from draftsmith.serve.openai.messages import (
     read_prompts,
     read_stops,
 )
-from draftsmith.serve.openai.tools import read_tool_choice, read_tools
+from draftsmith.serve.openai.tools import (
+    read_flat_choice,
+    read_flat_tools,
+    read_tool_choice,
+    read_tools,
+)
 
 LONGEST_LABEL = 64  # characters
 MOST_ENTRIES = 64  # of a mapping or list of options
@@ -94,6 +99,8 @@ FEW = BeforeValidator(_few)
 _TEXT_OR_IDS = WithJsonSchema({"title": "text or token ids, one prompt or several"})
 _TEXTS = WithJsonSchema({"title": f"up to {MOST_STOPS} texts of at most {LONGEST_STOP} characters"})
 _OBJECT = WithJsonSchema({"title": "an object"})
+_FUNCTIONS = WithJsonSchema({"title": "a list of functions"})
+_CHOICE = WithJsonSchema({"title": "auto, none, required, or a function by its name"})
 
 
 _DRAWN = {x.name: x.metadata for x in fields(Sampling) if x.metadata}
@@ -215,6 +222,16 @@ class Asked(Drawn):
         return 1
 
     @property
+    def kept(self) -> int:
+        """How many of these texts are given, the likeliest by the mean over their tokens."""
+        return self.texts
+
+    @property
+    def echoed(self) -> Sequence[str | list[int]]:
+        """The prompts, if the texts begin with them."""
+        return []
+
+    @property
     def gives_token_ids(self) -> bool:
         """Whether the answer has the ids of its tokens and of its prompts."""
         return False
@@ -227,11 +244,6 @@ class Asked(Drawn):
     def template(self) -> dict[str, Any]:
         """Options of the chat template."""
         return {}
-
-    @property
-    def called(self) -> Sequence[dict[str, Any]]:
-        """The functions that an answer may call."""
-        return []
 
     @property
     def limit(self) -> tuple[str, int | None]:
@@ -279,7 +291,55 @@ class _Several(Asked):
         return self.stop
 
 
-class ChatRequest(_Several):
+class Tooled(Asked):
+    """Requests whose answers may call functions."""
+
+    tools: Annotated[list[dict[str, Any]], PlainValidator(read_tools), _FUNCTIONS] = Field(
+        [], description="functions that the answer may call"
+    )
+    tool_choice: Annotated[str | tuple[str], PlainValidator(read_tool_choice), _CHOICE] = Field(
+        "auto", description="a forced call has the schema of its function's `parameters`"
+    )
+    parallel_tool_calls: bool = Field(True, description="false: at most one call")
+
+    @model_validator(mode="after")
+    def _can_choose(self) -> "Tooled":
+        if (wrong := self._wrong_choice()) is not None:
+            raise ApiError(400, wrong, param="tool_choice", code="invalid_value")
+        return self
+
+    def _wrong_choice(self) -> str | None:
+        """Why no call can be forced. None: it can, or is not asked for."""
+        choice = self.tool_choice
+        if choice in ("auto", "none"):
+            return None
+        names = [tool["function"]["name"] for tool in self.tools]
+        if not names or (isinstance(choice, tuple) and choice[0] not in names):
+            said = choice[0] if isinstance(choice, tuple) else choice
+            return f"tool_choice asks for {shown(said)}, but tools has {', '.join(names) or 'none'}"
+        if self.grammar or self.ignore_eos or self.sampling(Sampling()).min_tokens:
+            return (
+                "tool_choice forces a call, which is a format of its own and ends the text; leave "
+                "other formats, ignore_eos and min_tokens out"
+            )
+        return None
+
+    @property
+    @abstractmethod
+    def said(self) -> list[dict[str, Any]]:
+        """The messages."""
+
+    @property
+    def called(self) -> Sequence[dict[str, Any]]:
+        """The functions that an answer may call."""
+        return [] if self.tool_choice == "none" else self.tools
+
+    @property
+    def template(self) -> dict[str, Any]:
+        return {"tools": list(self.called)} if self.called else {}
+
+
+class ChatRequest(_Several, Tooled):
     """The body of /v1/chat/completions."""
 
     asks = "messages"
@@ -307,17 +367,6 @@ class ChatRequest(_Several):
         None, description="false: no beginning of an answer follows the last message"
     )
     reasoning_effort: str | None = Field(None, description="a variable of the chat template")
-    tools: Annotated[
-        list[dict[str, Any]],
-        PlainValidator(read_tools),
-        WithJsonSchema({"title": "a list of functions"}),
-    ] = Field([], description="functions that the answer may call")
-    tool_choice: Annotated[
-        str | tuple[str],
-        PlainValidator(read_tool_choice),
-        WithJsonSchema({"title": "auto, none, required, or a function by its name"}),
-    ] = Field("auto", description="a forced call has the schema of its function's `parameters`")
-    parallel_tool_calls: bool = Field(True, description="false: at most one call")
     chat_template_kwargs: Annotated[dict[str, str | bool | int | float], FEW] = Field(
         {}, description="variables of the chat template"
     )
@@ -336,29 +385,11 @@ class ChatRequest(_Several):
         if taken := OPTIONS_OF_TEMPLATES.intersection(self.chat_template_kwargs):
             message = f"chat_template_kwargs has {min(taken)}, which is no variable; leave it out"
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
-        if (wrong := self._wrong_choice()) is not None:
-            raise ApiError(400, wrong, param="tool_choice", code="invalid_value")
         return self
 
-    def _wrong_choice(self) -> str | None:
-        """Why no call can be forced. None: it can, or is not asked for."""
-        choice = self.tool_choice
-        if choice in ("auto", "none"):
-            return None
-        names = [tool["function"]["name"] for tool in self.tools]
-        if not names or (isinstance(choice, tuple) and choice[0] not in names):
-            said = choice[0] if isinstance(choice, tuple) else choice
-            return f"tool_choice asks for {shown(said)}, but tools has {', '.join(names) or 'none'}"
-        if self.grammar or self.ignore_eos or self.sampling(Sampling()).min_tokens:
-            return (
-                "tool_choice forces a call, which is a format of its own and ends the text; leave "
-                "other formats, ignore_eos and min_tokens out"
-            )
-        return None
-
     @property
-    def called(self) -> Sequence[dict[str, Any]]:
-        return [] if self.tool_choice == "none" else self.tools
+    def said(self) -> list[dict[str, Any]]:
+        return self.messages
 
     def prompts(self) -> Sequence[Prompt]:
         return [self.messages]
@@ -371,9 +402,7 @@ class ChatRequest(_Several):
     def template(self) -> dict[str, Any]:
         effort = self.reasoning_effort
         options: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        options |= self.chat_template_kwargs
-        if self.called:
-            options["tools"] = list(self.called)
+        options |= self.chat_template_kwargs | super().template
         if self.continue_final_message or self.add_generation_prompt is False:
             options["add_generation_prompt"] = False
         if self.continue_final_message:
@@ -407,14 +436,48 @@ class CompletionRequest(_Several):
     add_special_tokens: bool = Field(
         True, description="as the tokenizer does, for example a token for the beginning"
     )
+    echo: bool = Field(False, description="the text begins with its prompt; without `logprobs`")
+    best_of: int | None = Field(
+        None,
+        ge=1,
+        description="draw this number of texts, and give the `n` whose tokens are likeliest in the "
+        "mean; no stream",
+    )
 
     @field_validator("logprobs", mode="before")
     @classmethod
     def _no_logprobs(cls, value: Any) -> Any:
         return None if value is False else value
 
+    @model_validator(mode="after")
+    def _fits(self) -> "CompletionRequest":
+        wrong = None
+        if self.echo and self.logprobs is not None:
+            message = "echo is true beside logprobs, which the tokens of a prompt do not have"
+            wrong = ("echo", f"{message}; leave one out")
+        elif self.texts < self.n:
+            wrong = ("best_of", f"best_of is {self.best_of}; expected at least n, {self.n}")
+        elif self.texts > self.n and self.stream:
+            message = "best_of is above n beside stream: true, but the best texts are known last"
+            wrong = ("best_of", f"{message}; leave one out")
+        if wrong is not None:
+            raise ApiError(400, wrong[1], param=wrong[0], code="invalid_value")
+        return self
+
     def prompts(self) -> Sequence[Prompt]:
         return self.prompt
+
+    @property
+    def texts(self) -> int:
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def kept(self) -> int:
+        return self.n
+
+    @property
+    def echoed(self) -> Sequence[str | list[int]]:
+        return self.prompt if self.echo else []
 
     @property
     def template(self) -> dict[str, Any]:
@@ -428,7 +491,7 @@ class CompletionRequest(_Several):
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
-class ResponsesRequest(Asked):
+class ResponsesRequest(Tooled):
     """The body of /v1/responses."""
 
     asks = "input"
@@ -436,10 +499,16 @@ class ResponsesRequest(Asked):
     keeps_store = False  # OpenAI's default is true
 
     input: Annotated[
-        list[dict[str, str]],
+        list[dict[str, Any]],
         PlainValidator(read_items),
-        WithJsonSchema({"title": "text or a list of messages"}),
+        WithJsonSchema({"title": "text or a list of messages and calls"}),
     ] = Field(description="what is answered")
+    tools: Annotated[list[dict[str, Any]], PlainValidator(read_flat_tools), _FUNCTIONS] = Field(
+        [], description="functions that the answer may call"
+    )
+    tool_choice: Annotated[str | tuple[str], PlainValidator(read_flat_choice), _CHOICE] = Field(
+        "auto", description="a forced call has the schema of its function's `parameters`"
+    )
     instructions: str | None = Field(None, description="a system message before the others")
     max_output_tokens: int | None = Field(None, ge=1, description="the longest text, in tokens")
     include: Annotated[list[Included], FEW] = Field(
@@ -460,6 +529,10 @@ class ResponsesRequest(Asked):
         form = self.text.grammar
         return [*super()._grammars(), *(() if form is None else (form,))]
 
+    @property
+    def said(self) -> list[dict[str, Any]]:
+        return self.input
+
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.instructions is None else [self.instructions]
         return [[*({"role": "system", "content": x} for x in said), *self.input]]
@@ -472,7 +545,8 @@ class ResponsesRequest(Asked):
     @property
     def template(self) -> dict[str, Any]:
         effort = self.reasoning.effort
-        return {} if effort is None else {"reasoning_effort": effort}
+        said = {} if effort is None else {"reasoning_effort": effort}
+        return said | super().template
 
 
 class SettingsChange(RequestPart):
@@ -499,13 +573,13 @@ class SettingsChange(RequestPart):
 
 CHAT = Contract(
     ChatRequest,
-    {name: why for name, why in IGNORED.items() if name != "parallel_tool_calls"},
+    {name: why for name, why in IGNORED.items() if name not in ChatRequest.model_fields},
     REFUSED,
 )
 COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
 RESPONSES = Contract(
     ResponsesRequest,
-    {name: why for name, why in IGNORED.items() if name != "metadata"},
+    {name: why for name, why in IGNORED.items() if name not in ResponsesRequest.model_fields},
     REFUSED
     | {
         "one text is given, to its end": {"n": (1,), "stop": ([], "")},

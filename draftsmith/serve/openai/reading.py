@@ -17,7 +17,7 @@ from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.formats import AskedGrammar
-from draftsmith.serve.openai.openai_requests import Asked, ChatRequest
+from draftsmith.serve.openai.openai_requests import Asked, Tooled
 from draftsmith.serve.openai.tools import Calls, require_tools
 
 T = TypeVar("T")
@@ -58,7 +58,8 @@ class RequestLimits:
         texts = prompts * asked.texts
         if not 1 <= texts <= self.texts:
             message = f"the request asks for {texts} texts; expected 1 to {self.texts}"
-            raise ApiError(400, message, param=asked.asks if asked.texts == 1 else "n")
+            several = "n" if asked.kept == asked.texts else "best_of"
+            raise ApiError(400, message, param=asked.asks if asked.texts == 1 else several)
 
     def new_tokens(self, asked: Asked, longest: int) -> int:
         """How many tokens a text may have. longest: tokens of a prompt."""
@@ -172,14 +173,13 @@ class BodyReader:
 
     def _calls(self, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> Calls | None:
         """Reads the calls of an answer, if it may have some."""
-        if isinstance(asked, ChatRequest):
-            for at, message in enumerate(asked.messages):
-                if message["role"] == "tool" or "tool_calls" in message:
-                    require_tools(tokenizer, f"messages.{at}")
-            if asked.called:
-                choice, parallel = asked.tool_choice, asked.parallel_tool_calls
-                return Calls(tokenizer, asked.called, choice, parallel)
-        return None
+        if not isinstance(asked, Tooled):
+            return None
+        if any(message["role"] == "tool" or "tool_calls" in message for message in asked.said):
+            require_tools(tokenizer, asked.asks)
+        if not asked.called:
+            return None
+        return Calls(tokenizer, asked.called, asked.tool_choice, asked.parallel_tool_calls)
 
     def _require_short(self, prompt: Prompt, asked: Asked) -> None:
         """Refuse a prompt that has too many tokens for certain, before it is turned into tokens."""

@@ -3,53 +3,92 @@
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from draftsmith.net.events import event
+from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.formats import ANY_TEXT
+from draftsmith.serve.openai.openai_requests import Asked, Tooled
+from draftsmith.serve.openai.tools import call_ids
 
 
 class ResponsesAnswer(ApiAnswer):
-    """One message of the assistant with one text."""
+    """The items of one answer: a message of the assistant, unless there is nothing in it, and the
+    calls of functions. In a stream the calls come whole, with the end."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._so_far = Piece(0, "", None)
+        self._message = Piece(0, "", None)
+        self._held: list[AnswerToken] = []  # that may be of a call
+        self._items: list[dict[str, Any]] = []  # of calls
+        self._opened = False
         self._events = 0
 
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
-        (self._so_far,) = texts
-        return self._response(self._status, [self._item(self._status)])
+        for piece in texts:
+            self._add(piece)
+        return self._response(self._status, self._output(self._status))
 
     def opening(self) -> Iterator[bytes]:
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress", []))
-        yield self._event("output_item.added", output_index=0, item=self._item("in_progress"))
-        yield self._of_part("content_part.added", part=self._content())
+        if self._calls is None:
+            yield from self._open()
 
     def part(self, piece: Piece) -> Iterator[bytes]:
-        self._so_far = self._so_far.joined(piece)
-        if piece.text or piece.tokens:
-            logprobs = entries(piece.tokens)
-            yield self._of_part("output_text.delta", delta=piece.text, logprobs=logprobs)
+        said = self._add(piece)
+        if said.text or said.tokens:
+            yield from self._open()
+            logprobs = entries(said.tokens)
+            yield self._of_part("output_text.delta", delta=said.text, logprobs=logprobs)
 
     def closing(self) -> Iterator[bytes]:
         status, content = self._status, self._content()
-        done = {"text": content["text"], "logprobs": content["logprobs"]}
-        yield self._of_part("output_text.done", **done)
-        yield self._of_part("content_part.done", part=content)
-        item = self._item(status)
-        yield self._event("output_item.done", output_index=0, item=item)
-        yield self._event(status, response=self._response(status, [item]))
+        if self._has_message:
+            yield from self._open()
+            done = {"text": content["text"], "logprobs": content["logprobs"]}
+            yield self._of_part("output_text.done", **done)
+            yield self._of_part("content_part.done", part=content)
+            yield self._event("output_item.done", output_index=0, item=self._item(status))
+        for at, item in enumerate(self._items, start=int(self._has_message)):
+            begun = item | {"status": "in_progress", "arguments": ""}
+            yield self._event("output_item.added", output_index=at, item=begun)
+            place, arguments = {"item_id": item["id"], "output_index": at}, item["arguments"]
+            yield self._event("function_call_arguments.delta", **place, delta=arguments)
+            done = {"name": item["name"], "arguments": arguments}
+            yield self._event("function_call_arguments.done", **place, **done)
+            yield self._event("output_item.done", output_index=at, item=item)
+        yield self._event(status, response=self._response(status, self._output(status)))
 
     def failure(self, error: ApiError) -> Iterator[bytes]:
         message = error.body["error"]["message"]
-        response = self._response("failed", [self._item("incomplete")])
+        response = self._response("failed", self._output("incomplete"))
         response["error"] = {"code": "server_error", "message": message}
         yield self._event("failed", response=response)
+
+    def _add(self, piece: Piece) -> Piece:
+        """What of the next piece is text of the message."""
+        text, calls = self.read(piece)
+        self._items += map(_call_item, call_ids(calls))
+        self._held += piece.tokens
+        length = len(self._message.text) + len(text)
+        all_mine = self._calls is None or (piece.reason is not None and not calls)
+        count = sum(all_mine or x.start < length for x in self._held)
+        said = replace(piece, text=text, tokens=self._held[:count])
+        self._held = self._held[count:]
+        self._message = self._message.joined(said)
+        return said
+
+    def _open(self) -> Iterator[bytes]:
+        """The events that begin the message, once."""
+        if not self._opened:
+            self._opened = True
+            yield self._event("output_item.added", output_index=0, item=self._item("in_progress"))
+            yield self._of_part("content_part.added", part=self._content())
 
     def _of_part(self, kind: str, **fields: Any) -> bytes:
         """An event of the one part of the one item."""
@@ -63,11 +102,18 @@ class ResponsesAnswer(ApiAnswer):
 
     @property
     def _status(self) -> str:
-        return "incomplete" if self._so_far.reason == "length" else "completed"
+        return "incomplete" if self._message.reason == "length" else "completed"
 
     def _content(self) -> dict[str, Any]:
-        text, logprobs = self._so_far.text, entries(self._so_far.tokens)
+        text, logprobs = self._message.text, entries(self._message.tokens)
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+    @property
+    def _has_message(self) -> bool:
+        return bool(self._message.text) or not self._items
+
+    def _output(self, status: str) -> list[dict[str, Any]]:
+        return [*([self._item(status)] if self._has_message else []), *self._items]
 
     def _item(self, status: str) -> dict[str, Any]:
         content = [] if status == "in_progress" else [self._content()]
@@ -93,9 +139,7 @@ class ResponsesAnswer(ApiAnswer):
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_logprobs": asked.likeliest,
-            "tools": [],
-            "tool_choice": "none",
-            "parallel_tool_calls": False,
+            **_tools_of(asked),
             "previous_response_id": None,
             "text": {"format": getattr(asked, "text", ANY_TEXT).given},
             "truncation": "disabled",
@@ -114,3 +158,24 @@ class ResponsesAnswer(ApiAnswer):
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read + generated,
         }
+
+
+def _call_item(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of a function, as `call_ids` gives it, as an item of the output."""
+    ids = {"id": f"fc_{call['id']}", "call_id": call["id"]}
+    return {"type": "function_call", **ids, "status": "completed", **call["function"]}
+
+
+def _tools_of(asked: Asked) -> dict[str, Any]:
+    """The request's fields on tools, as it gave them."""
+    if not isinstance(asked, Tooled) or not asked.tools:
+        return {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
+    tools = [{"parameters": {}, **tool["function"], "strict": None} for tool in asked.tools]
+    choice = asked.tool_choice
+    return {
+        "tools": [{"type": "function", **tool} for tool in tools],
+        "tool_choice": {"type": "function", "name": choice[0]}
+        if isinstance(choice, tuple)
+        else choice,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+    }

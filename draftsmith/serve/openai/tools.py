@@ -45,9 +45,9 @@ class CallFormat:
 
 
 FORMATS = (
-    # Hermes, Qwen2.5 and Qwen3.
+    # Hermes, Qwen2.5 and Qwen3; GLM writes <tool_call>{name} and no JSON.
     CallFormat(
-        r"<tool_call>(\\n|\s)*\{", r"<tool_call>", True, "",
+        r"<tool_call>(\\n|\s)*\{\\?[\"']name\b", r"<tool_call>", True, "",
         "<tool_call>\n", "\n</tool_call>", "\n", "",
         ("<tool_call>", "</tool_call>"), "arguments",
     ),
@@ -65,26 +65,16 @@ FORMATS = (
 
 
 def read_tools(value: Any) -> list[dict[str, Any]]:
-    """OpenAI's `tools`: functions. Raises ApiError for the first fault."""
+    """OpenAI's `tools` of chats: functions. Raises ApiError for the first fault."""
     if not isinstance(value, list) or len(value) > MOST_TOOLS:
         raise unfit("tools", value, f"a list of at most {MOST_TOOLS} functions")
     return [_tool(one, f"tools.{at}") for at, one in enumerate(value)]
 
 
-def _tool(value: Any, path: str) -> dict[str, Any]:
-    match value:
-        case {"type": "function", "function": {"name": str(name), **rest}}:
-            pass
-        case _:
-            shape = 'an object {"type": "function", "function": {"name": …, "parameters": {…}}}'
-            raise unfit(path, value, shape)
-    if not NAME.fullmatch(name):
-        expected = "1 to 64 letters, digits, _ and -"
-        raise unfit(f"{path}.function.name", name, expected)
-    if not isinstance(rest.get("parameters") or {}, dict):
-        raise unfit(f"{path}.function.parameters", rest["parameters"], "a JSON schema, an object")
-    known = {key: x for key in ("description", "parameters") if (x := rest.get(key)) is not None}
-    return {"type": "function", "function": {"name": name, **known}}
+def read_flat_tools(value: Any) -> list[dict[str, Any]]:
+    """OpenAI's `tools` of responses, as chats write them: there a function has no object of its
+    own. Raises ApiError for the first fault."""
+    return read_tools(list(map(_nested, value)) if isinstance(value, list) else value)
 
 
 def read_tool_choice(value: Any) -> str | tuple[str]:
@@ -95,6 +85,34 @@ def read_tool_choice(value: Any) -> str | tuple[str]:
         case {"type": "function", "function": {"name": str(name)}}:
             return (name,)
     raise unfit("tool_choice", value, '"auto", "none", "required", or a function by its name')
+
+
+def read_flat_choice(value: Any) -> str | tuple[str]:
+    """The `tool_choice` of responses, as `read_tool_choice` gives it."""
+    return read_tool_choice(_nested(value))
+
+
+def _nested(value: Any) -> Any:
+    """A function of responses as chats write it. Anything else stays."""
+    match value:
+        case {"type": "function", "name": str(), **rest}:
+            return {"type": "function", "function": {**rest, "name": value["name"]}}
+    return value
+
+
+def _tool(value: Any, path: str) -> dict[str, Any]:
+    match value:
+        case {"type": "function", "function": {"name": str(name), **rest}}:
+            pass
+        case _:
+            raise unfit(path, value, 'a function: {"type": "function", …} with name and parameters')
+    if not NAME.fullmatch(name):
+        expected = "1 to 64 letters, digits, _ and -"
+        raise unfit(f"{path}.function.name", name, expected)
+    if not isinstance(rest.get("parameters") or {}, dict):
+        raise unfit(f"{path}.function.parameters", rest["parameters"], "a JSON schema, an object")
+    known = {key: x for key in ("description", "parameters") if (x := rest.get(key)) is not None}
+    return {"type": "function", "function": {"name": name, **known}}
 
 
 def call_ids(calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
