@@ -149,7 +149,8 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
     [
         (CHAT, {"functions": [1], "function_call": "x", "grammar": "x"}, "of tools, only "
          "functions are supported, in chats and responses: functions, function_call; forced "
-         "formats have other names here: response_format, guided_* and structured_outputs: grammar"),
+         "formats have other names here: response_format, guided_* and structured_outputs: "
+         "grammar"),
         (CHAT, {"bad_words": ["a"]}, "by logit_bias only: bad_words. Leave it out."),
         (CHAT, {"logit_bias": {"5": 101}}, "logit_bias of 5 is 101.0; expected a number from −100"),
         (CHAT, {"logit_bias": {"x": 1}}, "logit_bias has the key 'x'; expected a token id"),
@@ -166,7 +167,7 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
         (CHAT, {"max_tokens": 1.5}, "max_tokens is 1.5; expected a whole number ≥ 1"),
         (CHAT, {"stop": ["a", 5]}, "stop.1 is 5; expected text"),
         (CHAT, {"stream_options": {"include_usage": True}}, "without stream: true"),
-        (CHAT, {"messages": [*SAID, {"role": "function", "content": "1"}]}, "are supported: "
+        (CHAT, {"messages": [*SAID, {"role": "function", "content": "1"}]}, "and responses: "
          'messages.1.role is "function"'),
         (CHAT, {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
          "messages.0.tool_calls.0 is an object; expected"),
