@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,17 @@ from decode.text import SpeculativeGenerator
 from decode.text_stream import text_of
 from draftsmith.cli.main import app
 from tests.export import save_target
+from tests.stages import (
+    examples,
+    make_stage,
+    plan_stage,
+    run_stage,
+    stage_context,
+    with_examples,
+)
 from tests.tiny import tiny_target
+from train.data.corpus import read_answers
+from train.data.read import Example
 
 PERSON = {
     "type": "object",
@@ -281,6 +292,43 @@ def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_pat
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2
     assert f"{prompts}:1: the JSON schema cannot be used" in " ".join(found.stderr.split())
+
+
+def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: Path) -> None:
+    """The other rows have the answers that they have without schemas; a schema that changes asks
+    its row again, and no other."""
+    schemas = ({"enum": ["red", "green"]}, None, {"type": "boolean"}, {"type": "null"})
+    settings: Any = {"max_new_tokens": 9, "sampling": {"temperature": 1.0}, "samples": 2}
+
+    def rows(schemas: Sequence[Any]) -> list[Example]:
+        texts = [None if schema is None else json.dumps(schema) for schema in schemas]
+        return [replace(x, schema=y) for x, y in zip(examples("train", 4), texts, strict=True)]
+
+    def texts(schemas: Sequence[Any], name: str) -> list[str]:
+        run_stage(
+            with_examples(context, train=rows(schemas)), make_stage("generate", name, **settings)
+        )
+        answers = read_answers(context.directory / name)
+        return [text_of(context.target.tokenizer, answer["tokens"]) for answer in answers]
+
+    context = stage_context(tmp_path, tiny_target())
+    plain, found = texts([None] * 4, "plain"), texts(schemas, "answers")
+    assert {*found[::4]} <= {'"red"', '"green"'}
+    assert {*found[2::4]} <= {"true", "false"}
+    assert [found[3], found[1], found[5]] == ["null", plain[1], plain[5]]
+    again = texts(({"enum": ["blue"]}, *schemas[1:]), "answers")
+    assert again == ['"blue"', *found[1:4], '"blue"', *found[5:]]
+
+    for more, said in (
+        ({"server": {"url": "http://127.0.0.1:1"}}, "a server does not hold"),
+        ({"num_beams": 2, "samples": 1, "sampling": {}}, "beam search does not hold"),
+    ):
+        with pytest.raises(UserError, match=said):
+            stage = make_stage("generate", "no", **settings | more)
+            plan_stage(with_examples(context, train=rows(schemas)), stage)
+    wrong = with_examples(context, train=rows([None, {"type": "thing"}, None, None]))
+    with pytest.raises(UserError, match=r"train\.jsonl:2: the JSON schema cannot be used"):
+        plan_stage(wrong, make_stage("generate", "no"))
 
 
 def test_forced_tokens_are_those_of_forced_runs(target: Target, grammars: Grammars) -> None:

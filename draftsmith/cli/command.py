@@ -346,19 +346,12 @@ def prompt_grammars(
     """Return the grammars of the answers to the prompts of `tokenized_prompts`, made from the JSON
     Schemas of their rows. None: no row has one. Raise UserError with the row's place for a schema
     that cannot be used."""
-    from decode.grammars import Grammars
     from train.data.read import spread
+    from train.data.row_grammars import row_grammars
 
     chosen = spread(examples, limit)
-    if all(example.schema is None for example in chosen):
-        return None
-    grammars, made = Grammars.of(target), list["Grammar | None"]()
-    for example in chosen:
-        try:
-            made.append(None if example.schema is None else grammars.json_schema(example.schema))
-        except UserError as error:
-            raise UserError(f"{example.source}: {error}") from error
-    return made
+    made = row_grammars(chosen, target)
+    return [made.get(example.schema) for example in chosen] if made else None
 
 
 def table(

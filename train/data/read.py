@@ -5,8 +5,8 @@ set. Its kind follows from its fields, see `train.data.row_kinds`. A .txt file h
 paragraph.
 
 Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for reports),
-`json_schema` (an object or its JSON; an evaluation holds the answer to it). Other
-fields are ignored, so data sets can be used unchanged.
+`json_schema` (an object or its JSON; a `generate` stage and an evaluation hold the answer to it).
+Other fields are ignored, so data sets can be used unchanged.
 
 Rows stay where they are: `Examples` knows their places and reads a row when it is asked for it.
 """

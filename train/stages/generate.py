@@ -1,8 +1,11 @@
-"""`generate`: the target answers prompts, because drafters learn best from the target's text."""
+"""`generate`: the target answers prompts, because drafters learn best from the target's text. The
+answer to a row with a `json_schema` is held to it.
+"""
 
 import itertools
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +16,9 @@ from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.draw.sampling_config import SamplingConfig
+from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
+from decode.loop.rows import RowSettings
 from decode.measure.ranks import Ranks
 from decode.model.generation_config import (
     decoder_processors,
@@ -34,6 +39,7 @@ from train.data.corpus import (
     write_answers,
 )
 from train.data.read import Example, id_key, select, spread
+from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.engines.answers.jobs import Jobs
 from train.engines.answers.journal import Journal
@@ -133,6 +139,7 @@ class GenerateStage(Stage[GenerateConfig]):
             prompt = config.max_prompt_tokens
         else:
             jobs = self._jobs()
+            self._require_schemas(jobs.examples)
             count, what = len(jobs), ""
             measured = (example for example, _ in spread(jobs, PROMPTS_MEASURED))
             prompt = prompt_length(self.corpus, measured)
@@ -154,6 +161,16 @@ class GenerateStage(Stage[GenerateConfig]):
             disk_bytes=count * config.max_new_tokens * ID_BYTES,
             text_tokens=count * (prompt + config.max_new_tokens),
         )
+
+    def _require_schemas(self, examples: Sequence[Example]) -> None:
+        """Raise UserError unless the answers can be held to the JSON Schemas of their rows."""
+        config = self.config
+        others = "a server" if config.server else "beam search" if config.num_beams > 1 else None
+        if row_grammars(examples, self.target) and others:
+            raise UserError(
+                f"stage {config.name}: rows have a json_schema, and {others} does not hold answers "
+                "to it; leave one of the two out"
+            )
 
     def run(self) -> Outcome:
         begin = time.perf_counter()
@@ -252,7 +269,9 @@ class GenerateStage(Stage[GenerateConfig]):
             if self.config.server:
                 generated = self._ask_server(jobs, missing, bar)
             else:
-                generated = sum(self._write_part(part, bar) for part in missing)
+                examples = [example for part in missing for example, _ in part.jobs]
+                grammars = row_grammars(examples, self.target)
+                generated = sum(self._write_part(part, grammars, bar) for part in missing)
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
         return sum(ranks.gather(generated))
@@ -270,7 +289,7 @@ class GenerateStage(Stage[GenerateConfig]):
         def prompt_keys() -> list[str]:
             rows = range(ranks.rank, len(jobs.examples), ranks.world)
             mine = select(jobs.examples, rows)
-            return [prompt_key(self.corpus.prompt(example)) for example in mine]
+            return [prompt_key(self.corpus.prompt(one), one.schema) for one in mine]
 
         shares = ranks.gather(ranks.together(prompt_keys))
         keys = [shares[row % ranks.world][row // ranks.world] for row in range(len(jobs.examples))]
@@ -314,17 +333,22 @@ class GenerateStage(Stage[GenerateConfig]):
             say=lambda problem: self.reporter.say(f"  {problem}"),
         )
 
-    def _write_part(self, part: Part, bar: Bar) -> int:
-        """Returns the number of tokens that were generated."""
+    def _write_part(self, part: Part, grammars: Mapping[str | None, Grammar], bar: Bar) -> int:
+        """Returns the number of tokens that were generated. grammars: by the schemas of rows."""
         journal = Journal(part.directory)  # with answers that other parts had
         answers = {row: answer.tokens for row, answer in journal.read(part.keys).items()}
         jobs = list(zip(part.keys, part.jobs, strict=True))
-        missing = [(row, self.corpus.prompt(e)) for row, (e, _) in jobs if row not in answers]
+        missing = [
+            (row, self.corpus.prompt(e), grammars.get(e.schema))
+            for row, (e, _) in jobs
+            if row not in answers
+        ]
         # Prompts of similar length come together: less padding.
         missing.sort(key=lambda item: len(item[1]))
-        row_ids = [row for row, _ in missing]
+        row_ids = [row for row, *_ in missing]
         first = min(part.keys) + len(answers)
-        outputs = self._answer([prompt for _, prompt in missing], row_ids, first, bar)
+        prompts, held = [prompt for _, prompt, _ in missing], [grammar for *_, grammar in missing]
+        outputs = self._answer(prompts, held, row_ids, first, bar)
         answers |= dict(zip(row_ids, outputs, strict=True))
         write_answers(
             part.directory,
@@ -338,7 +362,12 @@ class GenerateStage(Stage[GenerateConfig]):
         return sum(map(len, outputs))
 
     def _answer(
-        self, prompts: list[list[int]], row_ids: list[int], first: int, bar: Bar
+        self,
+        prompts: list[list[int]],
+        grammars: list[Grammar | None],
+        row_ids: list[int],
+        first: int,
+        bar: Bar,
     ) -> list[list[int]]:
         config, target = self.config, self.target
         answers: list[list[int]] = []
@@ -350,11 +379,12 @@ class GenerateStage(Stage[GenerateConfig]):
                 bar.update(first + len(answers))
             return answers
         ended = itertools.count(first + 1)
+        sampling = config.sampling.build()
         decoder = Decoder(
             target.model,
             DRAFTERS["none"](),
             eos_token_ids=target.eos_token_ids,
-            sampling=config.sampling.build(),
+            sampling=sampling,
             processors=decoder_processors(target.model, target.eos_token_ids),
         )
         return decoder.decode(
@@ -364,6 +394,7 @@ class GenerateStage(Stage[GenerateConfig]):
             row_ids=row_ids,
             on_end=lambda *_: bar.update(next(ended)),
             batch_size=config.batch_size,
+            settings=[RowSettings(replace(sampling, grammar=x), config.seed) for x in grammars],
         ).outputs
 
 

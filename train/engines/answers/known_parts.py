@@ -40,9 +40,10 @@ class Part:
         return Journal(self.directory)
 
 
-def prompt_key(prompt: Sequence[int]) -> str:
-    """Names a prompt by its token ids."""
-    return hashlib.blake2b(np.asarray(prompt, np.int64).tobytes(), digest_size=8).hexdigest()
+def prompt_key(prompt: Sequence[int], schema: str | None = None) -> str:
+    """Names a prompt by its token ids, and by the JSON Schema of its answer if it has one."""
+    said = np.asarray(prompt, np.int64).tobytes() + (schema or "").encode()
+    return hashlib.blake2b(said, digest_size=8).hexdigest()
 
 
 def part_meta(keys: Iterable[str], made_by: Mapping[str, Any], split: str) -> dict[str, Any]:
