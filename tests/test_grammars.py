@@ -22,6 +22,7 @@ from decode.grammars import LONGEST, Grammar, Grammars
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.measure.structured import forced_tokens
+from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.text import SpeculativeGenerator
@@ -225,6 +226,53 @@ def test_other_grammars(
             assert len(tokens) == 40
 
 
+@pytest.mark.parametrize("pattern", ["((a{1,1000}){1,1000}){1,1000}", "(a?){2000}a{2000}"])
+def test_an_expression_that_explodes_ends_its_row_in_words(
+    pattern: str, target: Target, grammars: Grammars
+) -> None:
+    """The library bounds the work of a step. The row beside it goes on."""
+    errors: dict[int, Exception] = {}
+    decoder = Decoder(
+        target.model, open_drafter("ngram", target), eos_token_ids=target.eos_token_ids
+    )
+    decoding = Decoding(decoder, on_error=errors.__setitem__)
+    held = Sampling(grammar=grammars.regex(pattern))
+    decoding.admit([[5, 6], [5, 6]], 60, settings=[RowSettings(held), RowSettings(Sampling())])
+    while not decoding.finished:
+        decoding.step()
+    assert list(errors) == [0]
+    assert "the grammar fails in step" in str(errors[0])
+    assert "too many expressions" in str(errors[0])
+    assert decoding.outputs[1] == decoder.decode([[5, 6]], 60).outputs[0]
+
+
+def test_a_prompt_in_the_prefix_cache_changes_no_text_of_a_grammar(
+    target: Target, grammars: Grammars
+) -> None:
+    """Each turn of a chat has another grammar; the answer of the turn before is in its prompt."""
+    forms = [
+        grammars.json_schema(PERSON),
+        grammars.choice(["red", "green"]),
+        grammars.json_object(),
+    ]
+
+    def answers(prefixes: PrefixCache | None, temperature: float) -> list[list[int]]:
+        drafter = open_drafter("grammar++ngram", target)
+        decoder = Decoder(target.model, drafter, eos_token_ids=target.eos_token_ids, gamma=4)
+        decoder.prefixes = prefixes
+        prompt, found = [5, 6, 7, 8] * 10, []
+        for seed, grammar in enumerate(forms * 2):
+            held = RowSettings(Sampling(temperature, grammar=grammar), seed)
+            found += decoder.decode([prompt], 40, settings=[held]).outputs
+            prompt = [*prompt, *found[-1], 9] if seed < 2 else prompt
+        return found
+
+    for temperature in (0.0, 1.0):
+        known = PrefixCache()
+        assert answers(known, temperature) == answers(None, temperature)
+        assert known.reused > 5 * 39
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "said"),
     [
@@ -323,8 +371,8 @@ def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: P
         ({"server": {"url": "http://127.0.0.1:1"}}, "a server does not hold"),
         ({"num_beams": 2, "samples": 1, "sampling": {}}, "beam search does not hold"),
     ):
+        stage = make_stage("generate", "no", **settings | more)
         with pytest.raises(UserError, match=said):
-            stage = make_stage("generate", "no", **settings | more)
             plan_stage(with_examples(context, train=rows(schemas)), stage)
     wrong = with_examples(context, train=rows([None, {"type": "thing"}, None, None]))
     with pytest.raises(UserError, match=r"train\.jsonl:2: the JSON schema cannot be used"):
