@@ -226,9 +226,8 @@ def test_other_grammars(
             assert len(tokens) == 40
 
 
-@pytest.mark.parametrize("pattern", ["((a{1,1000}){1,1000}){1,1000}", "(a?){2000}a{2000}"])
 def test_an_expression_that_explodes_ends_its_row_in_words(
-    pattern: str, target: Target, grammars: Grammars
+    target: Target, grammars: Grammars
 ) -> None:
     """The library bounds the work of a step. The row beside it goes on."""
     errors: dict[int, Exception] = {}
@@ -236,7 +235,7 @@ def test_an_expression_that_explodes_ends_its_row_in_words(
         target.model, open_drafter("ngram", target), eos_token_ids=target.eos_token_ids
     )
     decoding = Decoding(decoder, on_error=errors.__setitem__)
-    held = Sampling(grammar=grammars.regex(pattern))
+    held = Sampling(grammar=grammars.regex("(a?){2000}a{2000}"))
     decoding.admit([[5, 6], [5, 6]], 60, settings=[RowSettings(held), RowSettings(Sampling())])
     while not decoding.finished:
         decoding.step()
@@ -250,27 +249,22 @@ def test_a_prompt_in_the_prefix_cache_changes_no_text_of_a_grammar(
     target: Target, grammars: Grammars
 ) -> None:
     """Each turn of a chat has another grammar; the answer of the turn before is in its prompt."""
-    forms = [
-        grammars.json_schema(PERSON),
-        grammars.choice(["red", "green"]),
-        grammars.json_object(),
-    ]
+    forms = [grammars.json_schema(PERSON), grammars.choice(["red", "green"])] * 2
 
-    def answers(prefixes: PrefixCache | None, temperature: float) -> list[list[int]]:
+    def answers(prefixes: PrefixCache | None) -> list[list[int]]:
         drafter = open_drafter("grammar++ngram", target)
         decoder = Decoder(target.model, drafter, eos_token_ids=target.eos_token_ids, gamma=4)
         decoder.prefixes = prefixes
-        prompt, found = [5, 6, 7, 8] * 10, []
-        for seed, grammar in enumerate(forms * 2):
-            held = RowSettings(Sampling(temperature, grammar=grammar), seed)
-            found += decoder.decode([prompt], 40, settings=[held]).outputs
-            prompt = [*prompt, *found[-1], 9] if seed < 2 else prompt
+        prompt, found = [5, 6, 7, 8] * 10, list[list[int]]()
+        for seed, grammar in enumerate(forms):
+            held = RowSettings(Sampling(1.0, grammar=grammar), seed)
+            found += decoder.decode([prompt], 20, settings=[held]).outputs
+            prompt = [*prompt, *found[-1], 9]
         return found
 
-    for temperature in (0.0, 1.0):
-        known = PrefixCache()
-        assert answers(known, temperature) == answers(None, temperature)
-        assert known.reused > 5 * 39
+    known = PrefixCache()
+    assert answers(known) == answers(None)
+    assert known.reused > 3 * 39
 
 
 @pytest.mark.parametrize(
