@@ -110,6 +110,10 @@ class AnswerEngine:
             "stop_type": "eos" if ended else "limit",
             "tokens_evaluated": len(body["prompt"]),
         }
+        if k := body.get("n_probs"):
+            top = token_logprobs(self.target, body["prompt"], tokens, k)
+            reply["completion_probabilities"] = [{"logprob": max(row.values())} for row in top]
+        self.change(reply, len(self.bodies))
         return JSONResponse(reply)
 
     def _decode(self, prompt: list[int], tokens: int, sampling: Sampling, seed: int) -> list[int]:

@@ -3,12 +3,14 @@
 `python -m tests.audit_controls` audits each of them and the same servers without the error, and
 prints what finds it, with its p-value. `--texts` says how many answers the transform gets. Then it
 does the same by enumeration (`tests.audit_laws`), and audits honest servers with many seeds.
+`--only WORD` takes the errors whose name has the word; `--only honest` only the honest servers.
 """
 
 import argparse
+import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,19 +21,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.draft import Draft
+from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.drafters.sparse import SparseDrafter
 from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
 from decode.loop.rows import RowSettings
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.settings import DecodeSettings
+from decode.text_stream import StopStrings
 from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.report import written_p
 from draftsmith.serve.batching.requests import DecodeRequest
+from draftsmith.serve.openai.answers import AnswerText
 from tests.audit_laws import LAW_CONTROLS
 from tests.mutants import (
     BonusOffByOne,
@@ -40,8 +45,10 @@ from tests.mutants import (
     ColdDrafter,
     DroppingDrafter,
     FirstReject,
+    NeverCopied,
     PlainSpeculative,
     SharedStreams,
+    StaleCache,
     WrongResidualRow,
     path_one_slot_off,
     processors_see_the_row,
@@ -51,6 +58,7 @@ from tests.tiny import near_drafter, tiny_target
 
 PROMPTS = np.random.default_rng(0).integers(3, 300, (16, 6)).tolist()
 PENALISED = Sampling(1.0, repetition_penalty=1.8)
+COUNTED = Sampling(1.0, presence_penalty=1.4, frequency_penalty=0.9)
 PLAIN, CHAIN = Sampling(1.0), DecodeSettings(gamma=3)
 FILTERED = Sampling(1.5, top_p=0.8)
 ROWS = 32
@@ -66,6 +74,32 @@ class BiasedBonus(PlainSpeculative):
         whole = decision.accepted == torch.as_tensor(draft.sizes)
         again = draw(sharper, rng.of_next(decision.accepted))
         return replace(decision, next_token=torch.where(whole, again, decision.next_token))
+
+
+class SwappingDrafter(SmallLMDrafter):
+    """As a drafter that learns: it takes other weights, and then its own, before each draft."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        own = dict(copy.deepcopy(self.lm.model).named_parameters())
+        self.versions = {name: weight * 1.2 for name, weight in own.items()}, own
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        for weights in self.versions:
+            self.take_weights(weights)
+        return super().draft(contexts, limits, sampling, rng)
+
+
+def _old_q() -> Drafter:
+    from tests.test_online import OldQ  # takes seconds to import
+
+    return near_drafter(type("SwappingOldQ", (SwappingDrafter, OldQ), {}))
+
+
+def _target_itself(kind: type[SmallLMDrafter]) -> Callable[[], Drafter]:
+    return lambda: kind(tiny_target().model)
 
 
 class SharedStreamsOfChains(SharedStreams):
@@ -106,6 +140,37 @@ def _picked(self: Sampling, logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 @contextmanager
+def text_after_stops() -> Iterator[None]:
+    """Stop strings end the decode with their block, and the text is not cut."""
+    cut = StopStrings.cut
+
+    def of_block(self: StopStrings, row: int, tokens: list[int]) -> int | None:
+        return None if cut(self, row, tokens) is None else len(tokens)
+
+    def add(self: AnswerText, tokens: Sequence[int], *, ended: bool) -> str:
+        return self._stream.add(tokens) + (self._stream.end() if ended else "")
+
+    with (
+        mock.patch.object(StopStrings, "cut", of_block),
+        mock.patch.object(AnswerText, "add", add),
+    ):
+        yield
+
+
+@contextmanager
+def text_dropped_before_stops() -> Iterator[None]:
+    """Two characters before a stop string are dropped with it."""
+    right = AnswerText.add
+
+    def add(self: AnswerText, tokens: Sequence[int], *, ended: bool) -> str:
+        text = right(self, tokens, ended=ended)
+        return text[:-2] if self.stopped else text
+
+    with mock.patch.object(AnswerText, "add", add):
+        yield
+
+
+@contextmanager
 def rule(name: str, kind: type[Rule]) -> Iterator[None]:
     """A rule is another one."""
     with mock.patch.dict(RULES._parts, {name: kind}):
@@ -114,20 +179,24 @@ def rule(name: str, kind: type[Rule]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ServedControl:
-    """faulty: what drafts with the error. ends: whether texts end at their end."""
+    """sound, faulty: what drafts without and with the error. counted: whether our own loop's
+    acceptance, without the error, is compared. ends: whether texts end at their end."""
 
     name: str
     breaking: Callable[[], AbstractContextManager[None]] = nullcontext
     faulty: Callable[[], Drafter] = near_drafter
+    sound: Callable[[], Drafter] = near_drafter
     sampling: Sampling = PLAIN
     settings: DecodeSettings = CHAIN
+    counted: bool = False
     ends: bool = True
 
     def audit(self, texts: int, *, broken: bool, seed: int = 0) -> Audit:
         """An audit with this number of sampled answers of 32 tokens. broken: with the error."""
         target = tiny_target()
         served = target if self.ends or not broken else replace(target, eos_token_ids=())
-        drafter = self.faulty() if broken else near_drafter()
+        drafter = self.faulty() if broken else self.sound()
+        own = self.sound() if self.counted else None
         sampling = self.sampling if texts else replace(self.sampling, temperature=0.0)
         samples = max(1, texts // len(PROMPTS))
         options = AuditOptions(sampling=sampling, samples=samples, max_new_tokens=32, seed=seed)
@@ -135,7 +204,9 @@ class ServedControl:
             self.breaking() if broken else nullcontext(),
             serving(served, drafter, self.settings, max_rows=ROWS) as running,
         ):
-            return audit(running.url, target, PROMPTS, options, concurrency=ROWS)
+            return audit(
+                running.url, target, PROMPTS, options, drafter=own, gamma=3, concurrency=ROWS
+            )
 
 
 def _rule(name: str, kind: type[Rule], of: str = "speculative") -> ServedControl:
@@ -166,6 +237,28 @@ CONTROLS = [
         settings=DecodeSettings(rule="multi_round", shape="static:widths=[2,2,1]"),
     ),
     ServedControl("penalty not along the path", processors_see_the_row, sampling=PENALISED),
+    ServedControl("counted penalty not along the path", processors_see_the_row, sampling=COUNTED),
+    ServedControl(
+        "q of the weights before the last swap",
+        faulty=_old_q,
+        sound=partial(near_drafter, SwappingDrafter),
+    ),
+    ServedControl(
+        "drafter's cache stale after full acceptance",
+        faulty=_target_itself(StaleCache),
+        sound=_target_itself(SmallLMDrafter),
+        sampling=Sampling(),
+        counted=True,
+    ),
+    ServedControl(
+        "a part of the cache without the newest tokens",
+        faulty=partial(NeverCopied, budget=140),
+        sound=partial(SparseDrafter, budget=140),
+        sampling=Sampling(),
+        counted=True,
+    ),
+    ServedControl("text after a stop string", text_after_stops, sampling=Sampling()),
+    ServedControl("text dropped at a stop string", text_dropped_before_stops, sampling=Sampling()),
     ServedControl("one seed for all requests", one_seed),
     ServedControl("top-p before temperature", filters_before_temperature, sampling=FILTERED),
     ServedControl("text after its end", ends=False),
@@ -176,36 +269,52 @@ def found_by(audited: Audit) -> list[Finding]:
     return [finding for finding in audited.findings if finding.verdict is Verdict.WRONG]
 
 
-def honest(seeds: int) -> list[Audit]:
+def honest(seeds: int) -> Iterator[Audit]:
     """Audits of a server without an error, each with other random numbers: half by the transform,
     half by enumeration."""
-    plain = replace(CONTROLS[0], name="honest")
-    found = [plain.audit(64, broken=False, seed=seed) for seed in range(seeds // 2)]
-    by_law = LAW_CONTROLS[0]
-    return found + [by_law.audit(broken=False, seed=seed) for seed in range(seeds - seeds // 2)]
+    for seed in range(seeds // 2):
+        yield CONTROLS[0].audit(96, broken=False, seed=seed)
+    for seed in range(seeds // 2, seeds):
+        yield LAW_CONTROLS[0].audit(broken=False, seed=seed)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=512)
     parser.add_argument("--seeds", type=int, default=20, help="honest servers")
+    parser.add_argument("--only", default="", help="a part of a name")
     chosen = parser.parse_args()
+    begin = time.monotonic()
     print("error", "without it", "with it", "found by", "p", "seconds", sep=" | ")
-    without: dict[tuple[str, str], Audit] = {}
+    without: dict[tuple[str, ...], Audit] = {}
     for control in CONTROLS:
-        begin = time.monotonic()
+        if chosen.only not in control.name:
+            continue
+        start = time.monotonic()
         broken = control.audit(chosen.texts, broken=True)
-        seconds = time.monotonic() - begin
-        alike = str(control.sampling), str(control.settings)
+        alike = str(control.sampling), str(control.settings), str(control.sound)
         if alike not in without:
             without[alike] = control.audit(chosen.texts, broken=False)
-        _print(control.name, without[alike], broken, seconds)
+        _print(control.name, without[alike], broken, time.monotonic() - start)
     for by_law in LAW_CONTROLS:
-        begin = time.monotonic()
-        broken = by_law.audit(broken=True)
-        _print(by_law.name, by_law.audit(broken=False), broken, time.monotonic() - begin)
-    passed = [found.verdict is Verdict.EQUAL for found in honest(chosen.seeds)]
-    print(f"honest servers that pass: {sum(passed)} of {len(passed)}")
+        if chosen.only in by_law.name:
+            start = time.monotonic()
+            broken = by_law.audit(broken=True)
+            _print(by_law.name, by_law.audit(broken=False), broken, time.monotonic() - start)
+    if chosen.only in "honest":
+        _print_honest(list(honest(chosen.seeds)))
+    print(f"{time.monotonic() - begin:.0f} seconds in all")
+
+
+def _print_honest(audits: Sequence[Audit]) -> None:
+    passed = [found.verdict is Verdict.EQUAL for found in audits]
+    tests = [x for found in audits for x in found.findings if x.p is not None]
+    least = min(tests, key=lambda finding: finding.p or 0.0)
+    print(
+        f"honest servers that pass: {sum(passed)} of {len(passed)}; the smallest p of "
+        f"{len(tests)} tests is {written_p(least)}, {least.group} {least.name}",
+        flush=True,
+    )
 
 
 def _print(name: str, without: Audit, broken: Audit, seconds: float) -> None:

@@ -21,6 +21,7 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import Audit, AuditOptions
 from draftsmith.auditing.findings import Verdict
+from draftsmith.auditing.questions import Questions
 from draftsmith.cli.main import app
 from tests.answer_server import AnswerEngine
 from tests.audit_controls import CONTROLS, PROMPTS, ROWS
@@ -77,6 +78,8 @@ def test_an_honest_server_passes_and_its_report_says_so(server: Running, tmp_pat
         ("penalty not along the path", 0, "greedy tokens"),
         ("one seed for all requests", 48, "sampled answers to one prompt agree"),
         ("text after its end", 48, "sampled ends and usage"),
+        ("text after a stop string", 0, "contract stop strings"),
+        ("text dropped at a stop string", 0, "contract stop strings"),
     ],
 )
 def test_servers_with_an_error_are_found(name: str, texts: int, finds: str) -> None:
@@ -157,11 +160,33 @@ def test_usage_that_does_not_fit_is_wrong() -> None:
     assert "greedy ends and usage" in names(found, Verdict.WRONG)
 
 
-def test_llama_servers_own_protocol_is_judged() -> None:
-    with served(AnswerEngine().app()) as url:
+def accepted_as_certain(reply: dict[str, Any], number: int) -> None:
+    for token in reply["completion_probabilities"][1:]:
+        token["logprob"] = 0.0
+
+
+def no_log_probabilities(reply: dict[str, Any], number: int) -> None:
+    reply.pop("completion_probabilities", None)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda reply, number: None, "0.0000 nats from the target's"),
+        (accepted_as_certain, "wrong"),
+        (no_log_probabilities, "the server gives no log-probabilities"),
+    ],
+)
+def test_log_probabilities_of_llama_server_are_judged(
+    change: Callable[[dict[str, Any], int], None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Questions, "contract", lambda self: [])
+    with served(AnswerEngine(change=change).app()) as url:
         options = AuditOptions(sampling=Sampling(), max_new_tokens=8)
         found = draftsmith.audit(url, TARGET, PROMPTS[:3], options, protocol="llama-server")
-    assert found.verdict is Verdict.EQUAL
+    wrong = names(found, Verdict.WRONG)
+    assert wrong == ({"greedy log-probabilities"} if said == "wrong" else set())
+    assert said == "wrong" or any(said in x.detail for x in found.findings)
 
 
 @pytest.mark.parametrize(

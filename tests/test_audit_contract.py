@@ -48,6 +48,7 @@ class Letters:
             routes=[
                 Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "letters"}]})),
                 Route("/v1/completions", self.completions, methods=["POST"]),
+                Route("/completion", self.completions, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
             ]
         )
@@ -58,23 +59,30 @@ class Letters:
         if self.fault == "seeds" and seed:
             seed = random.getrandbits(30)
         rng = np.random.default_rng([seed, *body["prompt"]])
-        tokens = rng.choice(LETTERS, body["max_tokens"]).tolist()
+        of_llama = "n_predict" in body
+        tokens = rng.choice(LETTERS, body["n_predict" if of_llama else "max_tokens"]).tolist()
         text, reason = TARGET.tokenizer.decode(tokens), "length"
         if self.fault == "tokenizer":
             text = text.upper()
         for stop in body.get("stop", ()):
             if self.fault != "stop strings":
                 text, reason = text[: text.index(stop)], "stop"
-        choice = {"text": text, "token_ids": tokens, "finish_reason": reason}
+
+        def said(text: str, tokens: list[int], reason: str | None) -> dict[str, Any]:
+            if of_llama:
+                kinds = {"stop": "word", "length": "limit", None: "none"}
+                return {"content": text, "tokens": tokens, "stop_type": kinds[reason]}
+            choice = {"text": text, "token_ids": tokens, "finish_reason": reason}
+            return {"choices": [choice]}
+
         if not body["stream"]:
-            return JSONResponse({"choices": [choice]})
+            return JSONResponse(said(text, tokens, reason))
         half = len(text) // 2
-        parts = [choice | {"text": text[:half], "finish_reason": None}]
         # The last piece of a text is lost.
         last = "" if self.fault == "streams" else text[half:]
-        parts.append({"text": last, "token_ids": [], "finish_reason": reason})
-        lines = [f"data: {json.dumps({'choices': [part]})}\n\n" for part in parts]
-        return PlainTextResponse("".join([*lines, "data: [DONE]\n\n"]))
+        parts = [said(text[:half], tokens, None), said(last, [], reason)]
+        end = [] if of_llama else ["data: [DONE]\n\n"]
+        return PlainTextResponse("".join([f"data: {json.dumps(x)}\n\n" for x in parts] + end))
 
     async def chat(self, request: Request) -> Response:
         messages: Any = (await request.json())["messages"]
@@ -86,13 +94,22 @@ class Letters:
         return JSONResponse({"choices": [{}], "usage": {"prompt_tokens": len(ids)}})
 
 
+FAULTS = ["tokenizer", "streams", "stop strings", "seeds", "chat template"]
+
+
 @pytest.mark.parametrize(
-    "fault", ["", "tokenizer", "streams", "stop strings", "seeds", "chat template"]
+    ("fault", "protocol"),
+    [
+        *((fault, "completions") for fault in ["", *FAULTS]),
+        ("", "llama-server"),
+        ("streams", "llama-server"),
+    ],
 )
-def test_each_fault_of_the_contract_is_named(fault: str) -> None:
+def test_each_fault_of_the_contract_is_named(fault: str, protocol: Any) -> None:
     with served(Letters(fault).app()) as url:
+        config = ServerConfig(url=url, protocol=protocol)
         findings = contract_findings(
-            url, TARGET, PROMPTS, Sampling(1.0), ServerConfig(url=url), max_new_tokens=24, seed=1
+            url, TARGET, PROMPTS, Sampling(1.0), config, max_new_tokens=24, seed=1
         )
     assert len(findings) == 5
     assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == {fault} - {""}

@@ -13,12 +13,11 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.texts import EngineText
 from train.engines.answers.protocols import (
-    PROTOCOLS,
     Answer,
     AnswerReader,
     AskSettings,
     Completions,
-    Protocol,
+    LlamaServer,
     Reply,
     Row,
 )
@@ -30,9 +29,15 @@ from train.engines.server_config import ServerConfig
 NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 
 
+# Of a token each; None: the server gives none.
+LogP = list[float] | None
+
+
 class _Ids(Completions):
     """Without the fields that only some engines know; all of them end texts by themselves. With
     the log-probabilities of the tokens, if they are wanted."""
+
+    several = True  # answers to one request
 
     def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
         body = super().body(row, settings)
@@ -40,11 +45,36 @@ class _Ids(Completions):
             body.pop(name, None)
         return body
 
+    def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
+        """The answers, each with the log-probabilities of its tokens. Raises as `Protocol.read`."""
+        replies = []
+        for choice in body["choices"]:
+            # Names of tokens are not unique.
+            log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
+            replies.append((self.read(body | {"choices": [choice]}), log_p))
+        return replies
 
-_PROTOCOLS: dict[str, Protocol] = {
-    "completions": _Ids(),
-    "llama-server": PROTOCOLS["llama-server"],
-}
+
+class _LlamaIds(LlamaServer):
+    """With the log-probabilities of the tokens, if they are wanted."""
+
+    several = False
+
+    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
+        return super().body(row, settings) | {"n_probs": settings.logprobs}
+
+    def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
+        """As `_Ids.replies`."""
+        log_p = [token["logprob"] for token in body.get("completion_probabilities", ())]
+        return [(self.read(body), log_p or None)]
+
+
+_PROTOCOLS: dict[str, _Ids | _LlamaIds] = {"completions": _Ids(), "llama-server": _LlamaIds()}
+
+
+def gives_several(protocol: str) -> bool:
+    """Whether a request of this protocol can ask for several answers."""
+    return _PROTOCOLS[protocol].several
 
 
 @dataclass
@@ -81,6 +111,15 @@ class AuditedServer(ServerClient):
         """The request for one row."""
         return self._protocol.body(row, settings)
 
+    async def named(self) -> str | None:
+        """The name of the model in requests; None for a protocol that has none."""
+        return await self.model() if self._protocol.several else None
+
+    @property
+    def path(self) -> str:
+        """Where requests for texts go."""
+        return self._protocol.path
+
     def decoded(self, response: httpx2.Response) -> Any:
         """The JSON of an answer. Raises UserError for what is none."""
         try:
@@ -102,10 +141,10 @@ class AuditedServer(ServerClient):
         body = self.body(row, settings)
         if each > 1:
             body["n"] = each
-        response = await self.send("POST", self._protocol.path, body)
+        response = await self.send("POST", self.path, body)
         if response.status_code in REFUSED_ROW:
             raise UserError(
-                f"{self.url}{self._protocol.path} refuses a request with token ids: "
+                f"{self.url}{self.path} refuses a request with token ids: "
                 f"{excerpt(response)}. Expected a server that takes token ids as a prompt and "
                 "every field of the request; for llama-server set --protocol llama-server"
             )
@@ -131,18 +170,9 @@ class AuditedServer(ServerClient):
             elif answer.left_out not in NO_END:
                 asked.left_out.append(answer.left_out)
 
-    def _read(self, response: httpx2.Response) -> list[tuple[Reply, list[float] | None]]:
-        """The replies, each with its tokens' log-probabilities if it has them."""
+    def _read(self, response: httpx2.Response) -> list[tuple[Reply, LogP]]:
         try:
-            body = self.decoded(response)
-            if self._protocol.path != Completions.path:
-                return [(self._protocol.read(body), None)]
-            replies = []
-            for choice in body["choices"]:
-                # Names of tokens are not unique.
-                log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
-                replies.append((self._protocol.read(body | {"choices": [choice]}), log_p))
-            return replies
+            return self._protocol.replies(self.decoded(response))
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise self._no_answer(response, error) from error
 
@@ -201,10 +231,10 @@ def ask_texts(
     ]
 
     async def ask(server: AuditedServer) -> None:
-        model = await server.model() if config.protocol == "completions" else None
         settings = AskSettings(
-            sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs), model
-        )
+            sampling, max_new_tokens, seed, target.eos_token_ids, int(logprobs),
+            await server.named(),
+        )  # fmt: skip
         waiting = iter(rows)
 
         async def work() -> None:

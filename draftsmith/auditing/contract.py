@@ -16,7 +16,7 @@ from decode.model.loading import Target
 from draftsmith.auditing.asking import AuditedServer, asking
 from draftsmith.auditing.findings import Finding, Verdict
 from train.data.chat_tokens import has_template
-from train.engines.answers.protocols import AskSettings, Row
+from train.engines.answers.protocols import AskSettings, LlamaServer, Row
 from train.engines.server_config import ServerConfig
 
 GROUP = "contract"
@@ -35,8 +35,13 @@ class Said:
 
     @classmethod
     def whole(cls, reply: dict[str, Any]) -> "Said":
+        """From a reply, or an event of a stream, of either protocol."""
+        if "choices" not in reply:
+            reason = LlamaServer.reasons.get(reply.get("stop_type") or "")
+            return cls(reply["content"], reply.get("tokens"), reason)
         choice = reply["choices"][0]
-        return cls(choice["text"], choice.get("token_ids"), choice.get("finish_reason"))
+        text = choice.get("text") or ""
+        return cls(text, choice.get("token_ids"), choice.get("finish_reason"))
 
     @classmethod
     def streamed(cls, body: str) -> "Said":
@@ -44,13 +49,13 @@ class Said:
         events = [line[5:].strip() for line in body.splitlines() if line.startswith("data:")]
         text, reason = "", None
         tokens: list[int] = []
-        for choice in (
-            choice for event in events if event != "[DONE]"
-            for choice in json.loads(event).get("choices", [])
-        ):  # fmt: skip
-            text += choice.get("text") or ""
-            tokens += choice.get("token_ids") or []
-            reason = choice.get("finish_reason") or reason
+        for reply in (json.loads(event) for event in events if event != "[DONE]"):
+            if reply.get("choices") == []:  # The last event of some servers counts tokens only.
+                continue
+            piece = cls.whole(reply)
+            text += piece.text
+            tokens += piece.tokens or []
+            reason = piece.finish_reason or reason
         return cls(text, tokens or None, reason)
 
     def same_tokens(self, other: "Said") -> bool:
@@ -90,14 +95,15 @@ def contract_findings(
     max_new_tokens: int,
     seed: int,
 ) -> list[Finding]:
-    """The findings about `/v1/completions`, and about the prompts that `/v1/chat/completions`
-    makes. sampling: of the answers whose seed is given twice. Raises UserError as `ask_texts`."""
+    """The findings about the route that gives texts, and about the prompts of
+    `/v1/chat/completions`. sampling: of the answers whose seed is given twice. Raises UserError as
+    `ask_texts`."""
     findings: list[Finding] = []
     tokens = min(TOKENS, max_new_tokens)
 
     async def ask(server: AuditedServer) -> None:
         settings = AskSettings(
-            Sampling(), tokens, seed, target.eos_token_ids, model=await server.model()
+            Sampling(), tokens, seed, target.eos_token_ids, model=await server.named()
         )
         bodies = [
             server.body(Row(number, list(prompt)), settings)
@@ -117,7 +123,7 @@ def contract_findings(
 
 
 async def _answer(server: AuditedServer, body: dict[str, Any]) -> Any:
-    return server.decoded(await server.send("POST", "/v1/completions", body))
+    return server.decoded(await server.send("POST", server.path, body))
 
 
 def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
@@ -149,9 +155,7 @@ async def _streams(
 ) -> list[Finding]:
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
-        response = server.accepted(
-            await server.send("POST", "/v1/completions", body | {"stream": True})
-        )
+        response = server.accepted(await server.send("POST", server.path, body | {"stream": True}))
         said = Said.streamed(response.text)
         compared.count += 1
         if not said.same_tokens(whole):

@@ -8,7 +8,7 @@ from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES, Target
 from draftsmith.auditing import drafts, exact
-from draftsmith.auditing.asking import Asked, ask_texts
+from draftsmith.auditing.asking import Asked, ask_texts, gives_several
 from draftsmith.auditing.beside import beside_findings
 from draftsmith.auditing.contract import contract_findings
 from draftsmith.auditing.findings import Finding, Verdict
@@ -56,9 +56,6 @@ class Questions:
         return [*findings, *beside_findings(texts, baseline, level), *worth]
 
     def contract(self) -> list[Finding]:
-        """None for a protocol that has no fields for it."""
-        if self.config.protocol != "completions":
-            return []
         self.say("asking for streams, stop strings and seeds")
         return contract_findings(
             self.urls[0],
@@ -81,7 +78,7 @@ class Questions:
         prompts, tokens = self.prompts[: exact.PROMPTS], self.options.exact_tokens
         self.say(f"enumerating the first {tokens} tokens after {len(prompts)} prompts")
         laws = exact.exact_laws(self.target, prompts, self.options.sampling, tokens)
-        each = exact.ANSWERS_EACH if self.config.protocol == "completions" else 1
+        each = exact.ANSWERS_EACH if gives_several(self.config.protocol) else 1
         samples = -(-wanted // (len(prompts) * each))
         self.say(f"asking {self.urls[0]} for {samples * len(prompts) * each} short answers")
         asked = ask_texts(
@@ -134,7 +131,7 @@ class Questions:
         requests, so that two servers draw with different numbers."""
         count = samples * len(self.prompts)
         # Of two in a request, so that those of one request are seen to be independent.
-        each = 2 if samples % 2 == 0 and self.config.protocol == "completions" else 1
+        each = 2 if samples % 2 == 0 and gives_several(self.config.protocol) else 1
         self.say(f"asking {url} for {count} {'greedy' if sampling.greedy else 'sampled'} answers")
         asked = ask_texts(
             url,
@@ -146,7 +143,7 @@ class Questions:
             each=each,
             max_new_tokens=self.options.max_new_tokens,
             seed=self.options.seed + later,
-            logprobs=sampling.greedy and self.config.protocol == "completions",
+            logprobs=sampling.greedy,
         )
         return asked, self._judge(asked, sampling)
 

@@ -43,13 +43,13 @@ EAGLE = {"type": "eagle1", "depth": 4}
 EAGLE_NOISE = 0.02
 
 
-def tiny_model(noise: float = 0.0) -> Any:
+def tiny_model(noise: float = 0.0, **changes: Any) -> Any:
     """A llama of SHAPE in float32, the same each time. noise: added to its weights, with this
-    standard deviation."""
-    model = random_llama(**SHAPE)
+    standard deviation. changes: of the shape."""
+    model = random_llama(**SHAPE | changes)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        model.get_output_embeddings().weight[-1] *= END_SHARE
+        model.get_output_embeddings().weight[len(LETTERS) :] *= END_SHARE
         for weight in model.parameters():
             weight += noise * torch.randn(weight.shape, generator=generator)
     return model
@@ -81,12 +81,11 @@ def write_tiny(out: Path, say: Callable[[str], None] = lambda text: None) -> Non
         say("no GGUF files are written: the package gguf is not installed")
         return
     for name, model in models.items():
-        _write_gguf(out, model)
-        (out / FILE).rename(out / f"{name}.gguf")
+        write_gguf_file(out / f"{name}.gguf", model)
 
 
-def _write_gguf(out: Path, model: Any) -> None:
-    """FILE, in float32, with the tokenizer as llama.cpp reads it."""
+def write_gguf_file(file: Path, model: Any) -> None:
+    """In float32, with the tokenizer as llama.cpp reads it."""
     vocabulary = [*LETTERS, END]
     normal, control = 1, 3  # of llama.cpp's kinds of tokens
     described = metadata(model.config, "llama", "float32") | {
@@ -99,7 +98,8 @@ def _write_gguf(out: Path, model: Any) -> None:
         "tokenizer.ggml.add_space_prefix": (False, "BOOL"),
     }
     tensors = gguf_tensors(model.config, own_weights(model))
-    write_gguf(out, "llama", described, {}, tensors, "float32")
+    write_gguf(file.parent, "llama", described, {}, tensors, "float32")
+    (file.parent / FILE).rename(file)
 
 
 def _write_eagle(directory: Path) -> None:

@@ -129,9 +129,10 @@ class Completions(Protocol):
 
 
 class LlamaServer(Protocol):
-    """llama-server's own `/completion`."""
+    """llama-server's own `/completion`. reasons: to end, by its stop types."""
 
     path = "/completion"
+    reasons: ClassVar[dict[str, str]] = {"eos": "stop", "word": "stop", "limit": "length"}
 
     def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
         sampling = settings.sampling
@@ -158,12 +159,11 @@ class LlamaServer(Protocol):
         }
 
     def read(self, reply: dict[str, Any]) -> Reply:
-        reasons = {"eos": "stop", "word": "stop", "limit": "length"}
         # A prompt or an answer did not fit into the context.
         kind = "truncated" if reply.get("truncated") else reply["stop_type"]
         return Reply(
             str(reply["content"]),
-            reasons.get(kind, str(kind)),
+            self.reasons.get(kind, str(kind)),
             _ids(reply.get("tokens")) or None,
             token_count=reply.get("tokens_predicted"),
             prompt_count=reply.get("tokens_evaluated"),

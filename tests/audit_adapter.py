@@ -1,0 +1,152 @@
+"""A small server over an engine that is a library, which `tests.audit_engines` starts.
+
+`audit_adapter.py KIND TARGET DRAFTER GAMMA PORT`, by the Python that has the library. It answers
+`/v1/completions` one text at a time, with token ids. What the library says of a text is its tokens
+only, so its streams and stop strings are those of this server and say nothing about the library.
+"""
+
+import json
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+# Of a prompt, a number of tokens, a temperature and a seed.
+Decode = Callable[[list[int], int, float, int], list[int]]
+
+
+def transformers_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]:
+    """drafter: the directory of an assistant, `lookup`, or `mtp`."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    drafts: dict[str, Any] = {
+        "lookup": {"prompt_lookup_num_tokens": gamma},
+        "mtp": {"use_mtp": True},
+    }
+    if drafter not in drafts:
+        assistant = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
+        assistant.generation_config.num_assistant_tokens = gamma
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        drafts[drafter] = {"assistant_model": assistant}
+
+    def decode(prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
+        torch.manual_seed(seed)
+        drawn = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {}
+        ids = torch.tensor([prompt])
+        text = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
+            do_sample=bool(temperature), **drawn, **drafts[drafter],
+        )  # fmt: skip
+        return list(text[0, len(prompt) :].tolist())
+
+    return decode, AutoTokenizer.from_pretrained(target)
+
+
+def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]:
+    """drafter: a model directory, or `lookup`."""
+    import numpy as np
+    import openvino
+    import openvino_genai
+    from openvino_tokenizers import convert_tokenizer
+    from optimum.intel import OVModelForCausalLM
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    converted = Path(tempfile.mkdtemp())
+    precision = {"INFERENCE_PRECISION_HINT": "f32"}
+    for name, source in (("target", target), ("drafter", drafter)):
+        if Path(source).exists():
+            model = OVModelForCausalLM.from_pretrained(
+                source, export=True, compile=False, load_in_8bit=False, dtype="float32"
+            )
+            model.save_pretrained(converted / name)
+            parts = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
+            for part, what in zip(parts, ("tokenizer", "detokenizer"), strict=True):
+                openvino.save_model(part, converted / name / f"openvino_{what}.xml")
+    scheduling = openvino_genai.SchedulerConfig()
+    scheduling.cache_size, scheduling.enable_prefix_caching = 1, False
+    options: dict[str, Any] = {"prompt_lookup": True}
+    if (converted / "drafter").exists():
+        draft = openvino_genai.draft_model(str(converted / "drafter"), "CPU", **precision)
+        options = {"draft_model": draft}
+    ends = [tokenizer.eos_token_id]
+    pipeline = openvino_genai.LLMPipeline(
+        str(converted / "target"), "CPU", scheduler_config=scheduling, **precision, **options
+    )
+
+    def decode(prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
+        settings = openvino_genai.GenerationConfig()
+        settings.max_new_tokens, settings.stop_token_ids = tokens, set(ends)
+        settings.num_assistant_tokens = gamma
+        if "prompt_lookup" in options:
+            settings.max_ngram_size = 3
+        settings.do_sample = bool(temperature)
+        if temperature:
+            settings.temperature, settings.rng_seed = temperature, seed
+            settings.top_p, settings.top_k = 1.0, len(tokenizer)
+        ids = np.array([prompt], dtype=np.int64)
+        tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
+        return list(pipeline.generate(openvino_genai.TokenizedInputs(*tensors), settings).tokens[0])
+
+    return decode, tokenizer
+
+
+def handler(decode: Decode, tokenizer: Any) -> type[BaseHTTPRequestHandler]:
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            known = {"/health": {}, "/v1/models": {"data": [{"id": "library"}]}}
+            self._reply(200 if self.path in known else 404, json.dumps(known.get(self.path)))
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            if self.path != "/v1/completions":
+                self._reply(404, "{}")
+                return
+            with lock:
+                choices = [_choice(decode, tokenizer, body, i) for i in range(body.get("n", 1))]
+            reply = json.dumps({"choices": choices})
+            self._reply(200, f"data: {reply}\n\ndata: [DONE]\n\n" if body["stream"] else reply)
+
+        def _reply(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.send_header("content-length", str(len(text.encode())))
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *_: Any) -> None:
+            return None
+
+    return Handler
+
+
+def _choice(decode: Decode, tokenizer: Any, body: dict[str, Any], number: int) -> dict[str, Any]:
+    seed = (body["seed"] + number * 7919) % 2**31
+    tokens = decode(body["prompt"], body["max_tokens"], body["temperature"], seed)
+    text = tokenizer.decode(tokens, skip_special_tokens=True)
+    ended = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
+    for stop in body.get("stop", ()):
+        if stop in text:
+            text, ended = text[: text.index(stop)], True
+    reason = "stop" if ended or len(tokens) < body["max_tokens"] else "length"
+    return {"text": text, "token_ids": tokens, "finish_reason": reason}
+
+
+def main(kind: str, target: str, drafter: str, gamma: str, port: str) -> None:
+    making = {"transformers": transformers_decode, "openvino": openvino_decode}[kind]
+    made = making(target, drafter, int(gamma))
+    ThreadingHTTPServer(("127.0.0.1", int(port)), handler(*made)).serve_forever()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
