@@ -54,6 +54,8 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
     config: a one-layer llama config that describes the drafter. Engines get it unchanged.
     """
 
+    replayed_from = "text"
+
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
     ) -> None:
@@ -110,8 +112,11 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        features = batch.of(self.captured_layers).to(self.dtype)
-        states = self.fuse(self.with_noise(features))
+        if batch.inputs is None:
+            features = batch.of(self.captured_layers).to(self.dtype)
+            states = self.fuse(self.with_noise(features))
+        else:
+            states = batch.inputs.to(self.dtype)
         attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):

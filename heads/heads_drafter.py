@@ -219,6 +219,17 @@ class AttendingDrafter(HeadsDrafter):
         heads.options.require_window()
         return type(self)(heads, self.vocab_size, self.shape)
 
+    def text_states(self, row: int) -> Tensor:
+        """[L − 1, H]: what `fuse` made of the hidden states of a row's text, which has L tokens."""
+        return self.states[row, : int(self.stored_features[row])]
+
+    def take_weights(self, weights: Mapping[str, Tensor]) -> None:
+        """As `HeadsDrafter.take_weights`. Keys and values are computed again with the new weights,
+        and input states of the texts so far stay."""
+        super().take_weights(weights)
+        if self.states.numel():
+            self.cached_entries[:] = 0
+
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
         """[B, m, H]: the layer's output for the entries `columns`, int [B, m].

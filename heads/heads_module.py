@@ -13,7 +13,7 @@ Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' �
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import ValidationError
@@ -81,12 +81,14 @@ class HeadBatch:
     """A batch of text with the target's hidden states.
 
     input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
-    hidden states [B, T, H] by captured layer.
+    hidden states [B, T, H] by captured layer. inputs: [B, T, H], what heads that attend to the text
+    make of them (`AttendingHeads.fuse`), where only that was kept.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     features: Mapping[int, Tensor]
+    inputs: Tensor | None = None
 
     def of(self, captured_layers: Sequence[int]) -> Tensor:
         """[B, T, F]: the hidden states of these layers, concatenated in this order."""
@@ -133,6 +135,10 @@ class Heads(nn.Module, ABC):
     captured_layers: tuple[int, ...] = (FINAL,)
     reserved_tokens: tuple[int, ...] = ()
     estimates: bool = False
+    # What is kept of a text so that these heads can learn from their drafts, which `predictions`
+    # then says again: the hidden states of the token that a draft was made from, or the input
+    # states of all tokens. "": that is not enough, and they do not learn online.
+    replayed_from: ClassVar[Literal["draft", "text", ""]] = ""
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None

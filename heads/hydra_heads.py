@@ -88,6 +88,7 @@ class HydraHeads(TokenHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = HydraOptions
+    replayed_from = "draft"
 
     def __init__(
         self, options: HydraOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
@@ -226,6 +227,7 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
     """
 
     Options = HydraPlusOptions
+    replayed_from = "text"
 
     def __init__(
         self, options: HydraPlusOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

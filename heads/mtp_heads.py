@@ -75,6 +75,7 @@ class MtpHeads(TokenHeads, AttendingHeads):
     """
 
     Options = MtpOptions
+    replayed_from = "text"
 
     def __init__(
         self, options: MtpOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -2,12 +2,18 @@
 
 The training data are the drafts. Head d predicted the token at a position from the hidden states at
 position − d − 1. Its loss compares it with the target's distribution at this position. The hidden
-states and the distribution were computed during decoding, so only the heads run again.
+states and the distribution were computed during decoding, so only the heads run again. What heads
+drafted before that position was accepted, so it is the text: heads that read drafted tokens, or
+their own states, do so again.
+
+Heads that attend to the text (EAGLE, multi-token prediction) learn from the input states of all
+tokens of a text. A layer that makes one state of several hidden states (EAGLE-3's `fc`) stays as it
+is, so that the states of running texts are those of any version.
 
 Shapes: B texts, T tokens of the longest, n recorded tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -31,9 +37,8 @@ from distill.replay.replay_buffer import (
     recorded_signal,
 )
 from heads.heads_directory import write_heads
-from heads.heads_drafter import HeadsDrafter
+from heads.heads_drafter import AttendingDrafter, HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, Heads
-from heads.parallel_heads import ParallelHeads
 
 
 class HeadStudent(OnlineStudent):
@@ -59,7 +64,8 @@ class HeadStudent(OnlineStudent):
     ) -> None:
         self.kind = heads.options.type
         require_learns(self.kind)
-        self.module = self._heads = heads.float().to(device or target.device).requires_grad_(True)
+        heads = heads.float().to(device or target.device).requires_grad_(True)
+        self.module = self._heads = heads.eval()  # without noise
         heads.borrow(target.model, torch.float32, self.device)
         self.weighted_loss, self.chunk = weighted_loss, chunk
         self._total_variation = WeightedLoss({"total_variation": 1.0})
@@ -68,7 +74,10 @@ class HeadStudent(OnlineStudent):
         heads.vocabulary = self.ids
         self._label_rows = None if self.ids is None else rows_of_tokens(self.ids, target.vocab_size)
         self.heads, self.captured_layers = heads.depth, tuple(heads.captured_layers)
-        self.features = len(self.captured_layers) * heads.hidden_size
+        self.whole_text = heads.replayed_from == "text"
+        self.features = heads.hidden_size
+        if not self.whole_text:
+            self.features *= len(self.captured_layers)
         self.window = min(target.max_positions, max_length or target.max_positions)
         # Each token has at least half of the window before it, see `Record.windows`.
         if self.window < 2 * (heads.depth + 1):
@@ -87,14 +96,14 @@ class HeadStudent(OnlineStudent):
     def _loss_of(
         self, weighted_loss: WeightedLoss, records: Sequence[Record]
     ) -> tuple[Tensor, Tensor]:
-        input_ids, depths, features = self._batch(records)
+        input_ids, depths, features, inputs = self._batch(records)
         signal = recorded_signal(records, self.device)
         signal_depths = torch.cat([torch.as_tensor(d.depths) for d in _head_drafts(records)])
         total = torch.zeros((), device=self.device)
         sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=self.device)
         for depth in sorted(set(signal_depths.tolist())):
             # Only the positions that this head drafted.
-            batch = HeadBatch(input_ids, depths == depth, features)
+            batch = HeadBatch(input_ids, depths == depth, features, inputs)
             (prediction,) = self._heads.predictions(batch, [depth])
             # The states are ordered by text and then by position, like the records.
             labels = input_ids[depths == depth]
@@ -111,15 +120,19 @@ class HeadStudent(OnlineStudent):
                 weighted_loss,
                 chunk=self.chunk,
             )
-            total = total + loss
+            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss
+            total = total + loss + extra
             sums += values
         return total, sums
 
-    def _batch(self, records: Sequence[Record]) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
-        """Return token ids, depths and features of the records as one batch.
+    def _batch(
+        self, records: Sequence[Record]
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Tensor | None]:
+        """Return token ids, depths, features and input states of the records as one batch.
 
         Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
-        Features: by captured layer, in the target's dtype, 0 where they were not recorded.
+        Features: by captured layer, in the target's dtype, 0 where they were not recorded. Input
+        states: [B, T, H]; then there are no features, unless they are the same.
         """
         drafts = _head_drafts(records)
         input_ids, _ = padded_tokens(records)
@@ -131,9 +144,12 @@ class HeadStudent(OnlineStudent):
         features = padded_values(
             records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
         )
-        parts = features.to(self.device).chunk(len(self.captured_layers), -1)
-        by_layer = dict(zip(self.captured_layers, parts, strict=True))
-        return input_ids.to(self.device), depths.to(self.device), by_layer
+        features = features.to(self.device)
+        layers = self.captured_layers
+        count = 1 if self.whole_text else len(layers)
+        by_layer = dict(zip(layers, features.chunk(count, -1), strict=count == len(layers)))
+        inputs = features if self.whole_text and len(layers) > 1 else None
+        return input_ids.to(self.device), depths.to(self.device), by_layer, inputs
 
     def require_fits(self, drafter: Drafter) -> None:
         if not isinstance(drafter, HeadsDrafter) or drafter.heads.options.type != self.kind:
@@ -143,6 +159,12 @@ class HeadStudent(OnlineStudent):
             )
         require_same_ids(self.ids, drafter.heads.vocabulary)
         require_weights(drafter.heads, self.trained())
+
+    def text_states(self, drafter: Drafter) -> Callable[[int], Tensor] | None:
+        if not self.whole_text:
+            return None
+        assert isinstance(drafter, AttendingDrafter)
+        return drafter.text_states
 
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
         assert isinstance(drafter, HeadsDrafter)
@@ -154,12 +176,11 @@ class HeadStudent(OnlineStudent):
 
 def require_learns(kind: str) -> None:
     """Raise UserError for a type of heads that needs more than a record stores."""
-    if not issubclass(HEADS[kind], ParallelHeads):
-        learning = [name for name in HEADS if issubclass(HEADS[name], ParallelHeads)]
+    learning = [name for name in HEADS if HEADS[name].replayed_from]
+    if kind not in learning:
         raise UserError(
-            f"heads of type {kind} read the hidden states of more than one token, but a record "
-            "holds only those of one token per draft; types of heads that learn online: "
-            f"{', '.join(learning)}"
+            f"heads of type {kind} do not learn online, because a record does not hold all that "
+            f"their drafts were made from; types of heads that do: {', '.join(learning)}"
         )
 
 

@@ -30,6 +30,8 @@ from heads.layers.layer_config import feed_forward_size
 class ParallelHeads(Heads):
     """Heads that read only the features of one token. A subclass defines only `states`."""
 
+    replayed_from = "draft"
+
     @abstractmethod
     def states(self, features: Tensor, depths: Sequence[int]) -> Tensor:
         """[n, d, H]: the states for features [n, F]. depths: which of the heads 1 … D."""

@@ -37,11 +37,11 @@ from distill.replay.replay_buffer import (
 from distill.teacher.top_k_cache import describe_teacher
 from heads.heads_directory import build_heads, make_ready, new_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import HeadBatch, HeadOptions, Heads
 from heads.online_heads import HeadStudent
 from heads.parallel_heads import MedusaDrafter
 from tests import lossless
-from tests.test_online import ROWS, SETTINGS, Learning, prompts_of, same, verified
+from tests.test_online import SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW
 from tests.tiny import tiny_llama, tiny_target
 from train.online.learning import Online, OnlineConfig
@@ -52,7 +52,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa-target": {"type": "medusa", "heads": 3, "output": "target"},
     "blockwise": {"type": "blockwise", "k": 4, "hidden": 24, "output": "shared"},
 }
+# Heads that read drafted tokens or attend to the text.
+MORE: dict[str, dict[str, Any]] = {
+    "hydra": {"type": "hydra", "heads": 3},
+    "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 1},
+    "eagle1": {"type": "eagle1", "depth": 3},
+    "eagle3": {"type": "eagle3", "steps": 3, "captured_layers": [0, 1]},
+    "mtp": {"type": "mtp", "depth": 3},
+}
 kinds = pytest.mark.parametrize("kind", OPTIONS)
+more = pytest.mark.parametrize("kind", MORE)
 
 
 @functools.cache
@@ -72,11 +81,12 @@ def target(vocab: int = VOCAB) -> Any:
 def heads_of(kind: str, on: Any, ids: Tensor | None = None) -> Heads:
     """Moved a little, so that no two heads say the same."""
     torch.manual_seed(0)
-    made = new_heads(HeadOptions.of(OPTIONS[kind]), on, ids)
+    made = new_heads(HeadOptions.of((OPTIONS | MORE)[kind]), on, ids)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=g)
+            noise = torch.randn(parameter.shape, generator=g)
+            parameter += (0.1 if kind in OPTIONS else 0.03) * noise
     return made
 
 
@@ -255,6 +265,57 @@ def test_a_record_of_heads_takes_the_bytes_that_are_stated(tmp_path: Path) -> No
             ReplayBuffer(1 << 20, given, tmp_path).restore(on)
 
 
+@pytest.mark.parametrize("tree", [False, True])
+@more
+def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> None:
+    """Rows that join and leave: replayed from the record, step d guesses what was rejected there,
+    and the target's token where it was accepted."""
+    on = target()
+    shape = Static(paths=[[0], [0, 0], [0, 0, 0]]) if tree else None
+    heads = heads_of(kind, on)
+    drafter = drafter_of(heads, on, shape)
+    online = online_of(drafter, heads, on, accepted=1.0)
+    wrong: dict[tuple[int, int], int] = {}
+
+    def watch(seen: Verification) -> None:
+        for at, row in enumerate(seen.rows):
+            done = int(seen.accepted[at])
+            if int(seen.reached[at]) > done:
+                place = int(seen.lengths[at]) + done
+                wrong[int(row), place] = int(seen.draft.tokens[at, done])
+
+    decoder = Decoder(on.model, drafter, gamma=3, observers=[watch, online.observe])
+    decoder.decode([[5, 6, 7, 8], [9, 3], [4, 4, 5]], 24)
+    records, held_out = online.collector.take()
+    judged, depths = 0, set()
+    for record in [*records, *held_out]:
+        drafted = record.head_drafts
+        assert drafted is not None
+        guesses = replayed(online.student, record)
+        depths |= set(drafted.depths.tolist())
+        for place, was_wrong in zip(record.positions.tolist(), record.rejected, strict=True):
+            assert (guesses[place] != record.tokens[place]) == was_wrong
+            if was_wrong:
+                assert wrong.pop((record.request, place)) == guesses[place]
+            judged += 1
+    assert not wrong
+    assert judged > 20
+    assert depths >= {1, 2}
+
+
+def replayed(student: Any, record: Record) -> dict[int, int]:
+    """The likeliest token of the heads at each recorded place."""
+    ids, depths, features, inputs = student._batch([record])
+    found = {}
+    for depth in sorted(set(depths[depths > 0].tolist())):
+        batch = HeadBatch(ids, depths == depth, features, inputs)
+        (prediction,) = student.module.predictions(batch, [depth])
+        logits = torch.nn.functional.linear(prediction.states, *student.module.output.of(depth))
+        places = (depths == depth)[0].nonzero()[:, 0].tolist()
+        found |= dict(zip(places, logits.argmax(-1).tolist(), strict=True))
+    return found
+
+
 def recorded_twice(record: Record) -> list[Record]:
     """The same of other requests, one with a draft less."""
     drafted = record.head_drafts
@@ -384,7 +445,7 @@ def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> 
     return Online(drafter, student, config, {}, vocab_size=on.vocab_size)
 
 
-@kinds
+@pytest.mark.parametrize("kind", [*OPTIONS, *MORE])
 def test_learning_between_requests_raises_acceptance_and_keeps_the_text(kind: str) -> None:
     on = target()
     heads = heads_of(kind, on)
@@ -434,6 +495,46 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     prompts = prompts_of(12)
     done = decoder.decode(prompts, 16)
     assert done.outputs == plain.decode(prompts, 16).outputs
+    assert swaps >= 3
+    assert compared > swaps
+
+
+@pytest.mark.parametrize("kind", ["hydra_plus", "eagle1", "eagle3", "mtp"])
+def test_after_a_swap_all_of_the_text_is_read_with_the_new_weights(kind: str) -> None:
+    """Keys and values that the layer made with the old ones are gone: each draft begins with what
+    the copy says that was handed over last."""
+    on = target()
+    heads = heads_of(kind, on)
+    drafter = drafter_of(heads, on)
+    online = online_of(drafter, heads, on, accepted=1.0, every_requests=1)
+    newest: Any = copy.deepcopy(online.student.module)
+    swaps = compared = 0
+
+    def observer(seen: Verification) -> None:
+        nonlocal swaps, compared, newest
+        for row, length in enumerate(seen.lengths.tolist()):
+            if seen.drafted[row]:
+                text = torch.as_tensor(seen.contexts.tokens[row, : length + 1])[None].long()
+                states = torch.nn.functional.pad(
+                    drafter.text_states(row)[: length - 1], (0, 0, 0, 2)
+                )
+                several = len(newest.captured_layers) > 1
+                features = {} if several else {newest.captured_layers[0]: states[None]}
+                drafted = torch.arange(length + 1)[None] == length
+                batch = HeadBatch(text, drafted, features, states[None] if several else None)
+                (first,) = newest.predictions(batch, [1])
+                weight, bias = newest.output.of(1)
+                guess = torch.nn.functional.linear(first.states, weight, bias).argmax(-1)
+                assert int(guess) == int(seen.draft.tokens[row, 0])
+                compared += swaps > 0
+        online.observe(seen)
+        online.learn()
+        if online.swap():
+            swaps, newest = swaps + 1, copy.deepcopy(online.student.module)
+
+    prompts = prompts_of(6)
+    done = Decoder(on.model, drafter, gamma=2, observers=[observer]).decode(prompts, 12)
+    assert done.outputs == Decoder(on.model, NoDrafter()).decode(prompts, 12).outputs
     assert swaps >= 3
     assert compared > swaps
 
@@ -500,18 +601,18 @@ class OldQ(MedusaDrafter):
         return draft
 
 
-def learning(kind: Any, seed: int = 0) -> Learning:
+def learning(name: str, seed: int = 0, kind: Any = None) -> Learning:
     """Far from the target, so that there is much to learn; and every version passes the guard, so
-    that each pass is drafted by another."""
+    that each pass is drafted by another. kind: of the drafter; None: that of these heads."""
     on = small_vocabulary()
-    heads = heads_of("medusa", on)
+    heads = heads_of(name, on)
     with torch.no_grad():
         g = torch.Generator().manual_seed(5)
         for parameter in heads.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=g)
     served = copy.deepcopy(heads)
     make_ready(served, on, torch.float32)
-    drafter = kind(served, lossless.VOCAB)
+    drafter = (kind or DRAFTERS[name])(served, lossless.VOCAB)
     online = online_of(
         drafter,
         heads,
@@ -526,9 +627,18 @@ def learning(kind: Any, seed: int = 0) -> Learning:
 
 
 @pytest.mark.slow
-@ROWS
-def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(rows: int) -> None:
-    learnt = learning(MedusaDrafter)
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("medusa", 100_000),
+        pytest.param("medusa", 250_000, marks=pytest.mark.thorough),
+        *(pytest.param(kind, 100_000, marks=pytest.mark.thorough) for kind in MORE),
+    ],
+)
+def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(
+    kind: str, rows: int
+) -> None:
+    learnt = learning(kind)
     found = learnt.run(rows)
     assert found.passes, found
     assert found.df > 100
@@ -539,7 +649,7 @@ def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(r
 @pytest.mark.slow
 @pytest.mark.thorough
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
-    fits = [learning(OldQ, seed).run(100_000, seed) for seed in range(5)]
+    fits = [learning("medusa", seed, OldQ).run(100_000, seed) for seed in range(5)]
     # How far two versions differ depends on the seed, so all five are judged together. A sum of χ²
     # is χ² with the sum of their df.
     together = lossless.Fit(sum(f.chi2 for f in fits), sum(f.df for f in fits), 0, 0.0)

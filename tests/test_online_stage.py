@@ -16,7 +16,7 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.replay import replay_buffer as replay
-from heads.parallel_heads import BlockwiseHeads, MedusaDrafter
+from heads.parallel_heads import MedusaDrafter, MedusaHeads
 from tests.stages import (
     DRAFTER,
     drafter_weights,
@@ -248,6 +248,15 @@ def test_a_tree_of_heads_is_kept_and_judged_by_a_rule_for_trees(context):
     assert stored.exists() == (outcome.drafter / "tree.json").exists()
 
 
+def test_heads_that_attend_to_the_text_learn_from_all_of_its_states(context):
+    stage = heads_stage(heads={"type": "eagle1", "depth": 2})
+    run_stage(context, stage)
+    outcome = run_stage(context, on_heads("online", stage, prompts=8))
+    assert outcome.summary["bytes_per_text_token"] == 32 * 4 + 4
+    assert "bytes_per_draft" not in outcome.summary
+    assert describe_drafter(outcome.drafter)["kind"] == "eagle1"
+
+
 def test_what_is_not_for_heads_is_refused(monkeypatch):
     with pytest.raises(UserError, match="heads are always trained completely, so train_embeddings"):
         on_heads("online", train_embeddings=True)
@@ -259,8 +268,8 @@ def test_what_is_not_for_heads_is_refused(monkeypatch):
             on_heads("online"),
             **(DRAFTER | {"drafter": {"stage": "online"}}),
         )
-    monkeypatch.setattr("heads.online_heads.ParallelHeads", BlockwiseHeads)
-    with pytest.raises(UserError, match=r"heads of type medusa read .* online: blockwise"):
+    monkeypatch.setattr(MedusaHeads, "replayed_from", "")
+    with pytest.raises(UserError, match=r"heads of type medusa do not learn .* do: blockwise"):
         on_heads("online")
 
 

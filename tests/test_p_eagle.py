@@ -196,5 +196,5 @@ def test_trained_embeddings_need_a_row_for_the_stand_in() -> None:
 
 
 def test_they_do_not_learn_online() -> None:
-    with pytest.raises(UserError, match="types of heads that learn online"):
+    with pytest.raises(UserError, match="types of heads that do: blockwise, eagle1"):
         require_learns("p_eagle")

@@ -8,7 +8,7 @@ Shapes: B texts, T tokens of the longest, n recorded tokens.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ class OnlineStudent(ABC):
     [V'], ascending, a reduced draft vocabulary; None means all tokens.
 
     For heads on the target only: heads is the number of heads, captured_layers are the layers whose
-    hidden states are captured for them, and features is the total size of these hidden states.
+    hidden states are captured for them. whole_text: whether records hold the states that the heads
+    make of these for all tokens of a text, else those of the tokens that drafts were made from.
+    features is how many numbers a record has of such a token.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class OnlineStudent(ABC):
     heads: int = 0
     captured_layers: tuple[int, ...] = ()
     features: int = 0
+    whole_text: bool = False
 
     @property
     def device(self) -> torch.device:
@@ -74,6 +77,10 @@ class OnlineStudent(ABC):
     @abstractmethod
     def require_fits(self, drafter: Drafter) -> None:
         """Raise UserError unless `drafter` can take these weights."""
+
+    def text_states(self, drafter: Drafter) -> Callable[[int], Tensor] | None:
+        """What `Collector` gets the input states of a text from. None: from nowhere."""
+        return None
 
     @abstractmethod
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:

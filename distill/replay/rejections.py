@@ -6,7 +6,7 @@ tokens, k most likely tokens.
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -59,7 +59,9 @@ class Collector:
     captured_layers: for heads on the target, the layers whose hidden states are captured. Then only
     positions for which a head drafted are recorded, with the number of the head and the hidden
     states that it read. After a text of L tokens, head d drafts for position L + d − 1 from the
-    hidden states of the token at L − 2.
+    hidden states of the token at L − 2. text_states: for heads that attend to the text, a function
+    from the index of a row to the states of its text of L tokens, [L − 1, H]. Then a record has
+    those of all of its tokens instead.
 
     Each row of a decode is a request. A new request begins if the text of a row does not continue
     the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
@@ -82,11 +84,12 @@ class Collector:
         vocabulary: Tensor | None = None,
         eos_token_ids: Sequence[int] = (),
         captured_layers: Sequence[int] = (),
+        text_states: Callable[[int], Tensor] | None = None,
         seed: int = 0,
         chosen: bool = False,
     ) -> None:
         self.vocabulary, self.captured_layers = vocabulary, tuple(captured_layers)
-        self.vocab_size = vocab_size
+        self.vocab_size, self._text_states = vocab_size, text_states
         self.k = min(k, vocab_size if vocabulary is None else len(vocabulary))
         self._id_dtype = np.uint16 if vocab_size <= 1 << 16 else np.int32
         self.accepted, self.holdout_every, self.seed = accepted, holdout_every, seed
@@ -186,7 +189,7 @@ class Collector:
             self.rejections += bool(rejected[b, column]) and not request.held_out
             if self.captured_layers:
                 request.depths.append(int(column) + 1)
-        if self.captured_layers and len(recorded[0]):
+        if self.captured_layers and self._text_states is None and len(recorded[0]):
             assert verification.previous_features is not None, (
                 "a draft by heads follows hidden states"
             )
@@ -198,6 +201,9 @@ class Collector:
                 requests[b].features.append(features[i])
         for b, request in requests.items():
             request.text += verification.block[b, : accepted[b] + 1].tolist()
+            if self._text_states is not None:
+                states = self._text_states(b)[sum(map(len, request.features)) :]
+                request.features.append(to_numpy(states))
 
     def _request(self, row: int, text: np.ndarray, known: bool) -> _OpenRequest:
         """The open request of a row of the decode: the same as before, if `text` continues it.
@@ -249,11 +255,8 @@ class Collector:
         ids, log_p, tail = (np.stack(parts) for parts in zip(*request.signals, strict=True))
         head_drafts = None
         if self.captured_layers:
-            head_drafts = HeadDrafts(
-                np.array(request.depths, dtype=np.uint8),
-                np.array(request.read_positions, dtype=np.int32),
-                np.stack(request.features),
-            )
+            read, features = self._read(request)
+            head_drafts = HeadDrafts(np.array(request.depths, dtype=np.uint8), read, features)
         record = Record(
             request.number,
             np.array(request.text[: request.positions[-1] + 1], dtype=np.int32),
@@ -266,7 +269,18 @@ class Collector:
         )
         self._closed.append((request.held_out, record))
         request.positions, request.rejected, request.signals = [], [], []
-        request.depths, request.read_positions, request.features = [], [], []
+        request.depths = []
+        if self._text_states is None:
+            request.read_positions, request.features = [], []
+
+    def _read(self, request: _OpenRequest) -> tuple[np.ndarray, np.ndarray]:
+        """`read_positions` and `features` of a request's `HeadDrafts`."""
+        if self._text_states is None:
+            return np.array(request.read_positions, dtype=np.int32), np.stack(request.features)
+        states = np.concatenate(request.features)
+        request.features = [states]
+        last = request.positions[-1] - 1  # nothing is read after the token before
+        return np.arange(last, dtype=np.int32), states[:last].copy()
 
     def _close(self) -> None:
         for request in self._open_requests.values():

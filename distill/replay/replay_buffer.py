@@ -83,8 +83,9 @@ class HeadDrafts:
     """Which heads drafted the tokens of a record, and from which hidden states.
 
     depths: uint8 [n], the head of each recorded token, from 1. It read the hidden states of
-    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending.
-    features: [m, F], their hidden states, returned by `to_numpy`, in the target's dtype.
+    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending; or
+    of all tokens from 0 on, for heads that attend to the text. features: [m, F], their hidden
+    states, returned by `to_numpy`, in the target's dtype.
     """
 
     depths: np.ndarray
@@ -98,6 +99,9 @@ class HeadDrafts:
         """
         depths = self.depths[chosen]
         kept = np.isin(self.read_positions, positions[chosen] - depths - 1)
+        if len(self.read_positions) == self.read_positions[-1] + 1:  # of all tokens
+            first, last = begin, self.read_positions[kept][-1]
+            kept = (self.read_positions >= first) & (self.read_positions <= last)
         return HeadDrafts(depths, self.read_positions[kept] - begin, self.features[kept])
 
 

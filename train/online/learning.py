@@ -160,6 +160,7 @@ class Online:
             vocabulary=vocabulary,
             eos_token_ids=eos_token_ids,
             captured_layers=student.captured_layers,
+            text_states=student.text_states(drafter),
             seed=settings.seed,
             chosen=chosen,
         )

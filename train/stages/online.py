@@ -323,7 +323,8 @@ class OnlineStage(Stage[OnlineStageConfig]):
         }
         if student.heads:
             figures["bytes_per_position"] += 1
-            figures["bytes_per_draft"] = bytes_per_draft(student.features, target.dtype)
+            each = bytes_per_draft(student.features, target.dtype)
+            figures["bytes_per_text_token" if student.whole_text else "bytes_per_draft"] = each
         return figures
 
 
