@@ -36,6 +36,10 @@ from heads.layers.target_layers import (
 )
 
 
+# What heads need of a text to repeat their drafts; see `Heads.replayed_from`.
+Replayed = Literal["draft", "text", ""]
+
+
 class HeadOptions(Strict):
     """Settings of a kind of heads."""
 
@@ -138,7 +142,7 @@ class Heads(nn.Module, ABC):
     # What is kept of a text so that these heads can learn from their drafts, which `predictions`
     # then says again: the hidden states of the token that a draft was made from, or the input
     # states of all tokens. "": that is not enough, and they do not learn online.
-    replayed_from: ClassVar[Literal["draft", "text", ""]] = ""
+    replayed_from: ClassVar[Replayed] = ""
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None

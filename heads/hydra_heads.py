@@ -31,6 +31,7 @@ from heads.heads_module import (
     HeadBatch,
     HeadOptions,
     Prediction,
+    Replayed,
     TokenHeads,
     shift_left,
     trained_positions,
@@ -88,7 +89,7 @@ class HydraHeads(TokenHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = HydraOptions
-    replayed_from = "draft"
+    replayed_from: ClassVar[Replayed] = "draft"
 
     def __init__(
         self, options: HydraOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
