@@ -35,7 +35,6 @@ from heads.layers.target_layers import (
     require_embeddings,
 )
 
-
 # What heads need of a text to repeat their drafts; see `Heads.replayed_from`.
 Replayed = Literal["draft", "text", ""]
 
