@@ -13,11 +13,9 @@ trains on fewer prompts. --page writes the commands with what they printed, as M
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -33,25 +31,13 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
+from benchmarks.shared.walks import Step, as_page, as_time, on_this_machine, run_step
 from decode.base.errors import UserError
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 QUESTION = "Why is the sky blue?"
-# Lines of a command's output that the page shows, from its end.
-LINES = 24
-COLUMNS = 110
-
-
-@dataclass
-class Step:
-    """A command, its wall time in seconds, and what it printed, without progress."""
-
-    title: str
-    command: str
-    seconds: float
-    output: str
 
 
 def main(
@@ -77,16 +63,21 @@ def main(
         held_out = (PROMPTS / "test.jsonl").read_text().splitlines(keepends=True)[::10]
         (place / "held_out.jsonl").write_text("".join(held_out))
         (place / "first.py").write_text(readme_python())
+        env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+        env.pop("VIRTUAL_ENV", None)
+        env["PIP_QUIET"] = "2"
         steps: list[Step] = []
         for title, command in walk(python, quick):
             reporter.say(f"$ {command}")
-            steps.append(run_step(title, command, place))
+            # A step after the first is in the environment that the first one made.
+            before = ". venv/bin/activate; " if (place / "venv").exists() else ""
+            steps.append(run_step(title, command, place, env, before))
         drafted = next(step for step in steps if "draftsmith chat" in step.command)
     rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
     reporter.table(rows_table("first steps from a wheel", rows))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
     if page is not None:
-        page.write_text(as_page(steps))
+        page.write_text(as_page(steps, opening()))
     if json_file is not None:
         machine = describe_machine()
         write_json(
@@ -152,36 +143,16 @@ def copy_sources(clone: Path) -> None:
         shutil.copy(ROOT / file, clone / file)
 
 
-def run_step(title: str, command: str, place: Path) -> Step:
-    """Run a command as a user's shell would. Raises UserError with its output if it fails."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
-    kept.pop("VIRTUAL_ENV", None)
-    kept |= {"COLUMNS": str(COLUMNS), "PIP_QUIET": "2"}
-    # A step after the first is in the environment that the first one made.
-    activate = ". venv/bin/activate; " if (place / "venv").exists() else ""
-    begin = time.perf_counter()
-    done = subprocess.run(
-        ["bash", "-c", f"{activate}{command}"],
-        cwd=place,
-        env=kept,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    seconds = time.perf_counter() - begin
-    output = without_progress(done.stdout).replace(str(place), "~")
-    if done.returncode:
-        raise UserError(f"{command} ended with status {done.returncode}:\n{output[-4000:]}")
-    return Step(title, command, seconds, output)
-
-
-def without_progress(text: str) -> str:
-    """The lines of an output that stay: no colours, no bars, no counts of what is done."""
-    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
-    lines = [line.rpartition("\r")[2].rstrip() for line in plain.splitlines()]
-    counting = re.compile(r"^\s+\S.*: \d+/\d+\b")
-    return "\n".join(line for line in lines if line.strip() and not counting.match(line))
+def opening() -> list[str]:
+    """The first lines of the page."""
+    return [
+        "# First steps, with their times",
+        "",
+        "Written by `python -m benchmarks.first_steps --page docs/results/first_steps.md`: each",
+        "command ran in an empty directory and a new environment, with the wheel and a file of",
+        f"prompts. {on_this_machine()}",
+        "Of long outputs only the end is shown.",
+    ]
 
 
 def first_speedup(output: str) -> float:
@@ -190,40 +161,6 @@ def first_speedup(output: str) -> float:
     if speedup is None:
         raise UserError(f"the first answer has no speed-up:\n{output}")
     return float(speedup[1])
-
-
-def as_time(seconds: float) -> str:
-    """'45 s', '3 min 05 s'."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
-
-
-def as_page(steps: list[Step]) -> str:
-    """The walk as Markdown: a table of times, then each command with the end of its output."""
-    process = describe_machine()
-    machine = process["machine"]
-    lines = [
-        "# First steps, with their times",
-        "",
-        "Written by `python -m benchmarks.first_steps --page docs/results/first_steps.md`: each",
-        "command ran in an empty directory and a new environment, with the wheel and a file of",
-        f"prompts. Python {process['python']}, {machine['processor']}, {machine['cores']} cores.",
-        "Of long outputs only the end is shown.",
-        "",
-        "| step | wall time |",
-        "|---|---|",
-        *(f"| {step.title} | {as_time(step.seconds)} |" for step in steps),
-    ]
-    report: list[str] = []  # the last one that a step printed
-    for step in steps:
-        last = step.output.splitlines()[-LINES:]
-        if report and last[-len(report) :] == report:
-            last[-len(report) :] = ["[the same report as above]"]
-        elif "run my" in last:
-            report = last[last.index("run my") :]
-        lines += ["", f"## {step.title[0].upper()}{step.title[1:]}", "", "```", f"$ {step.command}"]
-        lines += [*last, "```"]
-    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The config that `draftsmith init` writes: sizes for a machine, a target and its data. They are
 filled into configs/starter.yaml.j2.
 
-A machine is one of four kinds, or the one at hand. Sizes that depend on the target are computed
+A machine is one of five kinds, or the one at hand. Sizes that depend on the target are computed
 from its config with the estimates of `train.loop.estimates`.
 """
 
@@ -67,6 +67,9 @@ MACHINES = {
     "24gb": Machine(
         "one GPU of 24 GB", 1, 24 * GIB, "bfloat16", 5000, 100, 10, 256, 8192, "1e-4", _HALF
     ),
+    "48gb": Machine(
+        "one GPU of 48 GB", 1, 48 * GIB, "bfloat16", 7500, 100, 10, 512, 8192, "1e-4", _HALF
+    ),
     "80gb": Machine(
         "one GPU of 80 GB", 1, 80 * GIB, "bfloat16", 10000, 100, 10, 512, 16384, "1e-4", _ONE
     ),
@@ -100,7 +103,8 @@ def this_machine() -> tuple[str, Machine]:
         memory = int(psutil.virtual_memory().total)
         return "cpu", replace(MACHINES["cpu"], memory=memory, dtype=dtype)
     memory = min(torch.cuda.get_device_properties(i).total_memory for i in range(count))
-    kind = "8x80gb" if count > 1 else "80gb" if memory > 40 * GIB else "24gb"
+    one = "80gb" if memory > 60 * GIB else "48gb" if memory > 40 * GIB else "24gb"
+    kind = "8x80gb" if count > 1 else one
     base = MACHINES[kind]
     size = f"{memory / GIB:.0f} GiB"
     title = f"{count} GPUs of {size}" if count > 1 else f"one GPU of {size}"
@@ -240,7 +244,16 @@ class Starter:
     @property
     def batch(self) -> int:
         """The tokens of a training batch: the machine's, halved until the batch fits."""
-        model, machine = self.shapes.model, self.machine
+        tokens, devices = self.machine.batch, self.machine.devices
+        while tokens > self.length * devices:
+            if self._training_bytes(tokens // devices) < 0.8 * self.machine.memory:
+                break
+            tokens //= 2
+        return tokens
+
+    def _training_bytes(self, tokens: int) -> int:
+        """Of a training with this number of tokens on a device."""
+        model = self.shapes.model
         config = model.config.get_text_config()
         layers = 1 if self.goal == "heads" else len(self.layers)
         # A layer of heads is run once for each of the places that it learns to draft.
@@ -248,15 +261,8 @@ class Starter:
         layer = sum(p.numel() for p in model.parameters()) // config.num_hidden_layers
         weights = layers * layer + config.hidden_size * self.shapes.vocab_size
         fixed = self.target_bytes + 4 * weights + optimizer_bytes(weights, average=False)
-        tokens = machine.batch
-        while tokens > self.length * machine.devices:
-            share = tokens // machine.devices
-            needed = fixed + forward_bytes(model, share)
-            needed += activation_bytes(model, runs, share, self._itemsize)
-            if needed < 0.8 * machine.memory:
-                break
-            tokens //= 2
-        return tokens
+        activations = activation_bytes(model, runs, tokens, self._itemsize)
+        return fixed + forward_bytes(model, tokens) + activations
 
     def _require_room(self) -> None:
         if self.target_bytes > 0.8 * self.machine.memory:
@@ -266,11 +272,13 @@ class Starter:
                 f"{self.machine.memory / GIB:.1f} GiB; expected a target of at most 80% of that. "
                 "Name a smaller target, or a larger --machine"
             )
-
-    def warm_up(self, epochs: int) -> int:
-        """A tenth of the optimizer steps if texts have their full length, at most 20."""
-        rows = min(self.rows or self.most_rows, self.most_rows)
-        return min(20, epochs * rows * self.length // self.batch // 10)
+        needed = self._training_bytes(min(self.length, self.machine.batch))
+        if needed > self.machine.memory:
+            raise UserError(
+                f"a training for {self.target} takes about {needed / GIB:.1f} GiB with one text of "
+                f"{self.length} tokens, and {self.machine.title} has "
+                f"{self.machine.memory / GIB:.1f} GiB. Name a smaller target, or a larger --machine"
+            )
 
 
 def data_for(source: str, file: Path | None) -> str:

@@ -40,6 +40,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             mtp_num_hidden_layers=1,
         ),
     },
+    "openai/gpt-oss-20b": _llama(
+        "gpt_oss",
+        *(2880, 2880, 24, 64, 8, 201088),
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    ),
     "google/gemma-3-12b-it": {
         "model_type": "gemma3",
         "tie_word_embeddings": True,

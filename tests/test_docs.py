@@ -78,3 +78,28 @@ def test_the_tables_of_controls_have_all_of_them() -> None:
     rows = [line.split("|")[1].strip() for line in section.splitlines() if line[:2] == "| "]
     named = [control.name for control in (*CONTROLS, *learning_controls())]
     assert [row for row in rows if not row.startswith("error")] == [*named, *enumerated()]
+
+
+# What must stand in the section of a table of figures, or before the first section.
+STATED = {
+    "command": re.compile(r"`(?:python -m |draftsmith |make )|^(?:python -m |draftsmith )", re.M),
+    "machine": re.compile(r"EPYC|Xeon|do not depend on the machine"),
+    "date": re.compile(r"(?:September|October|November|December) 2026|2026-\d\d-\d\d"),
+}
+NOT_MEASURED = re.compile(r"calculated|cited|claim|not recorded")
+
+
+def test_every_figure_stands_with_its_command_machine_and_date() -> None:
+    missing = []
+    for page in (ROOT / "docs" / "results").glob("*.md"):
+        opening, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        for section in sections or [""]:
+            tables = re.findall(r"(?:^\|.*\n)+", section or opening, re.MULTILINE)
+            if NOT_MEASURED.search(section) or not re.search(r"\d\.\d", "".join(tables)):
+                continue
+            missing += [
+                f"{page.name}, {section.splitlines()[0] if section else 'all'}: no {what}"
+                for what, stated in STATED.items()
+                if not stated.search(opening + section)
+            ]
+    assert not missing

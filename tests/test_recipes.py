@@ -20,6 +20,7 @@ from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
 from train.data.read import Example
+from train.data.usable_rows import UsableRows
 from train.run.config import load_config
 from train.run.run import Run
 
@@ -37,7 +38,7 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
     path = CONFIGS / "recipes" / recipe
     save_tiny(tmp_path / "target", layers=7)  # the fewest for EAGLE-3
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template += "{# enable_thinking #}"
+    tokenizer.chat_template += "{# enable_thinking reasoning_effort #}"
     tokenizer.save_pretrained(tmp_path / "target")
     # No engine, and no weights.
     monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
@@ -65,6 +66,13 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
             overrides.append(f"stages.{stage['name']}.drafter.model={tmp_path / 'small'}")
     config = load_config(path, overrides)
     require_readable(config)
+    header = path.read_text().partition("\nname: ")[0]
+    if "Planned, not yet run" in header:  # for a GPU
+        assert "Expected: " in header
+        judged = config.evaluation.stages != []
+        plans = re.findall(r"--speed (\S+)", header)
+        assert plans
+        assert all(("evaluation=" in speeds) is judged for speeds in plans)
     run = Run(config, Accelerator(cpu=True), Reporter(silent=True))
     run.loaded = plan_target(config)
     plans = run.plan()
@@ -94,7 +102,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Directories with the config of a published model and a tiny tokenizer, without weights."""
     place = tmp_path_factory.mktemp("configs")
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template += "{# enable_thinking #}"
+    tokenizer.chat_template += "{# enable_thinking reasoning_effort #}"
     directories = {name: place / name.replace("/", "--") for name in PUBLISHED}
     for name, directory in directories.items():
         tokenizer.save_pretrained(directory)
@@ -133,6 +141,8 @@ def test_a_plan_is_the_one_that_the_docs_state(
         return {"train": train, "dev": [example] * 500, "test": [example] * 500}
 
     monkeypatch.setattr(Run, "read_data", rows)
+    # All rows are one: each needs no look.
+    monkeypatch.setattr(UsableRows, "_usable", lambda self, what, examples, problem: examples)
     monkeypatch.chdir(CONFIGS.parent)
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests set another precision
     json_file = tmp_path / "plan.json"
@@ -142,7 +152,7 @@ def test_a_plan_is_the_one_that_the_docs_state(
     assert planned.exit_code == 0, planned.output
     text = " ".join(planned.stdout.split())
     summary = r"about ([\d.]+ \w+) for the tensors .*?, and (.+?) of disk, where.*"
-    times = r" about ([^.]+?) for the stages, ([\d.]+) hours of one device"
+    times = r" about ([^.]+?) for the stages(?: and evaluations)?, ([\d.]+) hours of one device"
     found = re.search(summary + times, text)
     assert found, text
     *figures, hours = found.groups()

@@ -749,9 +749,10 @@ def test_the_average_is_measured_and_given_and_training_goes_on_without_it(tmp_p
     ],
 )
 def test_the_learning_rate_has_its_shape(schedule, factors):
-    config = OptimizerConfig(warmup_steps=4, schedule=schedule, min_lr_ratio=0.2)
-    found = [learning_rate_factor(step, 8, config) for step in range(9)]
-    assert found == pytest.approx(factors)
+    for warm_up in ({"warmup_steps": 4}, {"warmup_ratio": 0.5}):
+        config = OptimizerConfig(**warm_up, schedule=schedule, min_lr_ratio=0.2)
+        found = [learning_rate_factor(step, 8, config) for step in range(9)]
+        assert found == pytest.approx(factors)
 
 
 def test_the_learning_rate_is_logged_and_applied_as_the_schedule_has_it(tmp_path):

@@ -15,7 +15,7 @@ DEFAULT_TARGET = "embedded:smollm2-135m"
 # Those of `draftsmith.starter_config`. A shell that completes them does not wait for torch.
 GOAL_NAMES = ["small-lm", "heads", "online"]
 ENGINE_NAMES = ["vllm", "sglang", "llama.cpp", "hf"]  # of `train.run.config`
-MACHINE_NAMES = ["cpu", "24gb", "80gb", "8x80gb"]
+MACHINE_NAMES = ["cpu", "24gb", "48gb", "80gb", "8x80gb"]
 ROWS_READ = 2000  # to look at; their number and lengths set sizes
 
 

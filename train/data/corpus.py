@@ -18,6 +18,7 @@ from decode.base.errors import UserError
 from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
+from train.data.turns import TURN, turn
 from train.data.usable_rows import UsableRows
 
 PART = "part-"
@@ -180,14 +181,18 @@ class _ById:
         self._keys = keys[self._order]
 
     def find(self, name: str) -> Example | None:
-        """The example with this id. None: there is none."""
+        """The example with this id, also an earlier turn of one. None: there is none."""
         key = np.uint64(id_key(name))
         first, end = (
             np.searchsorted(self._keys, key, "left"),
             np.searchsorted(self._keys, key, "right"),
         )
         found = (self._examples[int(self._order[place])] for place in range(first, end))
-        return next((example for example in found if example.id == name), None)
+        example = next((example for example in found if example.id == name), None)
+        chat, mark, messages = name.rpartition(TURN)
+        if example is None and mark and messages.isdecimal() and (whole := self.find(chat)):
+            return turn(whole, int(messages))
+        return example
 
 
 def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:

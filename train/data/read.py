@@ -13,6 +13,7 @@ Rows stay where they are: `Examples` knows their places and reads a row when it 
 
 import hashlib
 import json
+from abc import abstractmethod
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -84,7 +85,26 @@ class ReadReport:
         return f"{line} ({reasons})" if reasons else line
 
 
-class Examples(Sequence[Example]):
+class Rows(Sequence[Example]):
+    """Examples that are read when they are asked for."""
+
+    @abstractmethod
+    def select(self, rows: Sequence[int] | np.ndarray) -> "Rows":
+        """The rows with these numbers, in this order."""
+
+    @overload
+    def __getitem__(self, row: int) -> Example: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> "Rows": ...
+
+    def __getitem__(self, row: int | slice) -> "Example | Rows":
+        if isinstance(row, slice):
+            return self.select(range(len(self))[row])
+        return next(iter(self.select([range(len(self))[row]])))
+
+
+class Examples(Rows):
     """Rows of sources, read when they are asked for. A row takes 36 bytes of memory.
 
     Raises UserError if a file changed since it was read first.
@@ -112,17 +132,6 @@ class Examples(Sequence[Example]):
                             yield _understand(source, number, raw, self._keep_reasoning)
                         except BadRow as bad:  # it was a good row
                             raise changed(source.name) from bad
-
-    @overload
-    def __getitem__(self, row: int) -> Example: ...
-
-    @overload
-    def __getitem__(self, row: slice) -> "Examples": ...
-
-    def __getitem__(self, row: int | slice) -> "Example | Examples":
-        if isinstance(row, slice):
-            return Examples(self._sources, self._index[row], self._keep_reasoning)
-        return next(iter(self.select([range(len(self))[row]])))
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
         """The rows with these numbers, in this order."""
@@ -155,7 +164,7 @@ def id_keys(examples: Sequence[Example]) -> np.ndarray:
 
 def select(examples: Sequence[Example], rows: Sequence[int] | np.ndarray) -> Sequence[Example]:
     """The examples with these numbers, in this order."""
-    if isinstance(examples, Examples):
+    if isinstance(examples, Rows):
         return examples.select(rows)
     return [examples[row] for row in rows]
 

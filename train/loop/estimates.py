@@ -22,6 +22,7 @@ from train.base.stage import Memory, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
 from train.loop.live_window import WINDOW_PASSES
+from train.loop.optimizer import OptimizerConfig
 from train.loop.training_task import LoopConfig
 
 PROMPTS_MEASURED = 64  # prompts whose mean length stands for all
@@ -157,12 +158,12 @@ def planned_tokens(tokens: int, loop: LoopConfig) -> int:
     return min(total, loop.max_steps * loop.tokens_per_batch * loop.accumulation)
 
 
-def steps_in_words(tokens: int, loop: LoopConfig, warmup_steps: int) -> str:
+def steps_in_words(tokens: int, loop: LoopConfig, optimizer: OptimizerConfig) -> str:
     """The number of optimizer steps over `tokens`, with a warning if the warm-up needs more."""
     steps = max(1, -(-tokens // (loop.tokens_per_batch * loop.accumulation)))
     words = f"about {steps} steps"
-    if steps <= warmup_steps:
-        words += f", all in the warm-up: lower optimizer.warmup_steps, which is {warmup_steps}"
+    if steps <= (warm_up := optimizer.warm_up(steps)):
+        words += f", all in the warm-up: lower optimizer.warmup_steps, which is {warm_up}"
     return words
 
 

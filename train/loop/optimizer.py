@@ -36,6 +36,8 @@ class OptimizerConfig(Strict):
     """The maximum norm of a step's gradient. A larger gradient is scaled down."""
     warmup_steps: int = Field(10, ge=0)
     """Optimizer steps until the learning rate reaches `lr`."""
+    warmup_ratio: float | None = Field(None, gt=0, lt=1)
+    """The warm-up as a share of a training's steps, in place of `warmup_steps`."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""
     min_lr_ratio: float = Field(0.02, ge=0, le=1)
@@ -46,6 +48,10 @@ class OptimizerConfig(Strict):
     """The decay, such as 0.999, of an exponential moving average (EMA) of the weights. The averaged
     weights are then evaluated and saved. None: the last weights are evaluated and saved. Under
     DeepSpeed the forward pass has only the last weights, so figures on a dev slice use these."""
+
+    def warm_up(self, total: int) -> int:
+        """The steps of the warm-up of a training of `total` steps."""
+        return self.warmup_steps if self.warmup_ratio is None else int(self.warmup_ratio * total)
 
 
 def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

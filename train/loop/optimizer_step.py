@@ -14,9 +14,10 @@ def learning_rate_factor(
 ) -> float:
     """The factor of the learning rate at a step: linear warm-up, then the schedule over the steps,
     or over a limited time if a greater share of that is over."""
-    if step < config.warmup_steps:
-        return (step + 1) / config.warmup_steps
-    done = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    warm_up = config.warm_up(total)
+    if step < warm_up:
+        return (step + 1) / warm_up
+    done = (step - warm_up) / max(1, total - warm_up)
     done = min(1.0, max(done, time_share))
     shape = {
         "cosine": 0.5 * (1 + math.cos(math.pi * done)),

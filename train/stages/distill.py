@@ -86,7 +86,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             if name not in plans:
                 check_earlier_drafter(Path(name), self.target)
         tokens = planned_tokens(self.planned_tokens(plans), config.loop)
-        steps = steps_in_words(tokens, config.loop, config.optimizer.warmup_steps)
+        steps = steps_in_words(tokens, config.loop, config.optimizer)
         amount = f"{config.loop.epochs} epochs, {steps}"
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch

@@ -41,6 +41,7 @@ from train.data.corpus import (
 from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
+from train.data.turns import Turns
 from train.engines.answers.jobs import Jobs
 from train.engines.answers.journal import Journal
 from train.engines.answers.known_parts import Part, part_meta, prompt_key, take_over
@@ -68,6 +69,9 @@ class GenerateConfig(StageConfig):
     """The split whose prompts are answered."""
     prompts: int | None = Field(None, ge=1)
     """The number of prompts, spread evenly over the split. None: all."""
+    turns: Literal["last", "every"] = "last"
+    """The turns of a chat that are answered: the last one, or each turn of the assistant, after the
+    chat's own messages before it."""
     self_prompts: int | None = Field(None, ge=1)
     """The number of prompts that the target writes itself (Magpie, 2406.08464) and then answers, in
     place of those of a split. None: the split's prompts."""
@@ -102,9 +106,10 @@ class GenerateConfig(StageConfig):
             raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
         if self.num_beams > 1 and self.server:
             raise ValueError("a server draws answers, it does not search beams; leave one out")
-        if self.self_prompts and (self.prompts or self.split != "train"):
+        if self.self_prompts and (self.prompts or self.split != "train" or self.turns != "last"):
             raise ValueError(
-                "self_prompts takes the place of a split's prompts; leave split and prompts out"
+                "self_prompts takes the place of a split's prompts; leave split, prompts and turns "
+                "out"
             )
         return self
 
@@ -212,6 +217,7 @@ class GenerateStage(Stage[GenerateConfig]):
             examples = read_prompts(self.directory / SELF_PROMPTS)
         else:
             answerable = self.corpus.answerable(config.split, config.name)
+            answerable = Turns.of(answerable) if config.turns == "every" else answerable
             examples = select(answerable, spread(range(len(answerable)), config.prompts))
         return Jobs(examples, range(config.samples * len(examples)))
 

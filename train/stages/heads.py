@@ -127,7 +127,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs, "
-            f"{steps_in_words(tokens, loop, config.optimizer.warmup_steps)}",
+            f"{steps_in_words(tokens, loop, config.optimizer)}",
             trained_parameters=trained,
             tokens=tokens,
             memory=memory,
