@@ -1,12 +1,13 @@
-"""Measures drafts under grammars: extraction, function calls and choices.
+"""Measures drafts under grammars: extraction, lists, function calls and choices.
 
-    python -m benchmarks.structured [--quick] [--json FILE] [--target T] [--gamma N] [--prompts N]
-                                    [--drafter NAME …]
+    python -m benchmarks.structured [--quick] [--json FILE] [--target T] [--dtype D] [--gamma N]
+                                    [--prompts N] [--drafter NAME …] [--engine-python PYTHON]
 
 Prompts and schemas are made here (`benchmarks.shared.structured_prompts`). Each drafter takes turns
-with plain masked decoding in the same loop, greedily, in float32, one prompt after the other.
-Answers are validated by jsonschema, or by the list of choices. The masks of every pass are timed
-where they are computed and applied.
+with plain masked decoding in the same loop, greedily, one prompt after the other. Answers are
+validated by jsonschema, or by the list of choices. The masks of every pass are timed where they are
+computed and applied. --engine-python: a Python whose environment has vLLM, which then answers the
+same prompts by its own structured output, without drafts and with those of n-grams.
 """
 
 import time
@@ -30,6 +31,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
+from benchmarks.shared.structured_engine import vllm_rows
 from benchmarks.shared.structured_prompts import KINDS, Asked, is_valid, prompts_of
 from decode.draw import logits as logits_of_text
 from decode.grammars import Grammar, Grammars
@@ -42,11 +44,12 @@ from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.text import prompt_ids
 from decode.text_stream import text_of
+from draftsmith.cli.command import EnginePythonOption
 
 # The heads draft three tokens, and the forced run behind them follows in the same chain.
 HEADS = "horizontal:first=embedded:eagle1-smollm2-135m,later=grammar,depth=3"
 DRAFTERS = ["ngram", "grammar", "grammar+ngram", f"grammar+{HEADS}"]
-TOKENS = 120
+TOKENS = 240
 
 
 @dataclass
@@ -81,29 +84,35 @@ def main(
     quick: Annotated[bool, typer.Option("--quick", help="2 prompts of each kind")] = False,
     json_file: JsonOption = None,
     target: TargetOption = TARGET,
+    dtype: Annotated[str, typer.Option(help="as for `evaluate`")] = "float32",
     gamma: Annotated[int, typer.Option(min=1, help="most tokens of a draft")] = 12,
     prompts: Annotated[int, typer.Option(min=1, max=8, help="prompts of each kind")] = 8,
     drafter: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
+    engine_python: EnginePythonOption = None,
 ) -> None:
     """Measure drafters under grammars, beside plain masked decoding."""
     reporter = start_benchmark()
     asked = prompts_of(2 if quick else prompts)
-    loaded = load_target(target, dtype="float32", device="cpu")
+    loaded = load_target(target, dtype=dtype, device="cpu")
     made = Grammars.of(loaded)
     grammars = [_grammar(made, one) for one in asked]
     opened = {name: open_drafter(name, loaded) for name in drafter or DRAFTERS}
+    ids = [prompt_ids([{"role": "user", "content": one.prompt}], loaded.tokenizer) for one in asked]
     rows = []
     for name, part in opened.items():
         reporter.say(f"  {name}")
-        rows += measure(loaded, name, part, asked, grammars, gamma)
+        rows += measure(loaded, name, part, asked, ids, grammars, gamma)
     reporter.table(rows_table("under grammars", [_cells(row) for row in rows], left=2))
+    engine = vllm_rows(loaded, asked, ids, engine_python, gamma, TOKENS) if engine_python else []
+    if engine:
+        reporter.table(rows_table("vLLM's own", [_engine_cells(row) for row in engine], left=1))
     if json_file is not None:
         ratios = {
             f"{name} {row['drafter']}, {row['kind']}": row[name]["value"]
             for row in rows
             for name in ("speedup", "tokens_per_step")
         }
-        figures = {"ratios": ratios, "rows": rows, "process": describe_machine()}
+        figures = {"ratios": ratios, "rows": rows, "vllm": engine, "process": describe_machine()}
         write_json(json_file, {"benchmark": "structured", **figures})
 
 
@@ -119,11 +128,11 @@ def measure(
     name: str,
     drafter: Any,
     asked: list[Asked],
+    ids: list[list[int]],
     grammars: list[Grammar],
     gamma: int,
 ) -> list[dict[str, Any]]:
     """A row for each kind of prompts, and one for all."""
-    ids = [prompt_ids([{"role": "user", "content": one.prompt}], target.tokenizer) for one in asked]
     protocol = EvaluationProtocol(
         gamma=gamma,
         max_new_tokens=TOKENS,
@@ -176,6 +185,7 @@ def _figures(
         "tokens_per_step": ratio_of_totals(array(run.counts.emitted for run in drafted), steps),
         "speedup": ratio_of_totals(*seconds, per=(lengths[0], lengths[1])),
         "speedup_without_prefill": ratio_of_totals(*stepping, per=(lengths[0] - 1, lengths[1] - 1)),
+        "ms_per_token": [1000 * x.sum() / y.sum() for x, y in zip(seconds, lengths, strict=True)],
         "ms_per_step": 1000 * stepping[1].sum() / steps.sum(),
         "valid": sum(valid) / len(valid),
         "same_text": float(np.mean([one.outputs == other.outputs for one, other in pairs])),
@@ -190,12 +200,28 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
         "forced": f"{row['forced_share']:.0%}",
         "valid": f"{row['valid']:.0%}",
         "same text": f"{row['same_text']:.0%}",
+        "ms per token": _both(row["ms_per_token"], "{:.1f}"),
         "speed-up": format_interval(row["speedup"], 2),
         "without prefill": format_interval(row["speedup_without_prefill"], 2),
         "masks, ms per pass": f"{row['mask_ms_per_pass']:.2f}",
         "per node": f"{row['mask_ms_per_position']:.2f}",
         "of a step": f"{row['mask_share']:.1%}",
     }
+
+
+def _engine_cells(row: dict[str, Any]) -> dict[str, str]:
+    return {
+        "prompts": row["kind"],
+        "valid": _both(row["valid"], "{:.0%}"),
+        "same text": f"{row['same_text']:.0%}",
+        "ms per token": _both(row["ms_per_token"], "{:.1f}"),
+        "speed-up": format_interval(row["speedup"], 2),
+    }
+
+
+def _both(values: list[float], form: str) -> str:
+    """Two figures: without and with drafts."""
+    return " → ".join(map(form.format, values))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """The benchmarks' settings and helpers; what they measure is not a test's business."""
 
+import contextlib
 import itertools
 import json
 import pkgutil
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +27,7 @@ from benchmarks import (
     pipeline,
     repeat,
     routed,
+    structured,
 )
 from benchmarks.common import PROMPTS, in_fresh_process, require, run_config
 from benchmarks.decode import (
@@ -37,7 +40,13 @@ from benchmarks.decode import (
 from benchmarks.drafters import compare, table_row, with_random_layers
 from benchmarks.serve import __main__ as serve_main
 from benchmarks.serve import contestants as serve
-from benchmarks.shared import decode_measurements, device_parts, domain_prompts, online_runs
+from benchmarks.shared import (
+    decode_measurements,
+    device_parts,
+    domain_prompts,
+    online_runs,
+    structured_engine,
+)
 from benchmarks.shared.context_costs import cost_rows, with_random_weights
 from benchmarks.shared.decode_contestants import JobResult, Models, Passes
 from benchmarks.shared.decode_measurements import Setting, hold_contest, long_answers, profile_loop
@@ -55,6 +64,7 @@ from benchmarks.shared.notes import behind_notes
 from benchmarks.shared.pipeline_checks import weight_difference
 from benchmarks.shared.pipeline_runs import PipelineRun, draw_places
 from benchmarks.shared.small_vocabulary import write_student
+from benchmarks.shared.structured_prompts import KINDS, prompts_of
 from benchmarks.shared.translation import (
     SYLLABLES,
     Language,
@@ -64,18 +74,22 @@ from benchmarks.shared.translation import (
 )
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
+from decode.grammars import Grammars
 from decode.loop.decoding import Decoder
 from decode.model.loading import load_target
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
+from decode.text import prompt_ids
 from heads import HEADS
 from heads.mtp_heads import MtpOptions
+from tests.service import MODEL, serving
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
 from train.engines.programs import llama_server_program
+from train.engines.server_config import EngineServer
 from train.run.config import load_config, validate_config
 
 
@@ -776,3 +790,45 @@ def test_weights_that_differ_are_measured():
     assert weight_difference(one, two) == pytest.approx({"relative": 0.1, "largest": 0.5})
     with pytest.raises(ValueError, match="other tensors"):
         weight_difference(one, {"a": one["a"]})
+
+
+def test_structured_output_is_measured_here_and_by_an_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A service of ours stands in for vLLM: it takes the same requests."""
+    target = tiny_target(max_positions=2048)
+    asked = prompts_of(1)
+    ids = [prompt_ids([{"role": "user", "content": x.prompt}], target.tokenizer) for x in asked]
+    grammars = [structured._grammar(Grammars.of(target), x) for x in asked]
+    monkeypatch.setattr(structured, "TOKENS", 50)
+    drafter = open_drafter("grammar+ngram", target)
+    rows = structured.measure(target, "both", drafter, asked, ids, grammars, 6)
+    assert [row["kind"] for row in rows] == [*KINDS, "all"]
+    assert all(row["same_text"] == 1 and row["speedup"]["value"] > 0 for row in rows)
+    assert rows[3]["valid"] == 1  # the others are cut at their limit
+    assert rows[4]["prompts"] == 4
+    assert rows[4]["tokens_per_step"]["value"] > 1.3
+    assert 0 < rows[4]["forced_share"] < 1
+    assert 0 < rows[4]["mask_share"] < 1
+
+    with serving(target) as running:
+        monkeypatch.setattr(structured_engine, "NAME", MODEL)
+        monkeypatch.setattr(structured_engine, "require_server", lambda *_: None)
+        monkeypatch.setattr(structured_engine, "find_vllm", lambda _: "vLLM")
+        started = []
+
+        @contextlib.contextmanager
+        def launched(config: EngineServer, *_: Any) -> Iterator[list[str]]:
+            started.append(config)
+            yield [running.url]
+
+        monkeypatch.setattr(structured_engine, "launched", launched)
+        rows = structured_engine.vllm_rows(target, asked, ids, "python", 6, 50)
+    plain, drafted = (one.options.get("speculative_config") for one in started)
+    assert plain is None
+    assert drafted["num_speculative_tokens"] == 6
+    assert [row["kind"] for row in rows] == [*KINDS, "all"]
+    assert all(row["same_text"] == 1 and row["engine"] == "vLLM" for row in rows)
+    assert rows[3]["valid"] == [1, 1]
+    assert rows[4]["tokens"] == [sum(row["tokens"][0] for row in rows[:4])] * 2
+    assert structured._engine_cells(rows[3])["valid"] == "100% → 100%"

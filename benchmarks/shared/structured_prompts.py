@@ -1,10 +1,11 @@
-"""Prompts that ask for structured answers, with their schemas: extraction, calls, choices."""
+"""Prompts that ask for structured answers, with their schemas: extraction of one person (short
+answers) and of several (lists, long ones), calls, choices."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-KINDS = ("extraction", "function calls", "choices")
+KINDS = ("extraction", "lists", "function calls", "choices")
 TEXT = {"type": "string", "maxLength": 40}
 
 
@@ -47,6 +48,8 @@ PEOPLE = (
     "Lucy Brown is 23 years old. She lives in Leeds and works as a baker.",
     "Ravi Patel, a 52-year-old accountant, works for a bank in Mumbai.",
 )
+LISTED = 3  # people in a list
+PERSONS = {"type": "array", "items": PERSON, "minItems": LISTED, "maxItems": LISTED}
 MINUTES = {"type": "integer", "minimum": 0, "maximum": 9999}
 FUNCTIONS: dict[str, dict[str, Any]] = {
     "get_weather": {"location": TEXT, "unit": {"enum": ["celsius", "fahrenheit"]}},
@@ -103,6 +106,15 @@ def prompts_of(count: int) -> list[Asked]:
         *(
             Asked(
                 KINDS[1],
+                f"Give all {LISTED} people in the text as a JSON array of objects with {keys}. "
+                f"Text: {' '.join(_people(first))}",
+                PERSONS,
+            )
+            for first in range(count)
+        ),
+        *(
+            Asked(
+                KINDS[2],
                 f"Answer with one function call as JSON with name and arguments. The functions are "
                 f"{names}. Request: {text}",
                 calls,
@@ -111,13 +123,18 @@ def prompts_of(count: int) -> list[Asked]:
         ),
         *(
             Asked(
-                KINDS[2],
+                KINDS[3],
                 f"What is the message about? Answer with one of: {topics}. Message: {text}",
                 choices=TOPICS,
             )
             for text in MESSAGES[:count]
         ),
     ]
+
+
+def _people(first: int) -> list[str]:
+    """The texts on some people, from this one on."""
+    return [PEOPLE[(first + i) % len(PEOPLE)] for i in range(LISTED)]
 
 
 def is_valid(asked: Asked, answer: str) -> bool:
