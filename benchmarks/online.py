@@ -1,13 +1,14 @@
 """Does a drafter that learns from its rejections keep up when the requests change?
 
-    python -m benchmarks.online --data DIR [--quick] [--json FILE] [--plots DIR] [--runs DIR]
+    python -m benchmarks.online --data DIR [--family F …] [--quick] [--json FILE] [--plots DIR]
+                                [--runs DIR]
 
 A stream of prompts changes its domain twice: maths, then code, then general. DIR holds maths.jsonl,
 code.jsonl and general.jsonl, with one prompt per line in the format of training data. --maths,
 --code and --general name other files. In each domain, some prompts are for offline distillation and
 others are served. The target is SmolLM2-135M. All arms use the same γ, and decoding is greedy by
 default. There are two kinds of drafter: a small language model (the target's first two layers) and
-Medusa heads. Every arm serves the same requests:
+Medusa heads. --family names others: eagle1, mtp. Every arm serves the same requests:
 
     frozen          distilled offline on maths, then never changed
     online (…)      starts like `frozen` and learns while it serves: from rejected positions only,
@@ -71,6 +72,7 @@ from benchmarks.shared.online_runs import (
     offline_steps,
     second_config,
 )
+from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
@@ -91,6 +93,7 @@ def main(
     quick: QuickOption = False,
     requests: RequestsOption = None,
     temperature: Annotated[float, typer.Option(help="of the served answers")] = 0.0,
+    family: Annotated[list[str] | None, typer.Option(help="repeat it; default: both")] = None,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write online.png here")] = None,
     runs: RunsOption = Path("runs"),
@@ -98,7 +101,10 @@ def main(
     """Distil, serve with every arm, print the table."""
     reporter = start_benchmark()
     files = domain_files(data, maths, code, general)
-    settings = make_settings(quick, runs, requests, temperature)
+    for name in family or ():
+        if name not in START:
+            raise UserError(f"--family is {name!r}; expected one of {', '.join(START)}")
+    settings = make_settings(quick, runs, requests, temperature, family or FAMILIES)
     size = settings.requests
     reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
     prepare(files, settings.data, {"train": size, "stream": size})
@@ -106,7 +112,7 @@ def main(
     first, _ = execute_run(first_config(settings), reporter)
     additional_steps = {
         family: offline_steps(len(read_summary(first, Arm(family, MAIN).stage)["rounds"]))
-        for family in FAMILIES
+        for family in settings.families
     }
     second, _ = execute_run(second_config(additional_steps, settings), reporter)
     run_of = {arm: second if arm.offline else first for arm in settings.arms}
@@ -222,7 +228,7 @@ def acceptance(counts: np.ndarray) -> dict[str, float]:
 def ratios(figures: dict[Arm, dict[str, Any]]) -> dict[str, float]:
     """Return the figures to compare between versions of this project."""
     values = {}
-    for family in FAMILIES:
+    for family in dict.fromkeys(arm.family for arm in figures):
         name = family.replace(" ", "_")
         frozen, learning, offline = (
             figures[arm] for arm in (Arm(family), Arm(family, MAIN), Arm(family, offline=True))
@@ -277,8 +283,9 @@ def plot_stream(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.4, 6.4), layout="constrained")
-    panels = figure.subplots(len(FAMILIES), sharex=True, sharey=True)
-    for family, axes in zip(FAMILIES, panels, strict=True):
+    families = [*dict.fromkeys(arm.family for arm in counts)]
+    panels = figure.subplots(len(families), sharex=True, sharey=True, squeeze=False)[:, 0]
+    for family, axes in zip(families, panels, strict=True):
         family_counts = {arm: rows for arm, rows in counts.items() if arm.family == family}
         for (arm, rows), colour in zip(family_counts.items(), SERIES, strict=False):
             starts = range(0, len(rows), BATCH)

@@ -473,8 +473,9 @@ def test_a_step_is_taken_apart(tiny_models):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
-    settings = online_runs.Settings(quick, tmp_path, tmp_path, requests=100)
-    taken = {online_runs.SMALL_LM: 24, online_runs.HEADS: 20}
+    families = online_runs.FAMILIES if quick else tuple(online_runs.START)
+    settings = online_runs.Settings(quick, tmp_path, tmp_path, requests=100, families=families)
+    taken = dict.fromkeys(families, 20) | {online_runs.SMALL_LM: 24}
     first = validate_config(online_runs.first_config(settings), base_dir=tmp_path)
     second = validate_config(online_runs.second_config(taken, settings), base_dir=tmp_path)
     for family, more in taken.items():
@@ -495,7 +496,7 @@ def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
     plain = [x.model_dump(exclude={"accepted"}) for x in learning.values()]
     assert all(other == plain[0] for other in plain)
     assert all(x.accepted == online_runs.SHARES[arm.share] for arm, x in learning.items())
-    assert {arm.family for arm in settings.arms} == set(online_runs.FAMILIES)
+    assert {arm.family for arm in settings.arms} == set(families)
 
 
 def test_the_routed_benchmark_is_one_sound_run_and_tells_domains_apart(tmp_path):

@@ -1,12 +1,13 @@
 """The prompts of `benchmarks.online` and `benchmarks.routed`: their options, files and settings."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.shared.online_runs import DOMAINS, Settings
+from benchmarks.shared.online_runs import DOMAINS, FAMILIES, Settings
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from train.data.read import Example, read_examples
@@ -30,13 +31,17 @@ def domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path
 
 
 def make_settings(
-    quick: bool, runs: Path, requests: int | None, temperature: float = 0.0
+    quick: bool,
+    runs: Path,
+    requests: int | None,
+    temperature: float = 0.0,
+    families: Sequence[str] = FAMILIES,
 ) -> Settings:
     """Return the settings, with the defaults of the options. Both benchmarks prepare their prompts
     in the same directory."""
     size = requests or (100 if quick else 400)
     directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
-    return Settings(quick, runs, directory.absolute(), size, temperature)
+    return Settings(quick, runs, directory.absolute(), size, temperature, tuple(families))
 
 
 def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> None:

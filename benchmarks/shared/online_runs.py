@@ -21,14 +21,20 @@ BATCH = 20
 SHARES = {"rejected": 0.0, "mix": 0.25, "all": 1.0}
 MAIN = "mix"
 SMALL_LM, HEADS = "small LM", "heads"
-FAMILIES = (SMALL_LM, HEADS)
+FAMILIES = (SMALL_LM, HEADS)  # by default
+# The heads of the families that are heads.
+OPTIONS: dict[str, dict[str, Any]] = {
+    HEADS: {"type": "medusa", "heads": GAMMA},
+    "eagle1": {"type": "eagle1", "depth": GAMMA},
+    "mtp": {"type": "mtp", "depth": GAMMA},
+}
 # The stage that distils offline, by family.
-START = {SMALL_LM: "small-lm", HEADS: "heads"}
+START = {SMALL_LM: "small-lm", **{family: family for family in OPTIONS}}
 # OFFLINE_TOKENS: tokens of text, with padding, of an optimizer step of offline distillation.
-# ROUND_TOKENS: the same for each of the ROUND_STEPS of an online round. RATES: the learning rates
-# of online rounds.
+# ROUND_TOKENS: the same for each of the ROUND_STEPS of an online round. RATE: the learning rate of
+# online rounds.
 OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 12
-RATES = {SMALL_LM: 1e-3, HEADS: 1e-3}
+RATE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Settings:
     data: Path
     requests: int
     temperature: float = 0.0
+    families: tuple[str, ...] = FAMILIES
 
     @property
     def tokens(self) -> int:
@@ -76,8 +83,8 @@ class Settings:
     def arms(self) -> list[Arm]:
         """All arms. In a quick run, the only online arm with heads is the mix, to save time."""
         arms = []
-        for family in FAMILIES:
-            shares = [MAIN] if self.quick and family == HEADS else SHARES
+        for family in self.families:
+            shares = [MAIN] if self.quick and family != SMALL_LM else SHARES
             arms.append(Arm(family))
             arms += [Arm(family, share) for share in shares]
             arms.append(Arm(family, offline=True))
@@ -86,7 +93,7 @@ class Settings:
 
 def first_config(settings: Settings) -> dict[str, Any]:
     """Return the run that distils on the first domain and serves the stream with the drafters."""
-    steps = dict.fromkeys(FAMILIES, settings.start_steps)
+    steps = dict.fromkeys(settings.families, settings.start_steps)
     serving = [_serving(arm, settings) for arm in settings.arms if not arm.offline]
     stages = [*_offline(steps, settings), *serving]
     return _config("online-first", DOMAINS[:1], stages, settings)
@@ -100,7 +107,9 @@ def offline_steps(rounds: int) -> int:
 def second_config(additional_steps: dict[str, int], settings: Settings) -> dict[str, Any]:
     """Return the run that distils on all domains and serves the stream.
     additional_steps: optimizer steps by family."""
-    steps = {family: settings.start_steps + additional_steps[family] for family in FAMILIES}
+    steps = {
+        family: settings.start_steps + additional_steps[family] for family in settings.families
+    }
     serving = [_serving(arm, settings) for arm in settings.arms if arm.offline]
     stages = [*_offline(steps, settings), *serving]
     return _config("online-all", DOMAINS, stages, settings)
@@ -116,8 +125,7 @@ def routed_config(settings: Settings) -> dict[str, Any]:
         | {"name": name, "kinds": [name] if name in DOMAINS else None}
         for name, share in arms.items()
     ]
-    answers, small_lm, _ = _offline(dict.fromkeys(FAMILIES, settings.start_steps), settings)
-    stages = [answers, small_lm, *serving]
+    stages = [*_offline({SMALL_LM: settings.start_steps}, settings), *serving]
     config = _config("routed", DOMAINS[:1], stages, settings)
     config["data"]["stream"] = f"{settings.data}/mixed-stream.jsonl"
     return config
@@ -127,6 +135,8 @@ def _config(
     name: str, domains: Sequence[str], stages: list[dict[str, Any]], settings: Settings
 ) -> dict[str, Any]:
     directory = settings.data
+    if settings.families != FAMILIES:
+        name = "-".join([name, *(START[family] for family in settings.families)])
     return run_config(
         f"{name}-quick-{settings.requests}" if settings.quick else name,
         settings.runs,
@@ -142,6 +152,13 @@ def _config(
 def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:
     shared = {"text": "answers", "draft_vocabulary": 12000, "losses": {"forward_kl": 1.0}}
 
+    student = {
+        "kind": "distill",
+        "drafter": {"layers": [0, 1]},
+        "train_embeddings": False,
+        "remember_teacher": True,
+    }
+
     def training(family: str, lr: float) -> dict[str, Any]:
         loop = {"epochs": 1000, "max_steps": steps[family], "tokens_per_batch": OFFLINE_TOKENS}
         return shared | {"name": START[family], "loop": loop, "optimizer": {"lr": lr}}
@@ -153,19 +170,13 @@ def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:
             "max_new_tokens": settings.tokens,
             "batch_size": 25,
         },
-        training(SMALL_LM, 2e-3)
-        | {
-            "kind": "distill",
-            "drafter": {"layers": [0, 1]},
-            "train_embeddings": False,
-            "remember_teacher": True,
-        },
-        training(HEADS, 1e-3)
-        | {
-            "kind": "heads",
-            "heads": {"type": "medusa", "heads": GAMMA},
-            "remember_features": True,
-        },
+        *(
+            training(family, 1e-3)
+            | {"kind": "heads", "heads": OPTIONS[family], "remember_features": True}
+            if family in OPTIONS
+            else training(family, 2e-3) | student
+            for family in steps
+        ),
     ]
 
 
@@ -180,7 +191,7 @@ def _serving(arm: Arm, settings: Settings) -> dict[str, Any]:
             "k": 64,
             "holdout_every": 5,
             "holdout_requests": 8,
-            "optimizer": {"lr": RATES[arm.family], "warmup_steps": 4, "schedule": "constant"},
+            "optimizer": {"lr": RATE, "warmup_steps": 4, "schedule": "constant"},
         }
     return {
         "name": arm.stage,
