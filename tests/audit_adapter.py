@@ -50,7 +50,7 @@ def transformers_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, 
 
 
 def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]:
-    """drafter: a model directory, or `lookup`."""
+    """drafter: a model directory, `lookup` or `none`."""
     import numpy as np
     import openvino
     import openvino_genai
@@ -72,7 +72,7 @@ def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]
                 openvino.save_model(part, converted / name / f"openvino_{what}.xml")
     scheduling = openvino_genai.SchedulerConfig()
     scheduling.cache_size, scheduling.enable_prefix_caching = 1, False
-    options: dict[str, Any] = {"prompt_lookup": True}
+    options: dict[str, Any] = {"prompt_lookup": True} if drafter == "lookup" else {}
     if (converted / "drafter").exists():
         draft = openvino_genai.draft_model(str(converted / "drafter"), "CPU", **precision)
         options = {"draft_model": draft}
@@ -84,7 +84,8 @@ def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]
     def decode(prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
         settings = openvino_genai.GenerationConfig()
         settings.max_new_tokens, settings.stop_token_ids = tokens, set(ends)
-        settings.num_assistant_tokens = gamma
+        if options:
+            settings.num_assistant_tokens = gamma
         if "prompt_lookup" in options:
             settings.max_ngram_size = 3
         settings.do_sample = bool(temperature)

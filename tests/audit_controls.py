@@ -275,7 +275,7 @@ def honest(seeds: int) -> Iterator[Audit]:
     for seed in range(seeds // 2):
         yield CONTROLS[0].audit(96, broken=False, seed=seed)
     for seed in range(seeds // 2, seeds):
-        yield LAW_CONTROLS[0].audit(broken=False, seed=seed)
+        yield replace(LAW_CONTROLS[0], texts=1024).audit(broken=False, seed=seed)
 
 
 def main() -> None:

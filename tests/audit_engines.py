@@ -1,12 +1,13 @@
 """Audits the engines that are installed on this machine, each with its kinds of drafts.
 
 `python -m tests.audit_engines` makes the tiny models, starts one engine after the other, audits it
-over HTTP with `draftsmith audit`'s own code, and prints a row of a table for each. `--only WORD`
-takes those whose name has the word.
+over HTTP with the code of `draftsmith audit`, and prints a row of a table for each. `--only REGEX`
+takes those with that in their name.
 """
 
 import argparse
 import os
+import re
 import sys
 import tempfile
 import time
@@ -281,6 +282,7 @@ ENGINES = [
     _of_library("transformers", "a small LM", "drafter"),
     _of_library("transformers", "n-gram", "lookup"),
     _of_library("transformers", "MTP", "mtp", "with-mtp"),
+    _of_library("openvino", "none", "none"),
     _of_library("openvino", "a small LM", "drafter"),
     _of_library("openvino", "n-gram", "lookup"),
 ]  # fmt: skip
@@ -317,7 +319,7 @@ def row(engine: Engine, found: Audit, seconds: Sequence[float]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", default="", help="part of a name")
+    parser.add_argument("--only", default="", help="a regular expression of names: ENGINE, DRAFTS")
     only: str = parser.parse_args().only
     torch.set_num_threads(1)
     quieten()
@@ -327,7 +329,7 @@ def main() -> None:
         place = Path(directory) / "models"
         write_models(place)
         for engine in ENGINES:
-            if only.lower() not in f"{engine.name}, {engine.drafts}".lower():
+            if not re.search(only, f"{engine.name}, {engine.drafts}", re.IGNORECASE):
                 continue
             try:
                 found, ready = engine.audit(place)
