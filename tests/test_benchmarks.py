@@ -82,6 +82,8 @@ from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
 from heads import HEADS
+from heads.heads_directory import new_heads, save_heads
+from heads.heads_module import HeadOptions
 from heads.mtp_heads import MtpOptions
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
@@ -353,7 +355,10 @@ def tiny_models(tmp_path):
         for weight in model.parameters():
             weight += 0.1 * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(drafter)
-    models = Models.load(tiny_target(), str(drafter), "suffix")
+    target = tiny_target()
+    eagle = new_heads(HeadOptions.of({"type": "eagle1", "depth": 3}), target, None)
+    save_heads(tmp_path / "eagle", eagle, target=target, provenance={})
+    models = Models.load(target, str(drafter), f"ngram+{tmp_path / 'eagle'}")
     with models.closing:
         yield models
 

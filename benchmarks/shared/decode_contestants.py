@@ -205,17 +205,11 @@ def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict
     sampled: at temperature 1 from the full distribution, the only setting that all loops support.
     """
     sampling = Sampling(1.0 if sampled else 0.0)
-    first: list[Decoder] = []
 
     def ours(drafter: Callable[[], Drafter]) -> Maker:
-        def make() -> Contestant:
-            decoder = Decoder(models.target.model, drafter(), gamma=gamma, sampling=sampling)
-            if first:
-                decoder.lm = first[0].lm  # one packed copy of the target is enough
-            first.append(decoder)
-            return _ours(decoder)
-
-        return make
+        return lambda: _ours(
+            Decoder(models.target.model, drafter(), gamma=gamma, sampling=sampling)
+        )
 
     lookup = {"prompt_lookup_num_tokens": gamma, "max_matching_ngram_size": MAX_N}
     constant = {
