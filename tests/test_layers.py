@@ -103,6 +103,7 @@ def test_a_right_import_is_not(source: str) -> None:
 
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {
+    "tests/audit_adapter.py",
     "tests/peers_child.py",
     "tests/speculators_child.py",
     "benchmarks/shared/speculators_child.py",
