@@ -3,17 +3,11 @@
 import json
 from typing import Any
 
+from draftsmith.serve.openai.asked import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from draftsmith.serve.openai.contract import Contract, expected_of
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.messages import MESSAGE, PART
-from draftsmith.serve.openai.openai_requests import (
-    CHAT,
-    COMPLETION,
-    OUR_OPTIONS,
-    REASONING,
-    RESPONSES,
-    STREAM_OPTIONS,
-)
+from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES
 from tests.markdown import table
 
 _SERVED: dict[str, Contract] = {

@@ -201,6 +201,26 @@ def test_suffix_drafts_from_earlier_answers_of_the_schema(
     assert decoder.decode([[5, 6, 7]], 60).counts.steps == first.counts.steps
 
 
+def test_grammar_lookup_and_a_model_draft_one_tree(
+    target: Target, grammars: Grammars, tmp_path: Path
+) -> None:
+    target.model.save_pretrained(tmp_path)
+    target.tokenizer.save_pretrained(tmp_path)
+    held = Sampling(grammar=grammars.json_schema(PERSON))
+    runs = [
+        Decoder(
+            target.model,
+            open_drafter(drafter, target),
+            eos_token_ids=target.eos_token_ids,
+            sampling=held,
+            gamma=4,
+        ).decode([[5, 6, 7]], 40)
+        for drafter in (f"grammar++ngram++{tmp_path}", "grammar++ngram", "none")
+    ]
+    assert runs[0].outputs == runs[1].outputs == runs[2].outputs
+    assert runs[0].counts.steps < runs[1].counts.steps < runs[2].counts.steps
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "pattern"),
     [

@@ -28,7 +28,7 @@ from draftsmith.serve.batching.requests import (
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.openai.answers import AnswerText, ApiAnswer, Piece
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.openai_requests import Asked
+from draftsmith.serve.openai.asked import Asked
 
 STATUS = {
     "full": 503,

@@ -14,7 +14,7 @@ from draftsmith.net.events import event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.openai_requests import Asked, StreamOptions
+from draftsmith.serve.openai.asked import Asked, StreamOptions
 from draftsmith.serve.openai.tools import Calls, call_ids
 
 

@@ -15,9 +15,9 @@ from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids
 from draftsmith.serve.openai.api_errors import ApiError, refused, shown
+from draftsmith.serve.openai.asked import Asked, Tooled
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.formats import AskedGrammar
-from draftsmith.serve.openai.openai_requests import Asked, Tooled
 from draftsmith.serve.openai.tools import Calls, require_tools
 
 T = TypeVar("T")
