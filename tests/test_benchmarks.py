@@ -5,8 +5,10 @@ import itertools
 import json
 import pkgutil
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from benchmarks import (
     drafters,
     encoder_decoder,
     exact,
+    grammars,
     heads,
     mtp,
     objectives,
@@ -90,6 +93,7 @@ from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
+from train.engines.child_process import run_job
 from train.engines.programs import llama_server_program
 from train.engines.server_config import EngineServer
 from train.run.config import load_config, validate_config
@@ -476,6 +480,17 @@ def test_a_step_is_taken_apart(tiny_models):
     assert profile_table(found).row_count > 5
 
 
+def test_masks_are_timed_in_a_process_of_their_own(tmp_path):
+    tiny_target().tokenizer.save_pretrained(tmp_path)
+    job = {"tokenizer": str(tmp_path), "schemas": grammars.SCHEMAS[:1], "library": "llguidance"}
+    python = Path(sys.executable)
+    drawn = run_job("llguidance", grammars.CHILD, job | {"texts": None}, python=python)
+    given = run_job("llguidance", grammars.CHILD, job | {"texts": drawn["texts"]}, python=python)
+    assert drawn["taken"] == given["taken"] == [len(drawn["texts"][0])]
+    assert len(given["mask_ms"]) == given["taken"][0] > 9
+    assert given["tokenizer_seconds"] > 0 < given["compile_seconds"][0]
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
     families = online_runs.FAMILIES if quick else tuple(online_runs.START)
@@ -805,10 +820,10 @@ def test_structured_output_is_measured_here_and_by_an_engine(
     target = tiny_target(max_positions=2048)
     asked = prompts_of(1)
     ids = [prompt_ids([{"role": "user", "content": x.prompt}], target.tokenizer) for x in asked]
-    grammars = [structured._grammar(Grammars.of(target), x) for x in asked]
+    held = [structured._grammar(Grammars.of(target), x) for x in asked]
     monkeypatch.setattr(structured, "TOKENS", 50)
     drafter = open_drafter("grammar+ngram", target)
-    rows = structured.measure(target, "both", drafter, asked, ids, grammars, 6)
+    rows = structured.measure(target, "both", drafter, asked, ids, held, 6)
     assert [row["kind"] for row in rows] == [*KINDS, "all"]
     assert all(row["same_text"] == 1 and row["speedup"]["value"] > 0 for row in rows)
     assert rows[3]["valid"] == 1  # the others are cut at their limit

@@ -106,6 +106,7 @@ CHILDREN = {
     "tests/audit_adapter.py",
     "tests/peers_child.py",
     "tests/speculators_child.py",
+    "benchmarks/shared/grammar_child.py",
     "benchmarks/shared/speculators_child.py",
     "draftsmith/export/engines/openvino_child.py",
     "draftsmith/export/engines/vllm_child.py",
