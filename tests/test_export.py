@@ -267,6 +267,9 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
     assert str(tmp_path) not in card
     assert str(Path(target.name).parent) not in card
     record = json.loads((tmp_path / "out" / EXPORT_FILE).read_text())
+    (measured,) = record["acceptance"]
+    few = measured | {"speedup": {"value": 1.2}}
+    assert "| 1.5 | 1.20× | 4 |" in drafter_card(record | {"acceptance": [few]})
     for licence, named in (("Mine: 1", ("other", "Mine: 1")), (None, (None, None))):
         other = ModelCard(drafter_card(record | {"licence": licence})).data
         assert (other.license, other.license_name) == named

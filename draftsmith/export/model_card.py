@@ -6,6 +6,7 @@ from typing import Any
 
 from draftsmith.export.formats import FORMATS, Format
 from draftsmith.export.trained_drafter import public_name, target_hub_id
+from train.report.format_figures import format_ratio
 
 UNSTATED = "not stated"
 # The licences that a hub knows by name. Another one is `other`, with its name beside it.
@@ -197,8 +198,7 @@ def _acceptance(rows: list[dict[str, Any]]) -> list[str]:
             "–" if row.get(key) is None else f"{round(row[key], 3):g}"
             for key in ("acceptance_rate", "draft_efficiency", "tokens_per_step")
         )
-        speedup, drafted = row.get("speedup"), row.get("drafted")
-        faster = "{value:.2f}× [{low:.2f}, {high:.2f}]".format(**speedup) if speedup else "–"
+        faster, drafted = format_ratio(row.get("speedup")), row.get("drafted")
         lines.append(
             f"| {row['where']} | {row['prompts']} | {row['dtype']} | {row['gamma']} "
             f"| {'–' if drafted is None else drafted} | {figures} | {faster} "
