@@ -90,7 +90,8 @@ def main(
     rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
     reporter.table(rows_table("docs/serve_8b.md on a small model", rows))
     if page is not None:
-        page.write_text(as_page(steps, opening()).replace(str(ROOT), "~/clone"))
+        written = as_page(steps, opening(quick)).replace(str(ROOT), "~/clone")
+        page.write_text(written.replace(str(python.absolute()), "~/vllm/bin/python"))
     if json_file is not None:
         found = {"machine": describe_machine(), "steps": [asdict(step) for step in steps]}
         write_json(json_file, found)
@@ -172,12 +173,13 @@ def _served(options: str, python: Path) -> str:
     )
 
 
-def opening() -> list[str]:
+def opening(quick: bool) -> list[str]:
     """The first lines of the page of results."""
+    sizes = " --quick" if quick else ""
     return [
         "# An 8B model in vLLM: the page followed on a small model",
         "",
-        "Written by `python -m benchmarks.serve_8b --python PYTHON --page",
+        f"Written by `python -m benchmarks.serve_8b --python PYTHON{sizes} --page",
         "docs/results/serve_8b.md`: the commands of [the page](../serve_8b.md), with SmolLM2-135M",
         "in the place of the 8B model, vLLM's build for CPUs, and small sizes. They show that the",
         "path has no gap. The sizes are too small for a good drafter.",
