@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -26,12 +25,20 @@ from benchmarks.common import (
     TARGET,
     JsonOption,
     describe_machine,
-    rows_table,
     run_command,
     start_benchmark,
     write_json,
 )
-from benchmarks.shared.walks import Step, as_page, as_time, on_this_machine, run_step
+from benchmarks.shared.walks import (
+    KeepOption,
+    PageOption,
+    Step,
+    as_page,
+    empty_place,
+    on_this_machine,
+    run_step,
+    times_table,
+)
 from decode.base.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -43,21 +50,15 @@ QUESTION = "Why is the sky blue?"
 def main(
     quick: Annotated[bool, typer.Option("--quick", help="train on fewer prompts")] = False,
     json_file: JsonOption = None,
-    page: Annotated[Path | None, typer.Option(help="write the walk here, as Markdown")] = None,
+    page: PageOption = None,
     data: Annotated[Path, typer.Option(help="the user's prompts, JSON lines")] = PROMPTS
     / "train.jsonl",
     python: Annotated[str, typer.Option(help="the Python that the machine has")] = sys.executable,
-    keep: Annotated[
-        Path | None, typer.Option(help="work here, and keep it; default: a temporary directory")
-    ] = None,
+    keep: KeepOption = None,
 ) -> None:
     """Run every first step in a fresh environment, and print how long each took."""
     reporter = start_benchmark()
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UserError(f"{keep} is not empty; expected a new directory")
-    with tempfile.TemporaryDirectory() as temporary:
-        place = (keep or Path(temporary)).absolute()
-        place.mkdir(parents=True, exist_ok=True)
+    with empty_place(keep) as place:
         copy_sources(place / "clone")
         shutil.copyfile(data, place / "mine.jsonl")
         held_out = (PROMPTS / "test.jsonl").read_text().splitlines(keepends=True)[::10]
@@ -73,8 +74,7 @@ def main(
             before = ". venv/bin/activate; " if (place / "venv").exists() else ""
             steps.append(run_step(title, command, place, env, before))
         drafted = next(step for step in steps if "draftsmith chat" in step.command)
-    rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
-    reporter.table(rows_table("first steps from a wheel", rows))
+    reporter.table(times_table("first steps from a wheel", steps))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
     if page is not None:
         page.write_text(as_page(steps, opening()))

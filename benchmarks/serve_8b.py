@@ -11,7 +11,6 @@ last. PYTHON is that of an environment with vLLM. --page writes the commands wit
 import os
 import re
 import sys
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +22,20 @@ from benchmarks.common import (
     TARGET,
     JsonOption,
     describe_machine,
-    rows_table,
     run_command,
     start_benchmark,
     write_json,
 )
-from benchmarks.shared.walks import as_page, as_time, on_this_machine, run_step
+from benchmarks.shared.walks import (
+    KeepOption,
+    PageOption,
+    as_page,
+    as_time,
+    empty_place,
+    on_this_machine,
+    run_step,
+    times_table,
+)
 from decode.base.errors import UserError
 from decode.model.loading import load_target
 from train.engines.child_process import free_port
@@ -65,18 +72,12 @@ def main(
     python: Annotated[Path, typer.Option(help="the Python of an environment with vLLM")],
     quick: Annotated[bool, typer.Option("--quick", help="train on fewer prompts")] = False,
     json_file: JsonOption = None,
-    page: Annotated[Path | None, typer.Option(help="write the walk here, as Markdown")] = None,
-    keep: Annotated[
-        Path | None, typer.Option(help="work here, and keep it; default: a temporary directory")
-    ] = None,
+    page: PageOption = None,
+    keep: KeepOption = None,
 ) -> None:
     """Run every command of the page, and print how long each took."""
     reporter = start_benchmark()
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise UserError(f"{keep} is not empty; expected a new directory")
-    with tempfile.TemporaryDirectory() as temporary:
-        place = (keep or Path(temporary)).absolute()
-        place.mkdir(parents=True, exist_ok=True)
+    with empty_place(keep) as place:
         _prepare(place, quick)
         env = dict(os.environ) | {
             "PYTHONPATH": str(ROOT),
@@ -87,8 +88,7 @@ def main(
             reporter.say(f"$ {command}")
             steps.append(run_step(title, command, place, env, ""))
             reporter.say(as_time(steps[-1].seconds))
-    rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
-    reporter.table(rows_table("docs/serve_8b.md on a small model", rows))
+    reporter.table(times_table("docs/serve_8b.md on a small model", steps))
     if page is not None:
         written = as_page(steps, opening(quick)).replace(str(ROOT), "~/clone")
         page.write_text(written.replace(str(python.absolute()), "~/vllm/bin/python"))

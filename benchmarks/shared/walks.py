@@ -2,15 +2,25 @@
 
 import re
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Annotated
 
-from benchmarks.common import describe_machine
+import typer
+from rich.table import Table
+
+from benchmarks.common import describe_machine, rows_table
 from decode.base.errors import UserError
 
+PageOption = Annotated[Path | None, typer.Option(help="write the walk here, as Markdown")]
+KeepOption = Annotated[
+    Path | None, typer.Option(help="work here, and keep it; default: a temporary directory")
+]
 # Lines of a command's output that the page shows, from its end.
 LINES = 24
 COLUMNS = 110
@@ -24,6 +34,24 @@ class Step:
     command: str
     seconds: float
     output: str
+
+
+@contextmanager
+def empty_place(keep: Path | None) -> Iterator[Path]:
+    """The directory of a walk: `keep`, or else a temporary one. Raises UserError if `keep` is not
+    empty."""
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UserError(f"{keep} is not empty; expected a new directory")
+    with tempfile.TemporaryDirectory() as temporary:
+        place = (keep or Path(temporary)).absolute()
+        place.mkdir(parents=True, exist_ok=True)
+        yield place
+
+
+def times_table(title: str, steps: Sequence[Step]) -> Table:
+    """A row for each step."""
+    rows = [{"step": step.title, "wall time": as_time(step.seconds)} for step in steps]
+    return rows_table(title, rows)
 
 
 def run_step(title: str, command: str, place: Path, env: Mapping[str, str], before: str) -> Step:

@@ -47,8 +47,6 @@ from draftsmith.serve.openai.tools import (
     read_flat_tools,
 )
 
-LONGEST_LABEL = 64  # characters
-MOST_ENTRIES = 64  # of a mapping or list of options
 COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 
 
