@@ -57,7 +57,7 @@ MORE: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "heads": 3},
     "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 1},
     "eagle1": {"type": "eagle1", "depth": 3},
-    "eagle3": {"type": "eagle3", "steps": 3, "captured_layers": [0, 1]},
+    "eagle3": {"type": "eagle3", "steps": 3},
     "mtp": {"type": "mtp", "depth": 3},
 }
 kinds = pytest.mark.parametrize("kind", OPTIONS)
@@ -81,7 +81,10 @@ def target(vocab: int = VOCAB) -> Any:
 def heads_of(kind: str, on: Any, ids: Tensor | None = None) -> Heads:
     """Moved a little, so that no two heads say the same."""
     torch.manual_seed(0)
-    made = new_heads(HeadOptions.of((OPTIONS | MORE)[kind]), on, ids)
+    options = dict((OPTIONS | MORE)[kind])
+    if kind == "eagle3":
+        options["captured_layers"] = list(range(on.model.config.num_hidden_layers))
+    made = new_heads(HeadOptions.of(options), on, ids)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -291,6 +294,14 @@ def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> 
     for record in [*records, *held_out]:
         drafted = record.head_drafts
         assert drafted is not None
+        if online.student.whole_text:
+            for piece in [record, *record.windows(8)]:
+                own, last = piece.head_drafts, piece.positions[-1]
+                assert own is not None
+                assert own.read_positions is None
+                # Also the one that EAGLE-1's regression reads.
+                assert len(own.features) == last
+            assert np.array_equal(own.features[-1], drafted.features[-1])
         guesses = replayed(online.student, record)
         depths |= set(drafted.depths.tolist())
         for place, was_wrong in zip(record.positions.tolist(), record.rejected, strict=True):

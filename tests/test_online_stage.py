@@ -252,7 +252,7 @@ def test_heads_that_attend_to_the_text_learn_from_all_of_its_states(context):
     stage = heads_stage(heads={"type": "eagle1", "depth": 2})
     run_stage(context, stage)
     outcome = run_stage(context, on_heads("online", stage, prompts=8))
-    assert outcome.summary["bytes_per_text_token"] == 32 * 4 + 4
+    assert outcome.summary["bytes_per_text_token"] == 32 * 4
     assert "bytes_per_draft" not in outcome.summary
     assert describe_drafter(outcome.drafter)["kind"] == "eagle1"
 

@@ -35,6 +35,7 @@ class _OpenRequest:
     depths: list[int] = field(default_factory=list)
     read_positions: list[int] = field(default_factory=list)
     features: list[np.ndarray] = field(default_factory=list)
+    states: int = 0  # in `features`, of a text from its first token on
 
 
 def _is_text(request: _OpenRequest, text: np.ndarray) -> bool:
@@ -61,7 +62,8 @@ class Collector:
     states that it read. After a text of L tokens, head d drafts for position L + d − 1 from the
     hidden states of the token at L − 2. text_states: for heads that attend to the text, a function
     from the index of a row to the states of its text of L tokens, [L − 1, H]. Then a record has
-    those of all of its tokens instead.
+    those of all of its tokens but the last recorded one instead. EAGLE-1's regression reads the
+    last of them.
 
     Each row of a decode is a request. A new request begins if the text of a row does not continue
     the text before. `begin` sets the request numbers for the rows of the next decode. Without it,
@@ -202,8 +204,9 @@ class Collector:
         for b, request in requests.items():
             request.text += verification.block[b, : accepted[b] + 1].tolist()
             if self._text_states is not None:
-                states = self._text_states(b)[sum(map(len, request.features)) :]
+                states = self._text_states(b)[request.states :]
                 request.features.append(to_numpy(states))
+                request.states += len(states)
 
     def _request(self, row: int, text: np.ndarray, known: bool) -> _OpenRequest:
         """The open request of a row of the decode: the same as before, if `text` continues it.
@@ -273,14 +276,13 @@ class Collector:
         if self._text_states is None:
             request.read_positions, request.features = [], []
 
-    def _read(self, request: _OpenRequest) -> tuple[np.ndarray, np.ndarray]:
+    def _read(self, request: _OpenRequest) -> tuple[np.ndarray | None, np.ndarray]:
         """`read_positions` and `features` of a request's `HeadDrafts`."""
         if self._text_states is None:
             return np.array(request.read_positions, dtype=np.int32), np.stack(request.features)
         states = np.concatenate(request.features)
         request.features = [states]
-        last = request.positions[-1] - 1  # nothing is read after the token before
-        return np.arange(last, dtype=np.int32), states[:last].copy()
+        return None, states[: request.positions[-1]].copy()
 
     def _close(self) -> None:
         for request in self._open_requests.values():

@@ -44,7 +44,7 @@ PER_TOKEN = {
     "log_p": "log_p",
     "log_tail": "log_tail",
 }
-# The fields of `HeadDrafts`, and their names in a shard.
+# The fields of `HeadDrafts`, and their names in a shard. One of whole texts has no "read".
 HEAD_DRAFTS = {"depths": "depths", "read_positions": "read", "features": "features"}
 
 
@@ -57,12 +57,13 @@ def bytes_per_position(k: int, vocab_size: int) -> int:
     return bytes_per_token(k, vocab_size) + 4 + 1
 
 
-def bytes_per_draft(features: int, dtype: torch.dtype) -> int:
+def bytes_per_draft(features: int, dtype: torch.dtype, *, whole_text: bool = False) -> int:
     """Bytes of the hidden states that a draft was computed from, and of their position.
 
     These are F numbers in the target's dtype, stored once for all recorded tokens of the draft.
+    whole_text: of those of a token of text, which need no position.
     """
-    return features * dtype.itemsize + 4
+    return features * dtype.itemsize + 4 * (not whole_text)
 
 
 def to_numpy(x: Tensor) -> np.ndarray:
@@ -83,13 +84,13 @@ class HeadDrafts:
     """Which heads drafted the tokens of a record, and from which hidden states.
 
     depths: uint8 [n], the head of each recorded token, from 1. It read the hidden states of
-    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending; or
-    of all tokens from 0 on, for heads that attend to the text. features: [m, F], their hidden
-    states, returned by `to_numpy`, in the target's dtype.
+    tokens[position − depth − 1]. read_positions: int32 [m], those of all such tokens, ascending;
+    None: the first m tokens of the text, for heads that attend to all of it. features: [m, F],
+    their hidden states, returned by `to_numpy`, in the target's dtype.
     """
 
     depths: np.ndarray
-    read_positions: np.ndarray
+    read_positions: np.ndarray | None
     features: np.ndarray
 
     def part(self, positions: np.ndarray, chosen: np.ndarray, begin: int) -> "HeadDrafts":
@@ -98,10 +99,9 @@ class HeadDrafts:
         positions: int [n], those of all recorded tokens.
         """
         depths = self.depths[chosen]
+        if self.read_positions is None:
+            return HeadDrafts(depths, None, self.features[begin : positions[chosen][-1]])
         kept = np.isin(self.read_positions, positions[chosen] - depths - 1)
-        if len(self.read_positions) == self.read_positions[-1] + 1:  # of all tokens
-            first, last = begin, self.read_positions[kept][-1]
-            kept = (self.read_positions >= first) & (self.read_positions <= last)
         return HeadDrafts(depths, self.read_positions[kept] - begin, self.features[kept])
 
 
@@ -183,16 +183,19 @@ def padded_tokens(records: Sequence[Record], pad_id: int = 0) -> tuple[Tensor, T
 
 
 def padded_values(
-    records: Sequence[Record], positions: Sequence[np.ndarray], values: Sequence[Tensor]
+    records: Sequence[Record], positions: Sequence[np.ndarray | None], values: Sequence[Tensor]
 ) -> Tensor:
     """[B, T, …]: the values of each text at their positions, 0 at all other positions.
 
-    positions: int [m] for each record. values: [m, …] for each record.
+    positions: int [m] for each record; None: the first m. values: [m, …] for each record.
     """
     rows = []
     for record, record_positions, x in zip(records, positions, values, strict=True):
         row = x.new_zeros(len(record.tokens), *x.shape[1:])
-        row[torch.as_tensor(record_positions, dtype=torch.int64)] = x
+        if record_positions is None:
+            row[: len(x)] = x
+        else:
+            row[torch.as_tensor(record_positions, dtype=torch.int64)] = x
         rows.append(row)
     return pad_sequence(rows, batch_first=True)
 
@@ -336,14 +339,16 @@ def _store(path: Path, records: Sequence[Record]) -> None:
     drafts = [r.head_drafts for r in records if r.head_drafts is not None]
     if drafts:
         for field, name in HEAD_DRAFTS.items():
-            arrays[name] = [getattr(d, field) for d in drafts]
+            values = [getattr(d, field) for d in drafts]
+            if values[0] is not None:
+                arrays[name] = values
     save_file({name: np.concatenate(rows) for name, rows in arrays.items()}, path / FILE)
     counts = [
         [
             r.request,
             len(r.tokens),
             len(r.positions),
-            len(r.head_drafts.read_positions) if r.head_drafts else 0,
+            len(r.head_drafts.features) if r.head_drafts else 0,
         ]
         for r in records
     ]
@@ -360,7 +365,9 @@ def _load(path: Path) -> list[Record]:
         head_drafts = None
         if "depths" in arrays:
             slices = zip(HEAD_DRAFTS.values(), (tokens, drafts, drafts), strict=True)
-            head_drafts = HeadDrafts(*(arrays[name][rows] for name, rows in slices))
+            head_drafts = HeadDrafts(
+                *(arrays[name][rows] if name in arrays else None for name, rows in slices)
+            )
         per_token = {field: arrays[name][tokens] for field, name in PER_TOKEN.items()}
         records.append(
             Record(request, arrays["tokens"][text], **per_token, head_drafts=head_drafts)

@@ -323,8 +323,9 @@ class OnlineStage(Stage[OnlineStageConfig]):
         }
         if student.heads:
             figures["bytes_per_position"] += 1
-            each = bytes_per_draft(student.features, target.dtype)
-            figures["bytes_per_text_token" if student.whole_text else "bytes_per_draft"] = each
+            whole = student.whole_text
+            each = bytes_per_draft(student.features, target.dtype, whole_text=whole)
+            figures["bytes_per_text_token" if whole else "bytes_per_draft"] = each
         return figures
 
 
