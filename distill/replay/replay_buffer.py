@@ -364,10 +364,8 @@ def _load(path: Path) -> list[Record]:
         text, tokens, drafts = (slice(*bounds) for bounds in zip(begins, ends, strict=True))
         head_drafts = None
         if "depths" in arrays:
-            slices = zip(HEAD_DRAFTS.values(), (tokens, drafts, drafts), strict=True)
-            head_drafts = HeadDrafts(
-                *(arrays[name][rows] if name in arrays else None for name, rows in slices)
-            )
+            read = arrays["read"][drafts] if "read" in arrays else None
+            head_drafts = HeadDrafts(arrays["depths"][tokens], read, arrays["features"][drafts])
         per_token = {field: arrays[name][tokens] for field, name in PER_TOKEN.items()}
         records.append(
             Record(request, arrays["tokens"][text], **per_token, head_drafts=head_drafts)
