@@ -1,19 +1,22 @@
-"""The page docs/reference/requests.md, from the tables that requests are read with."""
+"""The page docs/reference/requests.md, from the tables that requests are read with and the counters
+of a service."""
 
 import json
 from typing import Any
 
+from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.openai.asked import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from draftsmith.serve.openai.contract import Contract, expected_of
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.messages import MESSAGE, PART
-from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES
+from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
 from tests.markdown import table
 
 _SERVED: dict[str, Contract] = {
     "POST /v1/chat/completions": CHAT,
     "POST /v1/completions": COMPLETION,
     "POST /v1/responses": RESPONSES,
+    "POST /admin/settings": SETTINGS,
     "A message": MESSAGE,
     "A part of a message": PART,
     "`stream_options`": STREAM_OPTIONS,
@@ -36,7 +39,14 @@ def requests_reference() -> str:
     lines += ["", "`metadata` is repeated in the answer of `/v1/responses`."]
     lines += ["", "## Refused in all requests", ""]
     lines += ["Unless the field is served there, or its value asks for nothing.", ""]
-    return "\n".join([*lines, *_refused(REFUSED)]) + "\n"
+    lines += [*_refused(REFUSED), "", "## GET /metrics", ""]
+    lines += ["Names as in vLLM, with another prefix. The series of a counter ends in `_total`; each has the label `model_name`.", ""]
+    return "\n".join([*lines, *_metrics()]) + "\n"
+
+
+def _metrics() -> list[str]:
+    found = Metrics("").registry.collect()
+    return table(["name", "type", "meaning"], [[f"`{x.name}`", x.type, x.documentation] for x in found])
 
 
 def _served(contract: Contract) -> list[str]:

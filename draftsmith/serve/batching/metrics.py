@@ -47,7 +47,8 @@ class Metrics:
         )
         self._reached_at = self._by_position(
             "spec_decode_num_reached_tokens_per_pos",
-            "draft tokens that were judged with all before them accepted, by position, from 0",
+            "draft tokens that were judged with all before them accepted, by position, from 0: "
+            "accepted / reached is the acceptance rate α",
         )
         self.passes = self._counter("num_passes", "verification passes over the running rows")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")

@@ -263,13 +263,30 @@ class ResponsesRequest(Tooled):
 class SettingsChange(RequestPart):
     """The body of POST /admin/settings. None: it stays."""
 
-    gamma: int | None = Field(None, ge=1)
-    policy: str | None = Field(None, examples=sorted(POLICIES))
-    rule: str | None = Field(None, examples=sorted(RULES))
-    lenience: float | None = Field(None, gt=0, le=1)
-    dynamic_lenience: float | None = Field(None, gt=0, le=1)
-    drafter: str | None = Field(None, min_length=1)
-    learning: bool | None = None
+    gamma: int | None = Field(None, ge=1, description="the depth of drafts, as `--gamma`")
+    policy: str | None = Field(
+        None, examples=sorted(POLICIES), description="the policy with its options, as `--policy`"
+    )
+    rule: str | None = Field(
+        None,
+        examples=sorted(RULES),
+        description='the rule with its options: `"typical:epsilon=0.1"`',
+    )
+    lenience: float | None = Field(
+        None, gt=0, le=1, description="l: short for the rule `lenience:lenience=l`; 1: the default"
+    )
+    dynamic_lenience: float | None = Field(
+        None, gt=0, le=1, description="the lower bound of l in spikes of traffic; 1: off"
+    )
+    drafter: str | None = Field(
+        None,
+        min_length=1,
+        description="`none`, `ngram` and `store` with their options, a path below `--drafters`, "
+        "several with `+`, or the one of the start",
+    )
+    learning: bool | None = Field(
+        None, description="whether the drafter learns; needs `--learn`"
+    )
 
     @classmethod
     def fields(cls) -> dict[str, dict[str, Any]]:
