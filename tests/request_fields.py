@@ -40,13 +40,19 @@ def requests_reference() -> str:
     lines += ["", "## Refused in all requests", ""]
     lines += ["Unless the field is served there, or its value asks for nothing.", ""]
     lines += [*_refused(REFUSED), "", "## GET /metrics", ""]
-    lines += ["Names as in vLLM, with another prefix. The series of a counter ends in `_total`; each has the label `model_name`.", ""]
+    lines += [
+        "Names as in vLLM, with another prefix. The series of a counter ends in `_total`.",
+        "Each series has the label `model_name`.",
+        "",
+    ]
     return "\n".join([*lines, *_metrics()]) + "\n"
 
 
 def _metrics() -> list[str]:
     found = Metrics("").registry.collect()
-    return table(["name", "type", "meaning"], [[f"`{x.name}`", x.type, x.documentation] for x in found])
+    return table(
+        ["name", "type", "meaning"], [[f"`{x.name}`", x.type, x.documentation] for x in found]
+    )
 
 
 def _served(contract: Contract) -> list[str]:

@@ -284,9 +284,7 @@ class SettingsChange(RequestPart):
         description="`none`, `ngram` and `store` with their options, a path below `--drafters`, "
         "several with `+`, or the one of the start",
     )
-    learning: bool | None = Field(
-        None, description="whether the drafter learns; needs `--learn`"
-    )
+    learning: bool | None = Field(None, description="whether the drafter learns; needs `--learn`")
 
     @classmethod
     def fields(cls) -> dict[str, dict[str, Any]]:
