@@ -139,7 +139,7 @@ def test_a_chain_has_the_bits_of_its_tokens_fed_one_by_one(
 def test_without_exact_bits_a_chain_is_one_query(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a CPU where exact bits take each token alone. The logits are equal up to rounding.
     Layers in C++ give a token its bits in any pass, so they are not used here."""
-    monkeypatch.setattr(few_rows, "library", lambda: None)
+    monkeypatch.setattr(few_rows, "library", lambda _: None)
     monkeypatch.setattr(attention_mask, "tokens_together", lambda *_: 1)
     alone: list[int] = []
     each = AttentionMask._each_token_alone

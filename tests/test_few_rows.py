@@ -21,9 +21,16 @@ from decode.model.forward.prepare_model import refresh_packed
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
 
-needs_library = pytest.mark.skipif(
-    few_rows.library() is None, reason="no compiler, or no AVX512-BF16, or AMX"
-)
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    found: torch.dtype = getattr(torch, request.param)
+    if few_rows.library(found) is None:
+        pytest.skip("no compiler, or a processor without the instructions, or with better ones")
+    return found
+
+
 SETTINGS = LlamaConfig(
     hidden_size=64, intermediate_size=96, num_attention_heads=2, num_key_value_heads=1, head_dim=32
 )
@@ -40,20 +47,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def linear(out: int, size: int, bias: bool = False) -> nn.Linear:
+def linear(out: int, size: int, dtype: torch.dtype, bias: bool = False) -> nn.Linear:
     layer = nn.Linear(size, out, bias=bias)
-    return layer.to(torch.bfloat16).requires_grad_(False)
+    return layer.to(dtype).requires_grad_(False)
 
 
-@needs_library
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("size", [2, 62, 576])
 @pytest.mark.parametrize("mode", ["none", "swish", "gelu", "add", "mul"])
-def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(mode: str, size: int) -> None:
+def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
+    mode: str, size: int, rounded: bool, dtype: torch.dtype
+) -> None:
     torch.manual_seed(size)
-    layers = linear(160, size, bias=True), linear(32, size, bias=True)
+    layers = linear(160, size, dtype, bias=True), linear(32, size, dtype, bias=True)
+    if rounded:
+        for layer in layers:
+            layer.weight.data = layer.weight.bfloat16().to(dtype)
     product = PackedLinear(*layers)
     assert product.has_blocks
-    x, other = (torch.randn(2, 15, n).to(torch.bfloat16) for n in (size, 192))
+    # Weights that are numbers of bfloat16 are kept as such.
+    assert product.blocks[0].dtype == (torch.bfloat16 if rounded else dtype)
+    x, other = (torch.randn(2, 15, n).to(dtype) for n in (size, 192))
 
     def of(rows: slice) -> torch.Tensor:
         if mode in ("add", "mul"):
@@ -68,24 +82,25 @@ def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(mode: str, si
         "add": lambda y: y + other.double(),
         "mul": lambda y: y * other.double(),
     }
-    torch.testing.assert_close(of(slice(None)).double(), then[mode](exact), rtol=0.01, atol=0.01)
+    bound = 0.01 if dtype == torch.bfloat16 else 2e-6
+    found = of(slice(None)).double()
+    torch.testing.assert_close(found, then[mode](exact), rtol=bound, atol=bound)
     alone = torch.cat([of(slice(row, row + 1)) for row in range(15)], 1)
     assert all(torch.equal(of(slice(n)), alone[:, :n]) for n in range(1, 16))
 
 
-@needs_library
-def test_changed_weights_are_used_after_a_refresh() -> None:
-    layer, x = linear(64, 32), torch.randn(3, 32).to(torch.bfloat16)
+def test_changed_weights_are_used_after_a_refresh(dtype: torch.dtype) -> None:
+    layer, x = linear(64, 32, torch.bfloat16).to(dtype), torch.randn(3, 32).to(dtype)
     product = PackedLinear(layer)
     with torch.no_grad():
-        layer.weight.add_(1)
+        layer.weight.add_(1.001)  # float32 weights are no numbers of bfloat16 any more
     refresh_packed(product)
     torch.testing.assert_close(product(x), layer(x))
 
 
-def target(family: str, **fields: Any) -> Any:
+def target(family: str, dtype: torch.dtype, **fields: Any) -> Any:
     shape = {"hidden": 64, "heads": 2, "kv_heads": 1, "layers": 4, "seed": 3}
-    return tiny_model(family, **shape, **FAMILIES[family], **fields).to(torch.bfloat16)
+    return tiny_model(family, **shape, **FAMILIES[family], **fields).to(dtype)
 
 
 def passes(lm: CachedLM, tree: bool) -> list[torch.Tensor]:
@@ -107,12 +122,11 @@ def passes(lm: CachedLM, tree: bool) -> list[torch.Tensor]:
     return found
 
 
-@needs_library
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_compute_what_the_eager_forward_does(
-    family: str, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = target(family)
+    model = target(family, dtype)
     ours = CachedLM(model)
     forward = ours.forward_pass
     assert isinstance(forward, LeanForward)
@@ -121,7 +135,7 @@ def test_layers_compute_what_the_eager_forward_does(
     for layer in forward.layers:
         monkeypatch.setattr(layer, "few_rows", None)
     eager = passes(ours, tree=True)
-    exact = passes(CachedLM(copy.deepcopy(model).float()), tree=True)
+    exact = passes(CachedLM(copy.deepcopy(model).double()), tree=True)
     assert not any(torch.equal(x, y) for x, y in zip(found, eager, strict=True))
 
     def error(some: list[torch.Tensor]) -> float:
@@ -148,13 +162,13 @@ def drafted(layer: DraftLayer, x: torch.Tensor, y: torch.Tensor) -> list[torch.T
     return found
 
 
-@needs_library
-def test_a_layer_of_heads_gets_the_input_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_of_heads_gets_the_input_of_attention(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(0)
-    layer = DraftLayer(SETTINGS, 128).requires_grad_(False)
-    x, y = torch.randn(1, 6, 64).bfloat16(), torch.randn(1, 6, 128).bfloat16()
-    exact = drafted(layer, x.float(), y.float())
-    layer = layer.to(torch.bfloat16)
+    layer = DraftLayer(SETTINGS, 128).requires_grad_(False).to(dtype)
+    x, y = torch.randn(1, 6, 64, dtype=dtype), torch.randn(1, 6, 128, dtype=dtype)
+    exact = drafted(copy.deepcopy(layer).double(), x.double(), y.double())
     layer.make_lean()
     (lean,), ran = layer._lean, []
     run = FewRowsPass.run
@@ -172,10 +186,10 @@ def test_a_layer_of_heads_gets_the_input_of_attention(monkeypatch: pytest.Monkey
     assert few < 1.3 * other
 
 
-@needs_library
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)  # float32 promises no bits
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_token_has_the_same_bits_in_any_pass(family: str) -> None:
-    lm = CachedLM(target(family))
+def test_a_token_has_the_same_bits_in_any_pass(family: str, dtype: torch.dtype) -> None:
+    lm = CachedLM(target(family, dtype))
     assert lm.keeps_bits
     ids = torch.randint(3, VOCAB, (2, 30), generator=torch.Generator().manual_seed(1))
 
@@ -194,9 +208,8 @@ def test_a_token_has_the_same_bits_in_any_pass(family: str) -> None:
     assert all(torch.equal(fed(*widths), alone) for widths in [(16,), (3, 13), (1, 5, 10)])
 
 
-@needs_library
-def test_a_short_text_does_not_read_the_slots_of_a_long_one() -> None:
-    lm = CachedLM(target("llama"))
+def test_a_short_text_does_not_read_the_slots_of_a_long_one(dtype: torch.dtype) -> None:
+    lm = CachedLM(target("llama", dtype))
     ids = torch.randint(3, VOCAB, (2, 80), generator=torch.Generator().manual_seed(2))
     ends = np.array([70, 3])
 
@@ -213,9 +226,8 @@ def test_a_short_text_does_not_read_the_slots_of_a_long_one() -> None:
     assert torch.equal(found, fed(0.0))
 
 
-@needs_library
-def test_layers_without_a_part_and_copies_of_layers() -> None:
-    lm = CachedLM(target("llama"))
+def test_layers_without_a_part_and_copies_of_layers(dtype: torch.dtype) -> None:
+    lm = CachedLM(target("llama", dtype))
     forward: Any = lm.forward_pass
     lm.forward_pass = forward.changed([1, 3], [1, 2])
     few = passes(lm, tree=False)
@@ -230,9 +242,8 @@ def test_layers_without_a_part_and_copies_of_layers() -> None:
     assert all((x - y).norm() < 0.02 * y.norm() for x, y in zip(few, eager, strict=True))
 
 
-@needs_library
-def test_a_watch_gets_the_queries_of_each_layer() -> None:
-    lm = CachedLM(target("llama"))
+def test_a_watch_gets_the_queries_of_each_layer(dtype: torch.dtype) -> None:
+    lm = CachedLM(target("llama", dtype))
     seen: list[tuple[int, torch.Size, torch.Size]] = []
 
     def watch(layer: int, query: Any, key: Any, value: Any, scale: float) -> None:
@@ -245,9 +256,6 @@ def test_a_watch_gets_the_queries_of_each_layer() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, passes(lm, tree=False), strict=True))
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="PyTorch packs no bfloat16 here"
-)
 @pytest.mark.parametrize("why", ["switch", "compiler", "error"])
 def test_pytorchs_products_stay_where_there_is_no_library(
     why: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
@@ -263,9 +271,9 @@ def test_pytorchs_products_stay_where_there_is_no_library(
         monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     few_rows.library.cache_clear()
     try:
-        layer, x = linear(64, 32), torch.randn(3, 32).to(torch.bfloat16)
+        layer, x = linear(64, 32, torch.float32), torch.randn(3, 32)
         product = PackedLinear(layer)
-        assert few_rows.library() is None
+        assert few_rows.library(torch.float32) is None
         assert not product.has_blocks
         torch.testing.assert_close(product(x), layer(x))
     finally:

@@ -1,10 +1,11 @@
-// Products and whole decoder layers for few rows, in bfloat16 with AVX512-BF16.
+// Products and whole decoder layers for few rows.
 //
-// At few rows a product is bound by the speed at which weights are read. Here each block of 32
-// outputs is multiplied with all rows while it is in the cache, and its sums stay in registers.
-// Every sum has the same order for any number of rows, so a row has the bits that it has alone.
+// At few rows a product is bound by the speed at which weights are read. Here each block of outputs
+// is multiplied with all rows while it is in the cache, and its sums stay in registers. Every sum has
+// the same order for any number of rows, so a row has the bits that it has alone.
 //
-// Packed weights: [out / 32][in / 2][32][2], pairs of inputs side by side, as `vdpbf16ps` reads them.
+// The file is compiled once for states in bfloat16 and once for states in float32: NUMBERS names the
+// file with the vectors and the sums of that dtype, and with the layout of packed weights.
 // Shapes: B texts, n tokens of each, R = B·n rows, H hidden size, N query heads, K key heads,
 // D head size, S slots that attention gets.
 
@@ -15,108 +16,60 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <vector>
 
 namespace {
 
-using bf16 = uint16_t;
-constexpr int OUT = 32;   // outputs of a block
-constexpr int MOST = 12;  // rows whose sums fit into registers
+#include NUMBERS
 
-inline float wide(bf16 x) {
-  uint32_t bits = uint32_t(x) << 16;
-  float y;
-  std::memcpy(&y, &bits, 4);
+constexpr int OUT = 2 * WIDTH;  // outputs of a block
+
+inline Floats all(float x) { return Floats{} + x; }
+
+inline Floats read(const float* x) {
+  Floats y;
+  std::memcpy(&y, x, sizeof y);
   return y;
 }
 
-inline __m512 wide16(const bf16* x) {
-  return _mm512_castsi512_ps(
-      _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
-}
+inline Floats most_of(Floats x, Floats y) { return x > y ? x : y; }
+inline Floats least_of(Floats x, Floats y) { return x < y ? x : y; }
 
-inline void narrow16(bf16* y, __m512 x) {
-  _mm256_storeu_si256((__m256i*)y, (__m256i)_mm512_cvtneps_pbh(x));
-}
-
-inline bf16 narrow(float x) {
-  bf16 y[16];
-  narrow16(y, _mm512_set1_ps(x));
-  return y[0];
-}
+constexpr float LOWEST = -87.0f;  // e^x is 0 below
 
 // e^x: 2^k · e^r with |r| ≤ ln 2 / 2. The error is below 2 units of the last place.
-inline __m512 exp16(__m512 x) {
-  x = _mm512_max_ps(x, _mm512_set1_ps(-104.0f));
-  x = _mm512_min_ps(x, _mm512_set1_ps(88.7f));
-  __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(k, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(k, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, k);
+inline Floats exp_of(Floats x) {
+  typedef int32_t Whole __attribute__((vector_size(sizeof(Floats))));
+  const Floats rounds = all(12582912.0f);  // 1.5 · 2^23: a sum with it has no fraction
+  x = least_of(most_of(x, all(LOWEST)), all(88.0f));
+  Floats k = (x * 1.44269504f + rounds) - rounds;
+  Floats r = x - k * 0.693359375f;
+  r = r - k * -2.12194440e-4f;
+  Floats p = all(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + (r + 1.0f);
+  return p * (Floats)((__builtin_convertvector(k, Whole) + 127) << 23);
 }
 
-inline __m512 silu16(__m512 x) {
-  __m512 down = exp16(_mm512_sub_ps(_mm512_setzero_ps(), x));
-  return _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), down));
-}
-
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
-template <int N, int M>
-inline void sums(const char* const* weights, const bf16* x, int64_t in, float* y) {
-  __m512 low[M][N], high[M][N];
-#pragma GCC unroll 4
-  for (int m = 0; m < M; m++)
-#pragma GCC unroll 12
-    for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < in; k += 2)
-#pragma GCC unroll 4
-    for (int m = 0; m < M; m++) {
-      const char* p = weights[m] + k * 64;
-      __m512bh first = (__m512bh)_mm512_loadu_si512(p);
-      __m512bh second = (__m512bh)_mm512_loadu_si512(p + 64);
-      _mm_prefetch(p + 1024, _MM_HINT_T0);
-      _mm_prefetch(p + 1088, _MM_HINT_T0);
-#pragma GCC unroll 12
-      for (int j = 0; j < N; j++) {
-        int pair;
-        std::memcpy(&pair, x + j * in + k, 4);
-        __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-        low[m][j] = _mm512_dpbf16_ps(low[m][j], first, both);
-        high[m][j] = _mm512_dpbf16_ps(high[m][j], second, both);
-      }
-    }
-#pragma GCC unroll 12
-  for (int j = 0; j < N; j++)
-#pragma GCC unroll 4
-    for (int m = 0; m < M; m++) {
-      _mm512_storeu_ps(y + (j * M + m) * OUT, low[m][j]);
-      _mm512_storeu_ps(y + (j * M + m) * OUT + 16, high[m][j]);
-    }
-}
+inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
 
 template <int M>
-void sums_of(int rows, const char* const* weights, const bf16* x, int64_t in, float* y) {
+void sums_of(int rows, const char* const* weights, bool half, const Number* x, int64_t in, float* y) {
   switch (rows) {
-#define ROWS(N) \
-  case N:       \
-    return sums<N, M>(weights, x, in, y);
-    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6)
+#define ROWS(N)                                              \
+  case N:                                                    \
+    if constexpr (N <= MOST && M <= together(N))             \
+      return sums<N, M>(weights, half, x, in, y);            \
+    break;
+    ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
+    ROWS(12)
 #undef ROWS
   }
-  if constexpr (M == 1) switch (rows) {
-#define ROWS(N) \
-  case N:       \
-    return sums<N, 1>(weights, x, in, y);
-      ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11) ROWS(12)
-#undef ROWS
-    }
 }
 
 // The share of `count` that a thread has.
@@ -131,33 +84,39 @@ struct Share {
 
 enum Mode { PLAIN, ADD, MULTIPLY, SWISH };
 
+// Packed weights. half: in bfloat16 beside states in float32.
+struct Weights {
+  const char* blocks;
+  bool half;
+};
+
 // Writes a thread's blocks of y = x · W + b, with another tensor added or multiplied, or the SiLU.
-void product_share(const bf16* x, const char* weights, const bf16* bias, const bf16* other, bf16* y,
-                   int64_t rows, int64_t in, int64_t out, int mode) {
+void product_share(const Number* x, Weights weights, const Number* bias, const Number* other,
+                   Number* y, int64_t rows, int64_t in, int64_t out, int mode) {
   Share share(out / OUT);
   // Few rows have few sums: several blocks at once keep the units busy.
-  const int together = rows == 1 ? 4 : rows <= 3 ? 2 : 1;
+  const int some_blocks = together(rows);
   alignas(64) float found[MOST * 4 * OUT];
   for (int64_t block = share.begin; block < share.end;) {
-    int count = int(std::min<int64_t>(together, share.end - block));
+    int count = int(std::min<int64_t>(some_blocks, share.end - block));
     if (count == 3) count = 2;
     const char* from[4];
-    for (int m = 0; m < count; m++) from[m] = weights + (block + m) * in * 2 * OUT;
+    for (int m = 0; m < count; m++) from[m] = weights.blocks + (block + m) * block_bytes(in, weights.half);
     for (int64_t row = 0; row < rows; row += MOST) {
       int some = int(std::min<int64_t>(MOST, rows - row));
-      if (count == 4) sums_of<4>(some, from, x + row * in, in, found);
-      else if (count == 2) sums_of<2>(some, from, x + row * in, in, found);
-      else sums_of<1>(some, from, x + row * in, in, found);
+      if (count == 4) sums_of<4>(some, from, weights.half, x + row * in, in, found);
+      else if (count == 2) sums_of<2>(some, from, weights.half, x + row * in, in, found);
+      else sums_of<1>(some, from, weights.half, x + row * in, in, found);
       for (int j = 0; j < some; j++)
         for (int m = 0; m < count; m++)
-          for (int half = 0; half < OUT; half += 16) {
+          for (int half = 0; half < OUT; half += WIDTH) {
             int64_t column = (block + m) * OUT + half, place = (row + j) * out + column;
-            __m512 sum = _mm512_load_ps(found + (j * count + m) * OUT + half);
-            if (bias) sum = _mm512_add_ps(sum, wide16(bias + column));
-            if (mode == ADD) sum = _mm512_add_ps(sum, wide16(other + place));
-            if (mode == MULTIPLY) sum = _mm512_mul_ps(sum, wide16(other + place));
-            if (mode == SWISH) sum = silu16(sum);
-            narrow16(y + place, sum);
+            Floats sum = read(found + (j * count + m) * OUT + half);
+            if (bias) sum += load(bias + column);
+            if (mode == ADD) sum += load(other + place);
+            if (mode == MULTIPLY) sum *= load(other + place);
+            if (mode == SWISH) sum = silu(sum);
+            store(y + place, sum);
           }
     }
     block += count;
@@ -165,22 +124,20 @@ void product_share(const bf16* x, const char* weights, const bf16* bias, const b
 }
 
 // RMS norm times (weight + offset): y [rows, size].
-void normed(const bf16* x, const bf16* weight, float offset, float eps, bf16* y, int64_t rows,
+void normed(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows,
             int64_t size) {
   for (int64_t row = 0; row < rows; row++, x += size, y += size) {
-    __m512 squares = _mm512_setzero_ps();
+    Floats squares = {};
     int64_t k = 0;
-    for (; k + 16 <= size; k += 16) {
-      __m512 v = wide16(x + k);
-      squares = _mm512_fmadd_ps(v, v, squares);
+    for (; k + WIDTH <= size; k += WIDTH) {
+      Floats v = load(x + k);
+      squares = v * v + squares;
     }
-    float sum = _mm512_reduce_add_ps(squares);
+    float sum = sum_of(squares);
     for (; k < size; k++) sum += wide(x[k]) * wide(x[k]);
     float factor = 1.0f / std::sqrt(sum / size + eps);
-    for (k = 0; k + 16 <= size; k += 16) {
-      __m512 gain = _mm512_add_ps(wide16(weight + k), _mm512_set1_ps(offset));
-      narrow16(y + k, _mm512_mul_ps(_mm512_mul_ps(wide16(x + k), _mm512_set1_ps(factor)), gain));
-    }
+    for (k = 0; k + WIDTH <= size; k += WIDTH)
+      store(y + k, load(x + k) * factor * (load(weight + k) + offset));
     for (; k < size; k++) y[k] = narrow(wide(x[k]) * factor * (wide(weight[k]) + offset));
   }
 }
@@ -192,35 +149,36 @@ extern "C" {
 // input: how many numbers attention reads of a row. They are the normed states, or where
 // `attention_norm` is null what the caller gives.
 struct Layer {
-  const bf16 *attention_norm, *mlp_norm, *query_norm, *key_norm, *qkv_bias;
+  const Number *attention_norm, *mlp_norm, *query_norm, *key_norm, *qkv_bias;
   const char *qkv, *out, *gate, *up, *down;
   float attention_eps, mlp_eps, head_eps, attention_offset, mlp_offset, head_offset, scale;
-  int32_t rotates;
+  int32_t rotates, qkv_half, out_half, gate_half, up_half, down_half;  // half: of `Weights`
   int64_t hidden, inner, query_heads, key_heads, head, input;
 };
 
 // What all layers of a pass share. cos, sin: [B or 1, n, rotated], for that many numbers of a
-// head, with the sign of sin's first half turned. mask: additive, [B or 1, n, S]. first: the slot of each text's first token, or null if
-// all have `begin`. read: the slots that attention gets, [B, S], or null for those from `from` on.
+// head, with the sign of sin's first half turned. mask: additive, [B or 1, n, S]. first: the slot of
+// each text's first token, or null if all have `begin`. read: the slots that attention gets, [B, S],
+// or null for those from `from` on.
 struct Pass {
   int64_t texts, tokens, slots, from, begin;
-  const bf16 *cos, *sin, *mask;
+  const Number *cos, *sin, *mask;
   const int64_t *first, *read;
   int64_t rotation_text, rotation_token, mask_text, mask_token, read_text;
   int64_t cache_text, cache_head, rotated;
-  bf16 *normed, *qkv, *mixed, *gated, *between;  // scratch: rows of H, (N+2K)·D, N·D, I, H
+  Number *normed, *qkv, *mixed, *gated, *between;  // scratch: rows of H, (N+2K)·D, N·D, I, H
 };
 
-static void turn(bf16* head, const bf16* cos, const bf16* sin, int64_t size) {
+static void turn(Number* head, const Number* cos, const Number* sin, int64_t size) {
   int64_t half = size / 2, k = 0;
-  for (; k + 16 <= half; k += 16) {
-    bf16 products[32];
-    __m512 a = wide16(head + k), b = wide16(head + k + half);
-    // As the products of bfloat16 tensors are rounded.
-    narrow16(products, _mm512_mul_ps(a, wide16(cos + k)));
-    narrow16(products + 16, _mm512_mul_ps(b, wide16(cos + k + half)));
-    narrow16(head + k, _mm512_fmadd_ps(b, wide16(sin + k), wide16(products)));
-    narrow16(head + k + half, _mm512_fmadd_ps(a, wide16(sin + k + half), wide16(products + 16)));
+  for (; k + WIDTH <= half; k += WIDTH) {
+    Number products[2 * WIDTH];
+    Floats a = load(head + k), b = load(head + k + half);
+    // They are rounded as products of tensors are.
+    store(products, a * load(cos + k));
+    store(products + WIDTH, b * load(cos + k + half));
+    store(head + k, b * load(sin + k) + load(products));
+    store(head + k + half, a * load(sin + k + half) + load(products + WIDTH));
   }
   for (; k < half; k++) {
     float a = wide(head[k]), b = wide(head[k + half]);
@@ -231,69 +189,65 @@ static void turn(bf16* head, const bf16* cos, const bf16* sin, int64_t size) {
 
 // Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
 // slots, and the rest of the longest is hidden from the others.
-static int64_t seen_slots(const bf16* mask, int64_t slots) {
-  const bf16 hidden = 0xFF7F;  // the lowest number
-  const __m512i every = _mm512_set1_epi16(short(hidden));
-  while (slots >= 32 && _mm512_cmpneq_epi16_mask(_mm512_loadu_si512(mask + slots - 32), every) == 0)
-    slots -= 32;
-  while (slots > 1 && mask[slots - 1] == hidden) slots--;
+static int64_t seen_slots(const Number* mask, int64_t slots) {
+  for (; slots >= 32; slots -= 32) {
+    bool seen = false;
+    for (int k = 1; k <= 32; k++) seen |= mask[slots - k] != HIDDEN;
+    if (seen) break;
+  }
+  while (slots > 1 && mask[slots - 1] == HIDDEN) slots--;
   return slots;
 }
 
-// One token's attention in one head. scores: room for S rounded up to 16.
-static void attend(const bf16* query, const bf16* keys, const bf16* values, const bf16* mask,
-                   const int64_t* read, int64_t slots, int64_t size, float scale, float* scores,
-                   bf16* y) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
+// One token's attention in one head. scores: room for S and a vector.
+static void attend(const Number* query, const Number* keys, const Number* values, const Number* mask,
+                   const int64_t* read_slots, int64_t slots, int64_t size, float scale, float* scores,
+                   Number* y) {
   slots = seen_slots(mask, slots);
-  int64_t padded = (slots + 15) / 16 * 16;
+  int64_t padded = (slots + WIDTH - 1) / WIDTH * WIDTH;
   for (int64_t s = 0; s < slots; s++) {
-    const bf16* key = keys + (read ? read[s] : s) * size;
-    __m512 sum = _mm512_setzero_ps();
-    for (int64_t k = 0; k < size; k += 32)
-      sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(query + k),
-                             (__m512bh)_mm512_loadu_si512(key + k));
-    scores[s] = _mm512_reduce_add_ps(sum) * scale + wide(mask[s]);
+    const Number* key = keys + (read_slots ? read_slots[s] : s) * size;
+    scores[s] = dot(query, key, size) * scale + wide(mask[s]);
   }
   for (int64_t s = slots; s < padded; s++) scores[s] = -INFINITY;
-  for (int64_t s = 0; s < padded; s += 16) most = _mm512_max_ps(most, _mm512_loadu_ps(scores + s));
-  __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most)), total = _mm512_setzero_ps();
-  for (int64_t s = 0; s < padded; s += 16) {
-    __m512 apart = _mm512_sub_ps(_mm512_loadu_ps(scores + s), top);
+  Floats most = all(-INFINITY), total = {};
+  for (int64_t s = 0; s < padded; s += WIDTH) most = most_of(most, read(scores + s));
+  float top = largest_of(most);
+  for (int64_t s = 0; s < padded; s += WIDTH) {
+    Floats apart = read(scores + s) - top;
     // A masked slot has no weight at all.
-    __mmask16 seen = _mm512_cmp_ps_mask(apart, _mm512_set1_ps(-104.0f), _CMP_GT_OQ);
-    __m512 weight = _mm512_maskz_mov_ps(seen, exp16(apart));
-    _mm512_storeu_ps(scores + s, weight);
-    total = _mm512_add_ps(total, weight);
+    Floats weight = apart > all(LOWEST) ? exp_of(apart) : all(0.0f);
+    std::memcpy(scores + s, &weight, sizeof weight);
+    total += weight;
   }
-  __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
-  for (int64_t k = 0; k < size; k += 32) {
-    __m512 low = _mm512_setzero_ps(), high = _mm512_setzero_ps();
+  float share = 1.0f / sum_of(total);
+  for (int64_t k = 0; k < size; k += OUT) {
+    Floats low = {}, high = {};
     for (int64_t s = 0; s < slots; s++) {
       if (scores[s] == 0.0f) continue;
-      const bf16* value = values + (read ? read[s] : s) * size + k;
-      __m512 weight = _mm512_set1_ps(scores[s]);
-      low = _mm512_fmadd_ps(weight, wide16(value), low);
-      high = _mm512_fmadd_ps(weight, wide16(value + 16), high);
+      const Number* value = values + (read_slots ? read_slots[s] : s) * size + k;
+      low = load(value) * scores[s] + low;
+      high = load(value + WIDTH) * scores[s] + high;
     }
-    narrow16(y + k, _mm512_mul_ps(low, share));
-    narrow16(y + k + 16, _mm512_mul_ps(high, share));
+    store(y + k, low * share);
+    store(y + k + WIDTH, high * share);
   }
 }
 
 // x · Wᵀ + b: y [rows, out].
-void product(const bf16* x, const char* weights, const bf16* bias, const bf16* other, bf16* y,
-             int64_t rows, int64_t in, int64_t out, int32_t mode) {
+void product(const Number* x, const char* blocks, const Number* bias, const Number* other, Number* y,
+             int64_t rows, int64_t in, int64_t out, int32_t mode, int32_t half) {
+  const Weights weights = {blocks, bool(half)};
 #pragma omp parallel if (in * out > 1 << 14)
   product_share(x, weights, bias, other, y, rows, in, out, mode);
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
 // x: the states, or the input of attention.
-void layer_begins(const Layer* layer, const Pass* pass, const bf16* x, bf16* keys, bf16* values) {
+void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
   const int64_t rows = pass->texts * pass->tokens, size = layer->head;
   const int64_t heads = layer->query_heads + 2 * layer->key_heads, width = heads * size;
-  const bf16* input = layer->attention_norm ? pass->normed : x;
+  const Number* input = layer->attention_norm ? pass->normed : x;
 #pragma omp parallel
   {
     if (layer->attention_norm) {
@@ -302,17 +256,17 @@ void layer_begins(const Layer* layer, const Pass* pass, const bf16* x, bf16* key
         normed(x + row * layer->hidden, layer->attention_norm, layer->attention_offset,
                layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
     }
-    product_share(input, layer->qkv, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
+    product_share(input, {layer->qkv, bool(layer->qkv_half)}, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
                   PLAIN);
 #pragma omp barrier
 #pragma omp for
     for (int64_t item = 0; item < rows * heads; item++) {
       int64_t row = item / heads, number = item % heads;
       int64_t text = row / pass->tokens, token = row % pass->tokens;
-      bf16* head = pass->qkv + row * width + number * size;
+      Number* head = pass->qkv + row * width + number * size;
       bool is_query = number < layer->query_heads;
       bool is_value = number >= layer->query_heads + layer->key_heads;
-      const bf16* norm = is_query ? layer->query_norm : is_value ? nullptr : layer->key_norm;
+      const Number* norm = is_query ? layer->query_norm : is_value ? nullptr : layer->key_norm;
       if (norm) normed(head, norm, layer->head_offset, layer->head_eps, head, 1, size);
       if (layer->rotates && !is_value) {
         int64_t place = text * pass->rotation_text + token * pass->rotation_token;
@@ -321,25 +275,25 @@ void layer_begins(const Layer* layer, const Pass* pass, const bf16* x, bf16* key
       if (is_query) continue;
       int64_t key_head = number - layer->query_heads - (is_value ? layer->key_heads : 0);
       int64_t slot = (pass->first ? pass->first[text] : pass->begin) + token;
-      bf16* cache = is_value ? values : keys;
+      Number* cache = is_value ? values : keys;
       std::memcpy(cache + text * pass->cache_text + key_head * pass->cache_head + slot * size, head,
-                  size * sizeof(bf16));
+                  size * sizeof(Number));
     }
   }
 }
 
 // Attention and the rest of a layer: y [rows, H].
-void layer_ends(const Layer* layer, const Pass* pass, const bf16* states, const bf16* keys,
-                const bf16* values, bf16* y, int32_t attention, int32_t mlp) {
+void layer_ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
+                const Number* values, Number* y, int32_t attention, int32_t mlp) {
   const int64_t rows = pass->texts * pass->tokens, size = layer->head, hidden = layer->hidden;
   const int64_t width = (layer->query_heads + 2 * layer->key_heads) * size;
   const int64_t mixed = layer->query_heads * size, group = layer->query_heads / layer->key_heads;
-  bf16* attended = mlp ? pass->between : y;
-  const bf16* between = attention ? attended : states;
+  Number* attended = mlp ? pass->between : y;
+  const Number* between = attention ? attended : states;
 #pragma omp parallel
   {
     if (attention) {
-      std::vector<float> scores(pass->slots + 16);
+      std::vector<float> scores(pass->slots + WIDTH);
 #pragma omp for schedule(dynamic, 1)
       for (int64_t item = 0; item < rows * layer->query_heads; item++) {
         int64_t row = item / layer->query_heads, number = item % layer->query_heads;
@@ -351,7 +305,7 @@ void layer_ends(const Layer* layer, const Pass* pass, const bf16* states, const 
                pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
                size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
       }
-      product_share(pass->mixed, layer->out, nullptr, states, attended, rows, mixed, hidden, ADD);
+      product_share(pass->mixed, {layer->out, bool(layer->out_half)}, nullptr, states, attended, rows, mixed, hidden, ADD);
 #pragma omp barrier
     }
     if (mlp) {
@@ -359,13 +313,13 @@ void layer_ends(const Layer* layer, const Pass* pass, const bf16* states, const 
       for (int64_t row = 0; row < rows; row++)
         normed(between + row * hidden, layer->mlp_norm, layer->mlp_offset, layer->mlp_eps,
                pass->normed + row * hidden, 1, hidden);
-      product_share(pass->normed, layer->gate, nullptr, nullptr, pass->gated, rows, hidden,
+      product_share(pass->normed, {layer->gate, bool(layer->gate_half)}, nullptr, nullptr, pass->gated, rows, hidden,
                     layer->inner, SWISH);
       // The same thread has the same blocks of gate and up.
-      product_share(pass->normed, layer->up, nullptr, pass->gated, pass->gated, rows, hidden,
+      product_share(pass->normed, {layer->up, bool(layer->up_half)}, nullptr, pass->gated, pass->gated, rows, hidden,
                     layer->inner, MULTIPLY);
 #pragma omp barrier
-      product_share(pass->gated, layer->down, nullptr, between, y, rows, layer->inner, hidden, ADD);
+      product_share(pass->gated, {layer->down, bool(layer->down_half)}, nullptr, between, y, rows, layer->inner, hidden, ADD);
     }
   }
 }

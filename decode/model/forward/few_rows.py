@@ -5,8 +5,12 @@ of the memory's speed there, and a layer is thirty small operations of Python. T
 `few_rows.cpp` read weights at the memory's speed, run a layer in two calls, and give a row the same
 bits for any number of rows.
 
-The file is compiled when it is first needed, which takes a few seconds, and kept in the user's
-cache. Without a compiler, or on a processor without AVX512-BF16, PyTorch's products stay.
+In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as such:
+half of the memory, and the same products.
+
+The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in the
+user's cache. Without a compiler, or on a processor that lacks the instructions, PyTorch's products
+stay.
 """
 
 import ctypes
@@ -18,6 +22,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,32 +32,55 @@ from decode.base.device import cpu_flags
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_suffix(".cpp")
-FLAGS = [
-    *("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma", "-mavx512f"),
-    *("-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
-]
-OUTPUTS = 32  # of a block of weights
-NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
-# With these instructions PyTorch's products are quicker than ours.
-BETTER = "amx_bf16"
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 SWITCH = "DRAFTSMITH_FEW_ROWS"
+SOURCE = Path(__file__).with_suffix(".cpp")
+FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma"]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What the functions for states in one dtype need.
+
+    outputs: of a block of weights. needs: a processor's instructions. leaves_to: with these,
+    PyTorch's products are quicker than ours.
+    """
+
+    header: Path
+    outputs: int
+    needs: frozenset[str]
+    flags: tuple[str, ...] = ()
+    leaves_to: str = ""
+
+
+NUMBERS = {
+    torch.bfloat16: Numbers(
+        SOURCE.with_name("few_rows_bfloat16.h"),
+        outputs=32,
+        needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
+        flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
+        leaves_to="amx_bf16",
+    ),
+    torch.float32: Numbers(
+        SOURCE.with_name("few_rows_float32.h"), outputs=16, needs=frozenset({"avx2", "fma"})
+    ),
+}
 
 
 @functools.cache
-def library() -> ctypes.CDLL | None:
-    """The compiled functions. None where they cannot run. `DRAFTSMITH_FEW_ROWS=0` turns them
-    off."""
-    if os.environ.get(SWITCH) == "0" or not _processor_fits():
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled functions for states in a dtype. None where they cannot run.
+    `DRAFTSMITH_FEW_ROWS=0` turns them off."""
+    numbers = NUMBERS.get(dtype)
+    if os.environ.get(SWITCH) == "0" or numbers is None or not _processor_fits(numbers):
         return None
     try:
-        found = ctypes.CDLL(str(_compiled()))
+        found = ctypes.CDLL(str(_compiled(numbers)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         logger.info("no functions for few rows: %s", error)
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
-    found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag]
+    found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     for function in (found.product, found.layer_begins, found.layer_ends):
@@ -60,15 +88,15 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _processor_fits() -> bool:
+def _processor_fits(numbers: Numbers) -> bool:
     try:
         flags = cpu_flags()
     except OSError:
         return False
-    return flags >= NEEDED and BETTER not in flags
+    return flags >= numbers.needs and numbers.leaves_to not in flags
 
 
-def _compiled() -> Path:
+def _compiled(numbers: Numbers) -> Path:
     """The compiled file in the user's cache. Raises OSError, RuntimeError or SubprocessError if it
     cannot be made."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
@@ -78,7 +106,9 @@ def _compiled() -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
         raise OSError(f"{cache} belongs to another user")
-    about = "\0".join([SOURCE.read_text(), compiler, *FLAGS])
+    flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.header.name}"']
+    texts = SOURCE.read_text(), numbers.header.read_text()
+    about = "\0".join([*texts, compiler, *flags])
     path = cache / f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if not path.exists():
         with tempfile.TemporaryDirectory(dir=cache) as folder:
@@ -86,7 +116,7 @@ def _compiled() -> Path:
             # Not linked with OpenMP: its functions are those of the library that PyTorch loaded, so
             # both use the same threads.
             for command in (
-                [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)],
+                [compiler, *flags, "-c", str(SOURCE), "-o", str(part)],
                 [compiler, "-shared", str(part), "-o", str(whole)],
             ):
                 subprocess.run(command, check=True, capture_output=True, timeout=300)
@@ -97,32 +127,44 @@ def _compiled() -> Path:
 def fits(weights: Sequence[Tensor]) -> bool:
     """Whether `multiply` can be the product with these weights, [out, in] each."""
     first = weights[0]
-    if first.dtype != torch.bfloat16 or first.device.type != "cpu" or library() is None:
+    numbers = NUMBERS.get(first.dtype)
+    if numbers is None or first.device.type != "cpu" or library(first.dtype) is None:
         return False
-    return all(len(x) % OUTPUTS == 0 and x.shape[1] % 2 == 0 for x in weights)
+    return all(len(x) % numbers.outputs == 0 and x.shape[1] % 2 == 0 for x in weights)
 
 
 def packed_blocks(weight: Tensor) -> Tensor:
-    """A weight [out, in] as `few_rows.cpp` reads it."""
-    out, size = weight.shape
-    blocks = weight.reshape(out // OUTPUTS, OUTPUTS, size // 2, 2)
-    return blocks.permute(0, 2, 1, 3).contiguous()
+    """A weight [out, in] as the functions for its dtype read it, in blocks of outputs. A weight in
+    float32 becomes bfloat16 if that changes no number."""
+    (out, size), outputs = weight.shape, NUMBERS[weight.dtype].outputs
+    if weight.dtype == torch.bfloat16:
+        blocks = weight.reshape(out // outputs, outputs, size // 2, 2)
+        return blocks.permute(0, 2, 1, 3).contiguous()
+    half = weight.bfloat16()
+    if torch.equal(half.float(), weight):
+        blocks = half.reshape(out // outputs, 2, outputs // 2, size)
+        return blocks.permute(0, 3, 2, 1).contiguous()
+    return weight.reshape(out // outputs, outputs, size).transpose(1, 2).contiguous()
 
 
 def multiply(
     x: Tensor, packed: Tensor, bias: Tensor | None, other: Tensor | None, mode: str
 ) -> Tensor:
-    """x · Wᵀ + b, [..., out], bfloat16. mode: what follows before the result is rounded: `add` or
-    `mul` with `other`, `swish`, or `none`."""
-    found = library()
+    """x · Wᵀ + b, [..., out], in the dtype of x. mode: what follows before the result is rounded:
+    `add` or `mul` with `other`, `swish`, or `none`."""
+    found = library(x.dtype)
     assert found is not None
-    assert x.dtype == packed.dtype == torch.bfloat16
     x = x.contiguous()
-    out, size = len(packed) * OUTPUTS, x.shape[-1]
+    out, size = len(packed) * NUMBERS[x.dtype].outputs, x.shape[-1]
     result = x.new_empty(*x.shape[:-1], out)
     if other is not None:
         other = other.expand_as(result).contiguous()
     rows = x.numel() // size
     addresses = [None if t is None else t.data_ptr() for t in (x, packed, bias, other, result)]
-    found.product(*addresses, rows, size, out, MODES[mode])
+    found.product(*addresses, rows, size, out, MODES[mode], is_half(packed, x.dtype))
     return result
+
+
+def is_half(packed: Tensor, dtype: torch.dtype) -> bool:
+    """Whether packed weights have half the bytes of states in a dtype."""
+    return packed.dtype.itemsize < dtype.itemsize

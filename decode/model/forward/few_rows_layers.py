@@ -20,7 +20,6 @@ from decode.model.forward.lean_parts import LayerParts, LeanNorm, Packed, Packed
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
-VECTOR = 32  # numbers of a head that are multiplied at once
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -33,7 +32,8 @@ class _Layer(ctypes.Structure):
         *((name, _pointer) for name in ("qkv_bias", "qkv", "out", "gate", "up", "down")),
         *((name, _float) for name in ("attention_eps", "mlp_eps", "head_eps")),
         *((name, _float) for name in ("attention_offset", "mlp_offset", "head_offset", "scale")),
-        ("rotates", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("rotates", "qkv_half", "out_half", "gate_half")),
+        *((name, ctypes.c_int32) for name in ("up_half", "down_half")),
         *((name, _int) for name in ("hidden", "inner", "query_heads", "key_heads", "head")),
         ("input", _int),
     )
@@ -78,11 +78,14 @@ class FewRowsLayer(Packed):
         (packed, bias), size = qkv.blocks, parts.head_size
         before = parts.attention_in
         gates = [product.blocks[0] for product in gate_up]
-        inner = gates[0].shape[0] * few_rows.OUTPUTS // (2 if len(gates) == 1 else 1)
+        dtype = parts.mlp_in.weight.dtype
+        outputs = few_rows.NUMBERS[dtype].outputs
+        inner = gates[0].shape[0] * outputs // (2 if len(gates) == 1 else 1)
         gate, up = gates if len(gates) == 2 else gates[0].chunk(2)
+        blocks = [packed, out.blocks[0], gate, up, down.blocks[0]]
         norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
         weights = [None if norm is None else norm.weight.detach() for norm in norms]
-        tensors = [*weights, bias, packed, out.blocks[0], gate, up, down.blocks[0]]
+        tensors = [*weights, bias, *blocks]
         self._kept = tensors  # their memory lives as long as the addresses
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         head = parts.query_norm
@@ -100,6 +103,7 @@ class FewRowsLayer(Packed):
             0.0 if head is None else head.offset,
             self.scale,
             parts.rotates,
+            *(few_rows.is_half(x, dtype) for x in blocks),
             hidden,
             inner,
             parts.query_heads,
@@ -129,11 +133,11 @@ def few_rows_layer(
     first, second, *gates, last = products
     norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
     heads = [norm for norm in norms[2:] if norm is not None]
-    size = parts.head_size
+    size, dtype = parts.head_size, first.inputs[1]
     fits = (
         isinstance(parts.mlp_in, LeanNorm)
         and isinstance(parts.attention_in, LeanNorm | None)
-        and all(x.weight.dtype == torch.bfloat16 for x in norms if x is not None)
+        and all(x.weight.dtype == dtype for x in norms if x is not None)
         and all(len(norm.weight) == size for norm in heads)
         and len({(norm.eps, norm.offset) for norm in heads}) <= 1
         and len(heads) in (0, 2)
@@ -141,7 +145,7 @@ def few_rows_layer(
         and parts.mlp_out is None
         and parts.softcap is None
         and parts.activation == ("swish", "")
-        and size % VECTOR == 0
+        and size % few_rows.NUMBERS[dtype].outputs == 0
         and all(x.blocks[1] is None for x in products[1:])
         and (len(gates) == 2 or len(gates[0].blocks[0]) % 2 == 0)
     )
@@ -191,7 +195,7 @@ class FewRowsPass:
     ) -> Tensor:
         """[B, n, H] → [B, n, H]. attention, mlp: whether the layer has these parts here.
         attention_input: [B, n, R], of a layer without a norm before attention."""
-        found, result = few_rows.library(), torch.empty_like(states)
+        found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
         parts = layer.parts
         if not slots.is_initialized:

@@ -1,0 +1,87 @@
+// States in float32, with AVX2.
+//
+// Packed weights: [out / 16][in][16] in float32. Or, where every weight is a number of bfloat16,
+// [out / 16][in][8][2] in bfloat16: output i beside output i + 8, so that a shift and a mask make
+// two vectors of float32. That is half of the memory to read, and the same sums.
+
+using Number = float;     // of states, keys, values and norms
+constexpr int WIDTH = 8;  // numbers of a vector
+constexpr int MOST = 6;   // rows whose sums fit into registers
+constexpr Number HIDDEN = std::numeric_limits<float>::lowest();  // of an additive mask
+typedef float Floats __attribute__((vector_size(32)));
+
+constexpr int together(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
+
+inline int64_t block_bytes(int64_t in, bool half) { return in * 2 * WIDTH * (half ? 2 : 4); }
+
+inline Floats load(const Number* x) { return (Floats)_mm256_loadu_ps(x); }
+inline void store(Number* y, Floats x) { _mm256_storeu_ps(y, (__m256)x); }
+inline float wide(Number x) { return x; }
+inline Number narrow(float x) { return x; }
+
+inline float sum_of(Floats x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+
+inline float largest_of(Floats x) {
+  float most = x[0];
+  for (int k = 1; k < WIDTH; k++) most = std::max(most, x[k]);
+  return most;
+}
+
+// a · b of `size` numbers, a multiple of 16.
+inline float dot(const Number* a, const Number* b, int64_t size) {
+  Floats first = {}, second = {};
+  for (int64_t k = 0; k < size; k += 2 * WIDTH) {
+    first = load(a + k) * load(b + k) + first;
+    second = load(a + k + WIDTH) * load(b + k + WIDTH) + second;
+  }
+  return sum_of(first + second);
+}
+
+template <int N, int M, bool HALF>
+inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
+  __m256 low[M][N], high[M][N];
+#pragma GCC unroll 4
+  for (int m = 0; m < M; m++)
+#pragma GCC unroll 6
+    for (int j = 0; j < N; j++) low[m][j] = high[m][j] = _mm256_setzero_ps();
+  const __m256i upper = _mm256_set1_epi32(int(0xffff0000));
+  for (int64_t k = 0; k < in; k++)
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      const char* p = weights[m] + k * (HALF ? 32 : 64);
+      __m256 first, second;
+      if constexpr (HALF) {
+        __m256i both = _mm256_loadu_si256((const __m256i*)p);
+        first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+        second = _mm256_castsi256_ps(_mm256_and_si256(both, upper));
+      } else {
+        first = _mm256_loadu_ps((const float*)p);
+        second = _mm256_loadu_ps((const float*)p + 8);
+      }
+      _mm_prefetch(p + 1024, _MM_HINT_T0);
+#pragma GCC unroll 6
+      for (int j = 0; j < N; j++) {
+        __m256 row = _mm256_broadcast_ss(x + j * in + k);
+        low[m][j] = _mm256_fmadd_ps(first, row, low[m][j]);
+        high[m][j] = _mm256_fmadd_ps(second, row, high[m][j]);
+      }
+    }
+#pragma GCC unroll 6
+  for (int j = 0; j < N; j++)
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++) {
+      _mm256_storeu_ps(y + (j * M + m) * 16, low[m][j]);
+      _mm256_storeu_ps(y + (j * M + m) * 16 + 8, high[m][j]);
+    }
+}
+
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16].
+template <int N, int M>
+inline void sums(const char* const* weights, bool half, const Number* x, int64_t in, float* y) {
+  if (half) sums_in<N, M, true>(weights, x, in, y);
+  else sums_in<N, M, false>(weights, x, in, y);
+}
