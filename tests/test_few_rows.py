@@ -22,7 +22,6 @@ from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
 
 
-
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     found: torch.dtype = getattr(torch, request.param)

@@ -5,12 +5,12 @@ of the memory's speed there, and a layer is thirty small operations of Python. T
 `few_rows.cpp` read weights at the memory's speed, run a layer in two calls, and give a row the same
 bits for any number of rows.
 
-In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as such:
-half of the memory, and the same products.
+In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
+such: half of the memory, and the same products.
 
-The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in the
-user's cache. Without a compiler, or on a processor that lacks the instructions, PyTorch's products
-stay.
+The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
+the user's cache. Without a compiler, or on a processor that lacks the instructions, PyTorch's
+products stay.
 """
 
 import ctypes
