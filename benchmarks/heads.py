@@ -92,6 +92,9 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
 # Arms with D-PACE's weights (2605.18810).
 SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5, "dflash_dpace": 0.5}
 HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
+# Arms that also replay their own drafts (Draft-OPD, 2605.29343).
+REPLAYED = ("eagle1_opd", "eagle3_opd", "mtp_opd")
+HEADS |= {name: HEADS[name.removesuffix("_opd")] for name in REPLAYED}
 # Small LMs, of the target's first two layers. "pard" drafts all tokens in one pass.
 SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
@@ -106,6 +109,7 @@ EXTRA = (
     "eagle3_nla",
     "eagle3_lk",
     *SMOOTHING,
+    *REPLAYED,
 )
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
@@ -219,6 +223,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
                 "heads": heads,
                 "losses": losses,
                 "place_smoothing": SMOOTHING.get(name),
+                "replay": {} if name in REPLAYED else None,
                 "features": "states",
                 "draft_vocabulary": 8000,
                 "dev": dev,

@@ -41,6 +41,105 @@ from heads.heads_drafter import AttendingDrafter, HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, Heads
 
 
+class DraftLoss:
+    """The loss of heads on records of what they drafted. They draft it again.
+
+    heads: on the device that computes, with what they borrow. vocab_size: the target's. chunk: the
+    number of tokens whose logits are in memory at a time.
+
+    whole_text, features: as in `distill.replay.online_student.OnlineStudent`.
+    """
+
+    def __init__(self, heads: Heads, vocab_size: int, chunk: int) -> None:
+        self.heads, self.chunk = heads, chunk
+        ids = heads.vocabulary
+        self._label_rows = None if ids is None else rows_of_tokens(ids, vocab_size)
+        self.captured_layers = tuple(heads.captured_layers)
+        self.whole_text = heads.replayed_from == "text"
+        self.features = heads.hidden_size * (1 if self.whole_text else len(self.captured_layers))
+
+    def __call__(
+        self, records: Sequence[Record], weighted_loss: WeightedLoss
+    ) -> tuple[Tensor, Tensor]:
+        """The loss summed over the recorded tokens, and each term's sum, float64 [terms]."""
+        input_ids, depths, features, inputs = self.batch(records)
+        device = input_ids.device
+        signal = recorded_signal(records, device)
+        signal_depths = torch.cat([torch.as_tensor(d.depths) for d in _head_drafts(records)])
+        total = torch.zeros((), device=device)
+        sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=device)
+        for depth in sorted(set(signal_depths.tolist())):
+            # Only the positions that this head drafted.
+            batch = HeadBatch(input_ids, depths == depth, features, inputs)
+            (prediction,) = self.heads.predictions(batch, [depth])
+            # The states are ordered by text and then by position, like the records.
+            labels = input_ids[depths == depth]
+            labels = labels if self._label_rows is None else self._label_rows[labels]
+            of_depth = (signal_depths == depth).to(device)
+            teacher = signal[of_depth]
+            weight, bias = self.heads.output.of(depth)
+            loss, values = chunked_loss(
+                prediction.states,
+                weight,
+                bias,
+                teacher.__getitem__,
+                labels,
+                weighted_loss,
+                chunk=self.chunk,
+            )
+            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss
+            total = total + loss + extra
+            sums += values
+        return total, sums
+
+    def batch(
+        self, records: Sequence[Record]
+    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Tensor | None]:
+        """Return token ids, depths, features and input states of the records as one batch.
+
+        Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
+        Features: by captured layer, in the target's dtype, 0 where they were not recorded. Input
+        states: [B, T, H]; then there are no features, unless they are the same.
+        """
+        drafts = _head_drafts(records)
+        device = next(self.heads.parameters()).device
+        input_ids, _ = padded_tokens(records)
+        depths = padded_values(
+            records,
+            [record.positions for record in records],
+            [torch.as_tensor(d.depths).long() for d in drafts],
+        )
+        features = padded_values(
+            records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
+        )
+        features = features.to(device)
+        layers = self.captured_layers
+        count = 1 if self.whole_text else len(layers)
+        by_layer = dict(zip(layers, features.chunk(count, -1), strict=count == len(layers)))
+        inputs = features if self.whole_text and len(layers) > 1 else None
+        return input_ids.to(device), depths.to(device), by_layer, inputs
+
+    def text_states(self, drafter: Drafter) -> Callable[[int], Tensor] | None:
+        """What `Collector` gets the input states of a text from. None: from nowhere."""
+        if not self.whole_text:
+            return None
+        assert isinstance(drafter, AttendingDrafter)
+        return drafter.text_states
+
+    def window(self, target: Target, max_length: int | None) -> int:
+        """The max number of tokens of a text. Raises UserError if it is too short for the deepest
+        head."""
+        window = min(target.max_positions, max_length or target.max_positions)
+        # Each token has at least half of the window before it, see `Record.windows`.
+        depth = self.heads.depth
+        if window < 2 * (depth + 1):
+            raise UserError(
+                f"{depth} heads learn from texts of at least {2 * (depth + 1)} tokens, "
+                f"but max_length is {window}; make it larger"
+            )
+        return window
+
+
 class HeadStudent(OnlineStudent):
     """The heads that are trained, in float32 on `device`.
 
@@ -67,89 +166,22 @@ class HeadStudent(OnlineStudent):
         heads = heads.float().to(device or target.device).requires_grad_(True)
         self.module = self._heads = heads.eval()  # without noise
         heads.borrow(target.model, torch.float32, self.device)
-        self.weighted_loss, self.chunk = weighted_loss, chunk
+        self.weighted_loss = weighted_loss
         self._total_variation = WeightedLoss({"total_variation": 1.0})
         self._target, self._tree = target, tree
         self.ids = None if heads.vocabulary is None else heads.vocabulary.to(self.device)
         heads.vocabulary = self.ids
-        self._label_rows = None if self.ids is None else rows_of_tokens(self.ids, target.vocab_size)
-        self.heads, self.captured_layers = heads.depth, tuple(heads.captured_layers)
-        self.whole_text = heads.replayed_from == "text"
-        self.features = heads.hidden_size
-        if not self.whole_text:
-            self.features *= len(self.captured_layers)
-        self.window = min(target.max_positions, max_length or target.max_positions)
-        # Each token has at least half of the window before it, see `Record.windows`.
-        if self.window < 2 * (heads.depth + 1):
-            raise UserError(
-                f"{heads.depth} heads learn from texts of at least {2 * (heads.depth + 1)} tokens, "
-                f"but max_length is {self.window}; make it larger"
-            )
+        self.drafts = DraftLoss(heads, target.vocab_size, chunk)
+        self.heads, self.captured_layers = heads.depth, self.drafts.captured_layers
+        self.whole_text, self.features = self.drafts.whole_text, self.drafts.features
+        self.window = self.drafts.window(target, max_length)
 
     def loss(self, records: Sequence[Record]) -> tuple[Tensor, Tensor]:
-        return self._loss_of(self.weighted_loss, records)
+        return self.drafts(records, self.weighted_loss)
 
     @torch.no_grad()
     def expected_rejections(self, records: Sequence[Record]) -> Tensor:
-        return self._loss_of(self._total_variation, records)[1][0]
-
-    def _loss_of(
-        self, weighted_loss: WeightedLoss, records: Sequence[Record]
-    ) -> tuple[Tensor, Tensor]:
-        input_ids, depths, features, inputs = self._batch(records)
-        signal = recorded_signal(records, self.device)
-        signal_depths = torch.cat([torch.as_tensor(d.depths) for d in _head_drafts(records)])
-        total = torch.zeros((), device=self.device)
-        sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=self.device)
-        for depth in sorted(set(signal_depths.tolist())):
-            # Only the positions that this head drafted.
-            batch = HeadBatch(input_ids, depths == depth, features, inputs)
-            (prediction,) = self._heads.predictions(batch, [depth])
-            # The states are ordered by text and then by position, like the records.
-            labels = input_ids[depths == depth]
-            labels = labels if self._label_rows is None else self._label_rows[labels]
-            of_depth = (signal_depths == depth).to(self.device)
-            teacher = signal[of_depth]
-            weight, bias = self._heads.output.of(depth)
-            loss, values = chunked_loss(
-                prediction.states,
-                weight,
-                bias,
-                teacher.__getitem__,
-                labels,
-                weighted_loss,
-                chunk=self.chunk,
-            )
-            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss
-            total = total + loss + extra
-            sums += values
-        return total, sums
-
-    def _batch(
-        self, records: Sequence[Record]
-    ) -> tuple[Tensor, Tensor, dict[int, Tensor], Tensor | None]:
-        """Return token ids, depths, features and input states of the records as one batch.
-
-        Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
-        Features: by captured layer, in the target's dtype, 0 where they were not recorded. Input
-        states: [B, T, H]; then there are no features, unless they are the same.
-        """
-        drafts = _head_drafts(records)
-        input_ids, _ = padded_tokens(records)
-        depths = padded_values(
-            records,
-            [record.positions for record in records],
-            [torch.as_tensor(d.depths).long() for d in drafts],
-        )
-        features = padded_values(
-            records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
-        )
-        features = features.to(self.device)
-        layers = self.captured_layers
-        count = 1 if self.whole_text else len(layers)
-        by_layer = dict(zip(layers, features.chunk(count, -1), strict=count == len(layers)))
-        inputs = features if self.whole_text and len(layers) > 1 else None
-        return input_ids.to(self.device), depths.to(self.device), by_layer, inputs
+        return self.drafts(records, self._total_variation)[1][0]
 
     def require_fits(self, drafter: Drafter) -> None:
         if not isinstance(drafter, HeadsDrafter) or drafter.heads.options.type != self.kind:
@@ -161,10 +193,7 @@ class HeadStudent(OnlineStudent):
         require_weights(drafter.heads, self.trained())
 
     def text_states(self, drafter: Drafter) -> Callable[[int], Tensor] | None:
-        if not self.whole_text:
-            return None
-        assert isinstance(drafter, AttendingDrafter)
-        return drafter.text_states
+        return self.drafts.text_states(drafter)
 
     def hand_over(self, weights: Mapping[str, Tensor], drafter: Drafter) -> None:
         assert isinstance(drafter, HeadsDrafter)
@@ -175,12 +204,12 @@ class HeadStudent(OnlineStudent):
 
 
 def require_learns(kind: str) -> None:
-    """Raise UserError for a type of heads that needs more than a record stores."""
+    """Raise UserError for a type of heads whose drafts cannot be repeated from a record."""
     learning = [name for name in HEADS if HEADS[name].replayed_from]
     if kind not in learning:
         raise UserError(
-            f"heads of type {kind} do not learn online, because a record does not hold all that "
-            f"their drafts were made from; types of heads that do: {', '.join(learning)}"
+            f"heads of type {kind} do not learn from their drafts, because a record does not hold "
+            f"all that these were made from; types of heads that do: {', '.join(learning)}"
         )
 
 

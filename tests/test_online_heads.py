@@ -316,7 +316,7 @@ def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> 
 
 def replayed(student: Any, record: Record) -> dict[int, int]:
     """The likeliest token of the heads at each recorded place."""
-    ids, depths, features, inputs = student._batch([record])
+    ids, depths, features, inputs = student.drafts.batch([record])
     found = {}
     for depth in sorted(set(depths[depths > 0].tolist())):
         batch = HeadBatch(ids, depths == depth, features, inputs)

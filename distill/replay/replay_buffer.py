@@ -326,6 +326,11 @@ def _shards(directory: Path) -> list[tuple[int, Path]]:
     return sorted(shards)
 
 
+def describe_heads(count: int, captured_layers: Sequence[int]) -> dict[str, Any]:
+    """What `made_with` says besides of records of heads."""
+    return {"heads": {"count": count, "captured_layers": list(captured_layers)}}
+
+
 def _describe(heads: dict[str, Any] | None) -> str:
     if heads is None:
         return "a small language model"

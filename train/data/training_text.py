@@ -137,12 +137,12 @@ class OnPolicyText:
             ranks.main_only(lambda: store(written))
         generated = ranks.together(lambda: _read(path))
         others = self.settings.samples - len(generated)
-        return generated + _dealt(self.samples, others, number, f"{self.seed} text")
+        return generated + dealt_out(self.samples, others, number, f"{self.seed} text")
 
     def _write(self, number: int, weights: Weights) -> list[Sample]:
         settings, accelerator = self.settings, self.accelerator
         count = max(1, round(settings.fraction * settings.samples))
-        examples = _dealt(self.prompts, count, number, f"{self.seed} prompts")
+        examples = dealt_out(self.prompts, count, number, f"{self.seed} prompts")
         rank, world = accelerator.process_index, accelerator.num_processes
         model, vocabulary = self.student.plain(weights("student."))
         if vocabulary is not None:
@@ -207,7 +207,7 @@ class OnPolicyText:
         return choice[0]
 
 
-def _dealt(items: Sequence[Item], count: int, number: int, key: str) -> list[Item]:
+def dealt_out(items: Sequence[Item], count: int, number: int, key: str) -> list[Item]:
     """`count` items for round `number`. Rounds go through all items in a shuffled order, then start
     again in another order."""
     dealt: list[Item] = []

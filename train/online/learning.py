@@ -18,7 +18,7 @@ neither the drafter nor the loop, so it may run in another thread and on another
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +35,10 @@ from decode.model.loading import Target
 from decode.verification import Verification
 from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
-from distill.replay.replay_buffer import Record, ReplayBuffer
-from train.data.batches import permutation
+from distill.replay.replay_buffer import Record, ReplayBuffer, describe_heads
 from train.loop.optimizer import OptimizerConfig, make_optimizer
 from train.loop.optimizer_step import take_step
+from train.online.replayed_batches import by_length, replayed_batches
 
 # Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]
@@ -166,10 +166,7 @@ class Online:
         )
         made_with = made_with | {"k": self.collector.k}
         if student.heads:
-            made_with["heads"] = {
-                "count": student.heads,
-                "captured_layers": list(student.captured_layers),
-            }
+            made_with |= describe_heads(student.heads, student.captured_layers)
         max_bytes = int(settings.buffer_mib * 2**20)
         self.buffer, self.held_out = (
             ReplayBuffer(max_bytes, made_with, directory / name if directory else None)
@@ -304,31 +301,16 @@ class Online:
         )
 
     def _batches(self) -> list[list[Record]]:
-        """At most `steps` batches: records since the last round, then older ones. If there are few,
-        they are repeated. Texts of similar length are batched together."""
+        """At most `steps` batches: records since the last round, then older ones."""
         settings = self.settings
-        records = list(self.buffer)
-        new = max(self._learnt - self.buffer.first, 0)
-        batches: list[list[Record]] = []
-        while records and len(batches) < settings.steps:
-            key = f"{settings.seed} {self.round} {len(batches)}"
-            room = (settings.steps - len(batches)) * settings.tokens_per_batch
-            chosen: list[Record] = []
-            for record in self._in_turn(records, new, key):
-                pieces = record.windows(self.student.window)
-                room -= sum(len(piece.tokens) for piece in pieces)
-                if room < 0 and chosen:
-                    break
-                chosen += pieces
-            dealt = _by_length(chosen, settings.tokens_per_batch)
-            batches += [dealt[i] for i in permutation(len(dealt), key)]
-        return batches[: settings.steps]
-
-    @staticmethod
-    def _in_turn(records: list[Record], new: int, key: str) -> Iterator[Record]:
-        for part in (records[new:], records[:new]):
-            for i in permutation(len(part), key):
-                yield part[i]
+        return replayed_batches(
+            list(self.buffer),
+            max(self._learnt - self.buffer.first, 0),
+            steps=settings.steps,
+            tokens_per_batch=settings.tokens_per_batch,
+            window=self.student.window,
+            key=f"{settings.seed} {self.round}",
+        )
 
     def _windows(self, buffer: ReplayBuffer) -> list[Record]:
         return [piece for record in buffer for piece in record.windows(self.student.window)]
@@ -373,7 +355,7 @@ class Online:
     def _lost(self, records: list[Record]) -> float:
         """Σ TV over the held-out tokens of all processes."""
         lost = 0.0
-        for batch in _by_length(records, self.settings.tokens_per_batch):
+        for batch in by_length(records, self.settings.tokens_per_batch):
             with self.autocast():
                 lost += float(self.student.expected_rejections(batch))
         return self._sum([lost])[0]
@@ -435,14 +417,3 @@ class Online:
             state_by_number.setdefault(int(number), {})[name] = value
         self.optimizer.load_state_dict(stored | {"state": state_by_number})
         self._kept = self._snapshot()
-
-
-def _by_length(records: Sequence[Record], tokens_per_batch: int) -> list[list[Record]]:
-    """Batches of at most `tokens_per_batch` tokens, padding included, or of one longer text."""
-    batches: list[list[Record]] = []
-    for record in sorted(records, key=lambda r: len(r.tokens)):
-        # Records are sorted, so this one is the longest and sets the batch's length.
-        if not batches or (len(batches[-1]) + 1) * len(record.tokens) > tokens_per_batch:
-            batches.append([])
-        batches[-1].append(record)
-    return batches

@@ -29,8 +29,9 @@ from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining
+from heads.online_heads import DraftLoss
 from train.base.schema import StageConfig
-from train.base.stage import STAGES, Outcome, StagePlan
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
@@ -40,6 +41,7 @@ from train.engines.states.states_config import ServedFeatures
 from train.loop.backbone import Backbone, FrozenBackbone, Source
 from train.loop.dev_slice import DevSlice, Judging
 from train.loop.estimates import (
+    PROMPTS_MEASURED,
     planned_tokens,
     steps_in_words,
     time_limit,
@@ -51,6 +53,8 @@ from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trained_target import PREFIX, held_out_samples
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
+from train.online.head_replay import TERMS as REPLAY_TERMS
+from train.online.head_replay import HeadReplay, ReplayConfig, replay_memory
 from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
 from train.stages.heads_features import open_source, planned_source
 from train.stages.text_stages import TrainingStage, complete_target_part
@@ -77,6 +81,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             "backbone": config.backbone is not None,
             "tree": config.tree is not None,
             "remember_features": config.remember_features,
+            "replay": config.replay is not None,
             # Its embeddings learn through all layers of the target.
             "heads.type: pass": config.heads.type == "pass",
             "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
@@ -116,6 +121,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             processes=self.processes,
             itemsize=self.product_bytes,
         )
+        if config.replay is not None:
+            memory += self._replay_memory(config.replay, heads)
         disk = training_disk_bytes(trained, trained, average=ema, loop=loop) + files
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
@@ -136,6 +143,18 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             drafters=1,
         )
 
+    def _replay_memory(self, replay: ReplayConfig, heads: Heads) -> Memory:
+        config = self.config
+        if self.processes > 1:
+            raise UserError(
+                f"stage {config.name}: replay decodes with the heads in training, so it runs in "
+                f"one process, and there are {self.processes}; launch one, or leave replay out"
+            )
+        examples = spread(self.corpus.answerable("train", config.name), PROMPTS_MEASURED)
+        drafts = DraftLoss(heads, self.target.vocab_size, config.chunk_tokens)
+        drafts.window(self.target, config.max_length)
+        return replay_memory(replay, drafts, self.target, self.corpus, examples)
+
     def run(self) -> Outcome:
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
@@ -147,7 +166,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             backbone = self._backbone(samples, clock, stack)
             module = backbone.join(training, chunk=self.config.chunk_tokens)
             dev = self._dev_slice(module, full_heads, backbone)
-            trainer = self._trainer(module, heads, backbone, samples, dev, clock)
+            trainer = self._trainer(module, heads, full_heads, backbone, samples, dev, clock)
             # Before the training: whatever may go wrong here must not cost trained heads.
             guessed = Ranks.of(self.accelerator).main_only(lambda: self._bigrams(samples, dev))
             progress = trainer.fit()
@@ -228,6 +247,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         self,
         module: HeadTraining | JointTraining,
         heads: Heads,
+        full_heads: Heads,
         backbone: Backbone,
         samples: Sequence[Sample],
         dev: DevSlice | None,
@@ -237,20 +257,22 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
+        replay = self._replay(heads, full_heads, clock)
+        step = backbone.step_of(heads)
         task = TrainingTask(
             config.name,
             module,
-            backbone.step_of(heads),
-            module.sums,
+            step if replay is None else replay.step_of(step),
+            module.sums if replay is None else [*module.sums, *REPLAY_TERMS],
             FixedText(samples),
             self.target.tokenizer.pad_token_id or 0,
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
-            figures=module.figures,
+            figures=module.figures if replay is None else replay.figures_of(module.figures),
             look_ahead=backbone.look_ahead,
             deciding="tokens_per_step",
             flops=None
-            if config.backbone is not None or self.target.has_encoder
+            if config.backbone is not None or self.target.has_encoder or replay is not None
             else heads_flops(
                 heads,
                 self.target.model,
@@ -261,7 +283,33 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
         backbone.trainer = trainer
+        if replay is not None:
+            replay.trainer = trainer
         return trainer
+
+    def _replay(self, heads: Heads, full_heads: Heads, clock: Clock) -> HeadReplay | None:
+        config = self.config
+        if config.replay is None:
+            return None
+
+        def make_drafter() -> Drafter:
+            full_heads.load_state_dict(heads.state_dict())
+            return self._drafter(self.target, full_heads)
+
+        return HeadReplay(
+            config.replay,
+            config.loop,
+            DraftLoss(heads, self.target.vocab_size, config.chunk_tokens),
+            config.weighted_loss,
+            self.target,
+            self.corpus,
+            self.accelerator,
+            self.directory / "replay",
+            make_drafter,
+            clock,
+            stage=config.name,
+            max_length=config.max_length,
+        )
 
     def _dev_slice(
         self, module: HeadTraining | JointTraining, full_heads: Heads, backbone: Backbone

@@ -9,6 +9,7 @@ from pydantic import Field
 from decode.base.errors import UserError
 from heads import HEADS
 from heads.heads_module import HeadOptions
+from heads.online_heads import require_learns
 from train.base.schema import Losses, StageConfig, closest_stage, one_of
 from train.data.corpus import stages_of
 from train.engines.states.states_config import ServedFeatures
@@ -18,6 +19,7 @@ from train.loop.head_tree import TreeConfig
 from train.loop.optimizer import OptimizerConfig
 from train.loop.trained_backbone import BackboneConfig
 from train.loop.training_task import LoopConfig
+from train.online.head_replay import ReplayConfig
 from train.stages.text_stages import LossConfig
 
 if TYPE_CHECKING:
@@ -57,6 +59,9 @@ class HeadsConfig(LossConfig):
     tree: TreeConfig | None = None
     """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
     cannot verify trees is refused before the training. None: the drafter drafts chains."""
+    replay: ReplayConfig | None = None
+    """Learn from drafts of these heads too, which the target judged (Draft-OPD, 2605.29343). None:
+    only from the text."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, one step, layer or head at a time: less memory,
     more time. For heads that train several of them."""
@@ -77,6 +82,13 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         check_start(config, config.start, earlier)
     if config.backbone is not None:
         _check_backbone(config, config.backbone, earlier)
+    if config.replay is not None:
+        require_learns(config.heads.type)
+        if config.teacher_temperature != 1:
+            raise UserError(
+                f"stage {config.name}: teacher_temperature is {config.teacher_temperature:g}, but "
+                "drafts are replayed with the target's distribution at temperature 1; leave it out"
+            )
     if config.features != "live":
         source = "a server"
         if isinstance(config.features, str):
@@ -94,6 +106,7 @@ def require_decoder_only_parts(config: HeadsConfig) -> None:
     """Raise UserError for settings that do not work if the target has an encoder."""
     used = {
         "backbone": config.backbone is not None,
+        "replay": config.replay is not None,
         "dev": config.dev is not None,
         "another source of features than the live target": config.features != "live",
         "a loss that reads the teacher": config.weighted_loss.needs_teacher,
@@ -115,6 +128,11 @@ def _check_backbone(
     config: HeadsConfig, backbone: BackboneConfig, earlier: Sequence[StageConfig]
 ) -> None:
     backbone.check(config.name, earlier)
+    if config.replay is not None:
+        raise UserError(
+            f"stage {config.name}: replay cannot be set with backbone: the target changes, so it "
+            "would judge later drafts otherwise; leave it out"
+        )
     for key in _live_settings(config) or ["features"] * (config.features != "live"):
         raise UserError(
             f"stage {config.name}: {key} cannot be set here: the target is trained, so its "
