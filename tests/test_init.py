@@ -182,9 +182,12 @@ def test_what_is_missing_or_wrong_is_named(place: Path, monkeypatch: pytest.Monk
         assert result.exit_code == 2
         assert message in result.stderr
     assert not Path(out).exists()
-    monkeypatch.setitem(MACHINES, "24gb", starter_config.replace(MACHINES["24gb"], memory=2**16))
-    assert "at most 80% of that" in write(place, "heads", "--machine", "24gb").stderr
-    assert not (place / "heads.yaml").exists()
+    # As 8B: its weights fit into 24 GB, and a training needs 27.
+    for memory, message in ((2**16, "at most 80% of that"), (2**20, "a training for")):
+        small = starter_config.replace(MACHINES["24gb"], memory=memory)
+        monkeypatch.setitem(MACHINES, "24gb", small)
+        assert message in write(place, "heads", "--machine", "24gb").stderr
+        assert not (place / "heads.yaml").exists()
 
 
 class _Terminal(io.StringIO):

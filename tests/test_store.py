@@ -22,6 +22,7 @@ from decode.opening import directory
 from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter, save_drafter
 from decode.shapes import SHAPES
 from decode.text import SpeculativeGenerator
+from draftsmith.cli.command import Loading
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 PROMPTS = [[5, 17, 250, 9, 42], [7]]
@@ -245,6 +246,16 @@ def test_what_is_no_drafter(
         patch.setattr(directory, "load_model_and_tokenizer", None)
         with pytest.raises(UserError, match=r"no drafter 'ngran:max_n=3'.*Did you mean \"ngram\""):
             open_drafter("ngran:max_n=3", target)
+    # Commands say so before they load the target.
+    for name, said in (
+        (f"ngram+{tmp_path / 'empty'}", "neither a drafter directory"),
+        (f"ngram++{tmp_path / 'run'}", "holds 2; name one of them"),
+        ("ngran", 'Did you mean "ngram"'),
+        (f"ngram+{drafters[0]}", "no-target"),
+        ("ngram:max_n=2", "no-target"),
+    ):
+        with pytest.raises(UserError, match=said):
+            Loading(target="./no-target").load(name)
     with pytest.raises(UserError, match="does not exist"):
         open_drafter(str(tmp_path / "none" / "such"), target)
     with pytest.raises(UserError, match=r'ngrm.*Did you mean "ngram"'):

@@ -158,6 +158,20 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     return _open_small_lm(spec, path, target, name)
 
 
+def require_findable(spec: str) -> None:
+    """What `open_drafter` finds out about names without a target, which takes long to load. Raises
+    UserError for a misspelt name, and for a directory that has no drafter."""
+    first, plus, others = partition_drafters(spec)
+    if plus:
+        require_findable(first)
+        require_findable(others)
+        return
+    path = shipped_drafter(spec) or Path(spec).expanduser()
+    named = _kind(spec) in (*DRAFTERS, *COMBINATIONS) or _OPTIONS.search(spec)
+    if not (path / DRAFTER_FILE).exists() and (path.exists() or not named):
+        _require_model(spec, path)
+
+
 def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
     description = describe_drafter(path)
     kind = description["kind"]
@@ -180,20 +194,7 @@ def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafte
 
 
 def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
-    if (path / MANIFEST).exists():
-        verify_directory(path)  # a drafter without its description is not a plain model
-    if inside := _drafters_inside(path):
-        raise UserError(
-            f"{path} is not the directory of a drafter, but holds {len(inside)}; name one of them: "
-            f"{', '.join(inside)}"
-        )
-    if path.is_dir() and not (path / "config.json").exists():
-        raise UserError(f"{path} is neither a drafter directory nor a model directory")
-    if not path.exists() and "/" not in spec and (typo := _typo(spec)):
-        raise UserError(
-            f"there is no drafter {spec!r}, and no such file or directory.{typo} A model of a hub "
-            "is named OWNER/NAME"
-        )
+    _require_model(spec, path)
     try:
         loaded = load_model_and_tokenizer(
             spec, dtype=dtype, device=str(target.device), encoder=target.has_encoder
@@ -208,6 +209,24 @@ def _open_small_lm(spec: str, path: Path, target: Target, dtype: str) -> Drafter
     if target.has_encoder:
         require_no_encoder(small, f"a small language model ({spec})")
     return small
+
+
+def _require_model(spec: str, path: Path) -> None:
+    """Raises UserError if there is something else than a model at this place."""
+    if (path / MANIFEST).exists():
+        verify_directory(path)  # a drafter without its description is not a plain model
+    if inside := _drafters_inside(path):
+        raise UserError(
+            f"{path} is not the directory of a drafter, but holds {len(inside)}; name one of them: "
+            f"{', '.join(inside)}"
+        )
+    if path.is_dir() and not (path / "config.json").exists():
+        raise UserError(f"{path} is neither a drafter directory nor a model directory")
+    if not path.exists() and "/" not in spec and (typo := _typo(spec)):
+        raise UserError(
+            f"there is no drafter {spec!r}, and no such file or directory.{typo} A model of a hub "
+            "is named OWNER/NAME"
+        )
 
 
 def _drafters_inside(path: Path) -> list[str]:

@@ -127,7 +127,7 @@ def audit(
         exact_tokens=exact_tokens,
     )
     reporter = Reporter()
-    target = loading.load()
+    target = loading.load(drafter)
     if prompts is None and target.token_count <= TINY_VOCABULARY:
         # Texts of people have no tokens there.
         asked = random_prompts(target, limit)

@@ -47,7 +47,6 @@ def calibrate(
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
-    import heads  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
     from decode.measure.calibrate_threshold import calibrate_threshold
     from decode.opening.directory import open_drafter
@@ -68,7 +67,7 @@ def calibrate(
     )
     examples, _ = read_examples(str(trials.prompts))
     reporter = Reporter()
-    target = loading.load()
+    target = loading.load(drafter)
     chain_drafter = open_drafter(drafter, target)
     if chain_drafter.branches:
         chain_drafter = chain_drafter.with_shape(Chain())  # the rule judges only chains
@@ -133,7 +132,6 @@ def calibrate_tree(
 ) -> None:
     """Choose a drafter's tree by the target's acceptance on dev prompts, and store it with the
     drafter as its default shape."""
-    import heads  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
     from decode.measure.calibrate_tree import calibrate_tree as calibrate
     from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter
@@ -153,7 +151,7 @@ def calibrate_tree(
         describe_drafter(directory)  # fails early if the directory is damaged
     examples, _ = read_examples(str(trials.prompts))
     reporter = Reporter()
-    target = loading.load()
+    target = loading.load(drafter)
     opened_drafter = open_drafter(drafter, target)
     checked_method: Any = method  # calibrate_tree checks it
     calibration = calibrate(

@@ -69,7 +69,6 @@ def chat(
     Messages come from the terminal, or line by line from a pipe. /help lists the commands. Ctrl-C
     ends an answer, Ctrl-D the program.
     """
-    import heads  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
     from decode.base.device import dtype_name
     from decode.grammars import Grammars
@@ -81,7 +80,7 @@ def chat(
     quieten()
     settings = DecodeSettings(**decoding.settings)
     console = make_console(colour=not os.environ.get("NO_COLOR"))
-    target = loading.load()
+    target = loading.load(drafter)
     if schema is not None:
         grammar = Grammars.of(target).json_schema(schema.read_text())
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))

@@ -108,10 +108,15 @@ class Loading:
         by_device = {int(k) if k.isdigit() else k: size for k, size in memory.items()}
         return {"device_map": device_map, "max_memory": by_device}
 
-    def load(self, *, encoder: bool = False) -> "Target":
-        """Load the target. encoder: it may have an encoder."""
+    def load(self, *drafters: str | None, encoder: bool = False) -> "Target":
+        """Load the target. drafters: names that are looked up before. encoder: the target may have
+        an encoder."""
+        import heads  # noqa: F401  (registers its drafters)
         from decode.model.loading import load_target
+        from decode.opening.directory import require_findable
 
+        for name in filter(None, drafters):
+            require_findable(name)
         return load_target(
             self.target,
             dtype=self.dtype,

@@ -81,7 +81,7 @@ def evaluate(
     )
     examples, _ = read_examples(str(prompts))
     reporter = Reporter()
-    target = loading.load(encoder=True)
+    target = loading.load(*drafters, encoder=True)
     # All of them before the first measurement: a wrong name or option must not cost a figure.
     opened = {name: open_drafter(name, target) for name in drafters}
     for opened_drafter in opened.values():
@@ -172,7 +172,7 @@ def generate(
     quieten()
     settings = DecodeSettings(**decoding.settings)
     link = verifying.link()
-    target = loading.load(encoder=True) if link is None else remote_target(link, loading)
+    target = loading.load(drafter, encoder=True) if link is None else remote_target(link, loading)
     if schema is not None:
         grammar = Grammars.of(target).json_schema(schema.read_text())
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))

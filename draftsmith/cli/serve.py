@@ -206,7 +206,6 @@ def serve(
     if drain_seconds < 0:
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
     require_packages("prometheus_client", "starlette", "uvicorn")
-    import heads  # noqa: F401  (registers its drafters)
     from decode.base.device import run_in_thread
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
@@ -223,7 +222,7 @@ def serve(
     learn = learning.options
 
     def prepare() -> "Service":
-        target = loading.load()
+        target = loading.load(drafter)
         if learn is None:
             student, opened = None, open_drafter(drafter, target)
         else:
