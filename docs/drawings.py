@@ -68,7 +68,7 @@ def line(start: Point, end: Point, ink: str = LINE, width: int = 1, *, dashed: b
 def step() -> str:
     """One step of a chain: draft, verdicts, and the new text."""
     text, draft = ("The", "sky", "is"), ("blue", "because", "the", "sun")
-    verdicts = [("✓", ACCEPTED), ("✓", ACCEPTED), ("✗ light", REJECTED), ("–", UNREACHED)]
+    verdicts = [("✓", ACCEPTED), ("✓", ACCEPTED), ("✗", REJECTED), ("–", UNREACHED)]
     titles = ("text so far", "drafter, γ = 4", "target, one pass", "new text")
     parts = [words_at(14, y, words) for y, words in zip((45, 110, 175, 235), titles, strict=True)]
     parts += [box(150 + 76 * i, 24, word, TEXT) for i, word in enumerate(text)]
@@ -77,6 +77,8 @@ def step() -> str:
         parts.append(box(x, 89, word, DRAFT))
         parts.append(line((x + 34, 121), (x + 34, 154)))
         parts.append(box(x, 154, verdict, style))
+        if style is REJECTED:  # the target's own token takes its place
+            parts.append(line((x + 34, 186), (x + 34, 214), TARGETS[1], dashed=True))
     new = [(word, TEXT) for word in text] + [(word, ACCEPTED) for word in draft[:2]]
     for i, (word, style) in enumerate([*new, ("light", TARGETS)]):
         parts.append(box(150 + 76 * i, 214, word, style))
