@@ -26,7 +26,8 @@ from decode.base.errors import UserError
 from decode.drafters.several.combined import CompositeDrafter
 from decode.opening.directory import describe_drafter
 from distill.distillation_loss import Distillation
-from distill.losses import CrossEntropy, Rows, WeightedLoss
+from distill.losses import Rows, WeightedLoss
+from distill.losses.cross_entropy import CrossEntropy
 from draftsmith.cli.main import app
 from draftsmith.watch.run_state import RunState
 from tests.tiny import save_tiny, tiny_llama

@@ -33,7 +33,8 @@ from decode.base import artifact
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from distill.distillation_loss import Distillation
-from distill.losses import CrossEntropy, Rows, WeightedLoss
+from distill.losses import Rows, WeightedLoss
+from distill.losses.cross_entropy import CrossEntropy
 from distill.students.student_start import checkpoint_layers
 from draftsmith.cli.main import app
 from tests.tiny import save_tiny

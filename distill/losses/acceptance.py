@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.losses import LOSSES, ForwardKL, Loss, Rows, TotalVariation
+from distill.losses import LOSSES, Loss, Rows
+from distill.losses.forward_kl import ForwardKL
+from distill.losses.total_variation import TotalVariation
 
 
 @LOSSES.register("negative_log_acceptance")
