@@ -66,8 +66,8 @@ def walk_of_a_decode_step() -> list[str]:
     """The files of one sampled step of a chain drafted by a small LM: drafting, verification and
     commit. It is the second step of its text, so nothing is prepared in it. Layers in C++ depend on
     the machine, so they are left out."""
-    drafter = SmallLMDrafter(tiny_llama(layers=1, seed=1))
     with patch.object(few_rows, "library", lambda _: None):
+        drafter = SmallLMDrafter(tiny_llama(layers=1, seed=1))
         decoder = Decoder(tiny_llama(), drafter, sampling=Sampling(temperature=1.0))
         decoding = Decoding(decoder, [[5, 6, 7, 8]], max_new_tokens=64)
         decoding.step()
