@@ -85,6 +85,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     # Block drafters: DFlash by the text's tokens, DSpark by its paper's loss.
     "dflash": (DFLASH, {"cross_entropy": 1.0}),
     "dspark": (DSPARK, {"cross_entropy": 0.1, "total_variation": 1.8}),
+    "dflash2": (BLOCK | {"type": "dflash2"}, {"forward_kl": 1.0}),
     # Block drafters by the loss of the other heads. The confidence head learns from TV only.
     "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
     "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
@@ -99,7 +100,7 @@ HEADS |= {name: HEADS[name.removesuffix("_opd")] for name in REPLAYED}
 SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
 # These compare variants, and run only if --arms names them.
-ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash_kl", "dspark_kl")
+ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash2", "dflash_kl", "dspark_kl")
 EXTRA = (
     *ONE_PASS,
     "kangaroo",
@@ -179,7 +180,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         loop |= {"epochs": 1000, "max_minutes": settings.minutes}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
     reads_layers = any(
-        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark", "kangaroo")
+        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "kangaroo")
         for name in settings.arms
         if name in HEADS
     )

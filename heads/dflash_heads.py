@@ -175,9 +175,13 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         size, eps = self.hidden_size, self.config.rms_norm_eps
         self.fc = nn.Linear(len(self.captured_layers) * size, size, bias=False)
         self.hidden_norm = LlamaRMSNorm(size, eps=eps)
-        self.layers = nn.ModuleList(BlockLayer(self.config) for _ in range(options.layers))
+        self.layers = nn.ModuleList(self.make_layer() for _ in range(options.layers))
         self.norm = LlamaRMSNorm(size, eps=eps)
         self._rotary = Rotary(self.config)
+
+    def make_layer(self) -> BlockLayer:
+        """A new layer, without weights."""
+        return BlockLayer(self.config)
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
@@ -252,14 +256,14 @@ class DFlashHeads(TokenHeads, AttendingHeads):
                 reading = torch.zeros_like(batch.loss_mask)
                 # The target reads the token before the anchor for the same features.
                 reading[rows[trained], anchors[trained] - 1] = True
-                before = (anchors + depth - 1).clamp(max=length - 1)
-                tokens = batch.input_ids.gather(1, before)[trained]
-                yield self.prediction(depth, reading, states[:, :, depth - 1][trained], tokens)
+                at_place = states[:, :, depth - 1][trained]
+                yield self.prediction(depth, reading, at_place, batch.input_ids)
 
     def prediction(
-        self, depth: int, positions: Tensor, states: Tensor, before: Tensor
+        self, depth: int, positions: Tensor, states: Tensor, input_ids: Tensor
     ) -> Prediction:
-        """The prediction of a place. states: [n, H]. before: int64 [n], the tokens before it."""
+        """The prediction of a place. positions: bool [B, T] with n True values, as in
+        `Prediction`. states: [n, H]. input_ids: int64 [B, T], the texts."""
         return Prediction(depth, positions, states)
 
 

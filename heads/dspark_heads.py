@@ -21,7 +21,7 @@ from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
-from heads.heads_module import HEADS, HeadOptions, Prediction
+from heads.heads_module import HEADS, HeadOptions, Prediction, shift_left
 
 
 class DSparkOptions(DFlashOptions):
@@ -94,9 +94,9 @@ class DSparkHeads(DFlashHeads):
         return logit[..., 0]
 
     def prediction(
-        self, depth: int, positions: Tensor, states: Tensor, before: Tensor
+        self, depth: int, positions: Tensor, states: Tensor, input_ids: Tensor
     ) -> Prediction:
-        embedded = self.markov_head.markov_w1(before)
+        embedded = self.markov_head.markov_w1(shift_left(input_ids, depth)[positions])
         return Prediction(
             depth,
             positions,

@@ -217,7 +217,7 @@ class Eagle1Heads(AutoregressiveHeads):
         dtype = torch.promote_types(states.dtype, torch.float32)
         features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
         losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
-        return self.options.regression * losses.mean(-1).sum()
+        return self.options.regression * losses.mean(-1)
 
 
 class Eagle3Options(AutoregressiveOptions):

@@ -182,7 +182,8 @@ class HeadTraining(nn.Module):
             loss = loss + (errors if weights is None else errors * weights).sum()
             term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
         if prediction.extra_loss is not None:
-            loss = loss + prediction.extra_loss
+            extra = prediction.extra_loss
+            loss = loss + (extra if weights is None else extra * weights).sum()
         counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
         sums = [torch.stack([count.sum() for count in counts]).double(), term_sums]
         return loss, torch.cat(sums), ranks == 0

@@ -103,10 +103,10 @@ class Prediction:
     """The output of head `depth` for n tokens.
 
     states: [n, H], the input of the head's output layer. positions: bool [B, T] with n True values,
-    the positions t that the head reads, in order. extra_loss: a loss added to the loss on the
-    logits, summed over the n tokens; None adds nothing. added: rows [n, R] and a weight [V', R];
-    their product is added to the logits. confidence: [n], the logits of the acceptance that the
-    heads estimate, which is learnt from the loss `total_variation`.
+    the positions t that the head reads, in order. extra_loss: [n], what is added to the loss of
+    each token; None adds nothing. added: rows [n, R] and a weight [V', R]; their product is added
+    to the logits. confidence: [n], the logits of the acceptance that the heads estimate, which is
+    learnt from the loss `total_variation`.
     """
 
     depth: int

@@ -87,7 +87,7 @@ class DraftLoss:
                 weighted_loss,
                 chunk=self.chunk,
             )
-            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss
+            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss.sum()
             total = total + loss + extra
             sums += values
         return total, sums

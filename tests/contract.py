@@ -101,6 +101,8 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     # Any token may be the mask: what is drafted then is worse, not wrong.
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0], "mask_token": 2},
     "dspark": {"type": "dspark", "layers": 1, "block": 3, "taps": [0], "mask_token": 2, "rank": 4},
+    "dflash2": {"type": "dflash2", "layers": 1, "block": 4, "taps": [0], "mask_token": 2}
+    | {"group": 8, "rank": 4, "candidates": 2},
     "kangaroo": {"type": "kangaroo", "exit_layer": 1, "depth": 3},
     "mtp": {"type": "mtp", "depth": 3},
 }

@@ -5,6 +5,8 @@ Shapes: B rows, T tokens, A anchors, S tokens of a block, H hidden size, V vocab
 
 import copy
 import functools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +56,11 @@ TAPS = [0, 2]
 KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"type": "dflash", "layers": 2, "block": DEPTH + 1, "taps": TAPS},
     "dspark": {"type": "dspark", "layers": 2, "block": DEPTH, "taps": TAPS, "rank": 8},
+    "dflash2": {"type": "dflash2", "layers": 2, "block": DEPTH + 1, "taps": TAPS, "rank": 8}
+    | {"candidates": 5},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
+assert_close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
 LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
 
 
@@ -147,9 +152,32 @@ def test_anchors_are_drawn_again_at_each_visit() -> None:
 # --- the definition, one block at a time ----------------------------------------------------------
 
 
-def block_logits(heads: Any, features: torch.Tensor, ids: torch.Tensor, a: int) -> torch.Tensor:
-    """[D, V]: the logits of the block at anchor a, without a Markov head, by transformers' own
-    Qwen3 layers. A layer reads the context as more states, whose queries are not used.
+def around(layer: Any, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+    """[S, H]: a part of a layer, in DFlash2 with its two convolutions, token by token."""
+    if not hasattr(layer, name):
+        return part(x)
+    weights = getattr(layer, name)
+    changes = (x @ weights.kernel_projection.weight.T).reshape(len(x), 2, 2, -1)
+
+    def mixed(x: Tensor, side: int) -> Tensor:
+        rows = []
+        for t in range(len(x)):
+            now, before = (
+                weights.base_kernel[side, back] + changes[t, side, back].repeat_interleave(16)
+                for back in (0, 1)
+            )
+            rows.append(now * x[t] + (before * x[t - 1] if t else 0.0))
+        return torch.stack(rows)
+
+    return mixed(part(mixed(x, 0)), 1)
+
+
+def block(
+    heads: Any, features: torch.Tensor, ids: torch.Tensor, a: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The states of the places of the block at anchor a, [D, H], and their logits, [D, V], without
+    what the token before adds; by the parts of transformers' own Qwen3 layers. A layer reads the
+    context as more states, whose queries are not used.
 
     features: [T, 2·H]. ids: int64 [T].
     """
@@ -163,25 +191,65 @@ def block_logits(heads: Any, features: torch.Tensor, ids: torch.Tensor, a: int) 
     turns = Rotary(heads.config)(torch.arange(a + size)[None], states)
     for layer in heads.layers:
         reference: Any = Qwen3DecoderLayer(config, 0).to(features.dtype)
-        reference.load_state_dict(layer.state_dict())
+        weights = {name: x for name, x in layer.state_dict().items() if "_conv." not in name}
+        reference.load_state_dict(weights)
         attention: Qwen3Attention = reference.self_attn
-        both = torch.cat([context, reference.input_layernorm(states)])[None]
         nothing = torch.zeros(1, 1, a + size, a + size, dtype=features.dtype)
-        update = attention(both, position_embeddings=turns, attention_mask=nothing)[0][0, a:]
-        states = states + update
-        states = states + reference.mlp(reference.post_attention_layernorm(states))
+
+        def attended(
+            x: Tensor, attention: Any = attention, nothing: Tensor = nothing
+        ) -> torch.Tensor:
+            both = torch.cat([context, x])[None]
+            update: torch.Tensor = attention(
+                both, position_embeddings=turns, attention_mask=nothing
+            )[0]
+            return update[0, a:]
+
+        normed = reference.input_layernorm(states)
+        states = states + around(layer, "attention_conv", normed, attended)
+        normed = reference.post_attention_layernorm(states)
+        states = states + around(layer, "mlp_conv", normed, reference.mlp)
     read = heads.norm(states)[heads.first_slot :]
-    logits: torch.Tensor = F.linear(read, *heads.output.of(1))
-    return logits
+    return read, F.linear(read, *heads.output.of(1))
 
 
-def markov(heads: Any, before: torch.Tensor) -> torch.Tensor:
-    """[n, V] for the tokens before, int64 [n]."""
+def with_last(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -> Tensor:
+    """[n, V]: the logits with what the token before adds. before: int64 [n]."""
+    if heads.options.type == "dspark":
+        head = heads.markov_head
+        added: Tensor = head.markov_w1.weight[before] @ head.markov_w2.weight.T
+        return logits + added
     if heads.options.type == "dflash":
-        return torch.zeros(())
-    head = heads.markov_head
-    added: torch.Tensor = head.markov_w1.weight[before] @ head.markov_w2.weight.T
-    return added
+        return logits
+    return torch.stack(
+        [
+            torch.full_like(row, -torch.inf).index_put((ids,), edges(heads, *of_place, row, ids))
+            for *of_place, row in zip(states, before, logits, strict=True)
+            for ids in [row.argsort(descending=True)[: heads.options.candidates]]
+        ]
+    )
+
+
+def edges(heads: Any, state: Tensor, before: Tensor, row: Tensor, ids: Tensor) -> Tensor:
+    """[K]: the logits of DFlash2's candidates, int64 [K]. row: those of the place, [V]."""
+    selector = heads.candidate_selector
+    context = selector.predecessor_codebook[before] * (selector.hidden_projection.weight @ state)
+    return torch.stack([row[c] + (context * selector.successor_codebook[c]).sum() for c in ids])
+
+
+def selector_losses(
+    heads: Any, states: Tensor, rows: Tensor, before: Tensor, labels: Tensor
+) -> Tensor:
+    """[n]: DFlash2's cross-entropy over the candidates, of which the last makes room for the
+    label."""
+    losses = []
+    for state, row, token, label in zip(states, rows, before, labels, strict=True):
+        ids = row.argsort(descending=True)[: heads.options.candidates]
+        if label not in ids:
+            ids = torch.cat([ids[:-1], label[None]])
+        found = edges(heads, state, token, row, ids)
+        losses.append(found.logsumexp(0) - found[ids == label][0])
+    return torch.stack(losses)
 
 
 @pytest.mark.parametrize("smoothing", [None, 0.3])
@@ -213,8 +281,10 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
         blocks += 1
         places = a + 1 + torch.arange(learnt)
         with torch.no_grad():
-            rows = block_logits(heads, taps[b], ids[b], a)[:learnt]
-            q = (rows + markov(heads, ids[b, places - 1])).softmax(-1)
+            states, rows = (x[:learnt] for x in block(heads, taps[b], ids[b], a))
+            known = (heads, states, rows, ids[b, places - 1])
+            # What DFlash2's selector adds is in a term of its own.
+            q = (rows if kind == "dflash2" else with_last(*known)).softmax(-1)
             p = logits[b, places - 1].softmax(-1)
         shares = q.gather(1, ids[b, places][:, None])[:, 0]
         rejected = (p - q).abs().sum(-1) / 2
@@ -222,9 +292,11 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
         if kind == "dspark":
             taken, prior = (1 - rejected), heads.markov_head.markov_w1.weight[ids[b, places - 1]]
             with torch.no_grad():
-                states = module_states(heads, ids[b], taps[b], a)[:learnt]
                 c = heads.confidence(states, prior).sigmoid()
             terms = terms - taken * c.log() - (1 - taken) * (1 - c).log()
+        if kind == "dflash2":
+            with torch.no_grad():
+                terms = terms + selector_losses(*known, ids[b, places])
         if smoothing is None:
             scale = torch.tensor([weights[k + 1] for k in range(learnt)])
         else:
@@ -236,20 +308,6 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
     figures = dict(zip(module.sums, sums.tolist(), strict=True))
     assert figures["positions"] == figures["head1/tokens"] == blocks
     assert figures["accepted"] == accepted
-
-
-def module_states(heads: Any, ids: torch.Tensor, taps: torch.Tensor, a: int) -> torch.Tensor:
-    """[D, H]: the states of the block at anchor a, from which places are read."""
-    mask = torch.zeros(1, len(ids), dtype=torch.bool)
-    mask[0, a + 1 :] = True
-    on_host, is_drawn = heads.anchors(mask)
-    number = on_host[0].tolist().index(a)
-    assert is_drawn[0, number]
-    attention = BlockMask(on_host, heads.options.block, len(ids), ids.device, taps.dtype)
-    layers = heads.context(heads.fuse(taps)[None], torch.arange(len(ids))[None])
-    attends = [attention.attention(*layer) for layer in layers]
-    states: torch.Tensor = heads.block_states(ids[on_host], on_host, attends)
-    return states[0, number]
 
 
 @kinds
@@ -299,8 +357,8 @@ def trained_logits(heads: Any, ids: torch.Tensor, features: Any) -> dict[int, to
     with torch.no_grad():
         for prediction in heads.predictions(batch, range(1, DEPTH + 1)):
             rows = F.linear(prediction.states, *heads.output.of(1))
-            if prediction.added is not None:
-                rows = rows + F.linear(*prediction.added)
+            before = shift_left(ids, prediction.depth)[prediction.positions]
+            rows = with_last(heads, prediction.states, rows, before)
             placed = rows.new_zeros(ids.shape[1] + 1, rows.shape[1])
             placed[1:][prediction.positions[0]] = rows
             logits[prediction.depth] = placed
@@ -321,12 +379,15 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     ]
     for b, a in ((0, 5), (2, 9)):  # both equal the definition
         taps = torch.cat([features[layer][b] for layer in TAPS], -1)
-        rows = block_logits(heads, taps, ids[b], a) + markov(heads, ids[b, a : a + DEPTH])
+        rows = with_last(heads, *block(heads, taps, ids[b], a), ids[b, a : a + DEPTH])
         for depth in range(1, DEPTH + 1):
-            torch.testing.assert_close(
-                expected[b][depth][a], rows[depth - 1].detach(), rtol=1e-3, atol=1e-3
-            )
+            assert_close(expected[b][depth][a], rows[depth - 1].detach())
     drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
+
+    def drafted(logits: Tensor) -> Tensor:
+        """[V]: without what is no candidate."""
+        return logits.masked_fill(logits < logits.max() - 1e3, -torch.inf)
+
     tokens = np.zeros((3, 40), dtype=np.int64)
     tokens[:, :20] = ids.numpy()
     contexts = Contexts(tokens, np.array([2, 5, 9]))
@@ -350,9 +411,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
             logits = growth.first()
             for depth in range(1, DEPTH + 1):
                 for row, b in enumerate(rows_left):
-                    torch.testing.assert_close(
-                        logits[row], expected[b][depth][lengths[row] - 1], rtol=1e-3, atol=1e-3
-                    )
+                    assert_close(drafted(logits[row]), expected[b][depth][lengths[row] - 1])
                 if depth == DEPTH:
                     break
                 following = np.take_along_axis(contexts.tokens, lengths[:, None] + depth - 1, 1)

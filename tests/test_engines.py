@@ -160,6 +160,12 @@ stages:
     place_smoothing: 0.5
     loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
     optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
+  - name: dflash2
+    kind: heads
+    heads: {{type: dflash2, layers: 2, block: 4, taps: [0, 2], rank: 8}}
+    place_smoothing: 0.5
+    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
+    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
   - name: kangaroo
     kind: heads
     heads: {{type: kangaroo, exit_layer: 2, depth: 2}}

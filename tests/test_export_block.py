@@ -33,10 +33,12 @@ from tests.export import (
 
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
-KINDS = {"dflash": DFLASH, "dspark": DSPARK}
+DFLASH2: dict[str, Any] = DFLASH | {"type": "dflash2", "rank": 8, "candidates": 5}
+KINDS = {"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2}
 FORMATS_TRIED = [
     pytest.param("dflash", "vllm", None, id="dflash"),
     pytest.param("dspark", "vllm", None, id="dspark"),
+    pytest.param("dflash2", "vllm", None, id="dflash2"),
     pytest.param("dflash", "speculators", None, id="speculators-dflash"),
     pytest.param("dspark", "speculators", None, id="speculators-dspark"),
     pytest.param("dflash", "speculators", KEPT, id="reduced-dflash"),
@@ -86,9 +88,11 @@ def test_the_export_drafts_the_same(
 
 def test_what_block_drafters_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "reduced", target, DFLASH, KEPT)
+    make_heads(tmp_path / "reduced2", target, DFLASH2, KEPT)
     make_heads(tmp_path / "dspark", target, DSPARK)
     for name, form, message in (
         ("reduced", "vllm", "reduced draft vocabulary, .*; export them as speculators-dflash"),
+        ("reduced2", "vllm", "reduced draft vocabulary, which no engine reads; train them without"),
         ("dspark", "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
         ("dspark", "gguf", "use --format dspark or speculators-dspark"),
     ):
@@ -119,6 +123,16 @@ WRONG: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "dflash",
         edit_json("config.json", layer_types=["full_attention", "sliding_attention"]),
         "layer_types is",
+    ),
+    "a causal block": (
+        "dflash2",
+        edit_json("config.json", is_causal=True),
+        "is_causal is True, expected False",
+    ),
+    "no convolution": (
+        "dflash2",
+        edit_weights(lambda tensors: tensors.pop("layers.1.mlp_conv.base_kernel")),
+        "tensor layers.1.mlp_conv.base_kernel is missing",
     ),
     "a gated Markov head": (
         "dspark",

@@ -104,6 +104,8 @@ def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
         ("dflash", "traversal", "distinct"),
         ("dspark", "speculative", None),
         ("dspark", "multi_round", "distinct"),
+        ("dflash2", "block", None),
+        ("dflash2", "multi_round", "distinct"),
         ("kangaroo", "speculative", None),
         ("kangaroo", "traversal", "distinct"),
         ("mtp", "block", None),

@@ -32,6 +32,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]},
     "dspark": {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8},
 }
+DFLASH2 = KINDS["dflash"] | {"type": "dflash2", "rank": 8, "candidates": 5, "window": 16}
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +102,18 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
 
 
 @pytest.mark.parametrize(
-    ("form", "kept"),
-    [("vllm", None), ("speculators", None), ("speculators", KEPT)],
-    ids=["vllm", "speculators", "reduced"],
+    ("kind", "form", "kept"),
+    [
+        ("dflash2", "vllm", None),
+        *((kind, "vllm", None) for kind in KINDS),
+        *((kind, "speculators", None) for kind in KINDS),
+        *((kind, "speculators", KEPT) for kind in KINDS),
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_an_export_is_imported_as_it_was(
     kind: str, form: str, kept: torch.Tensor | None, tmp_path: Path, target: Target
 ) -> None:
-    make_heads(tmp_path / "drafter", target, KINDS[kind], kept, moved=0.1)
+    make_heads(tmp_path / "drafter", target, (KINDS | {"dflash2": DFLASH2})[kind], kept, moved=0.1)
     export_drafter(tmp_path / "drafter", form, tmp_path / "export")
     checkpoint = Checkpoint.open(str(tmp_path / "export"))
     (layout,) = [name for name in FORMATS if FORMATS[name].recognises(checkpoint)]
@@ -210,6 +214,32 @@ def test_a_fault_is_refused_by_name(fault: str, tmp_path: Path, target: Target) 
         import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
     assert message in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_published_dflash2_says_all_that_readers_need(tmp_path: Path, target: Target) -> None:
+    """The block size is in `dflash_config`. Layers with a window are causal unless the config says
+    otherwise. Scaled logits are refused by name."""
+    make_heads(tmp_path / "drafter", target, DFLASH2)
+    export_drafter(tmp_path / "drafter", "vllm", tmp_path / "export")
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert "block_size" not in config
+    assert config["dflash_config"] == {
+        "mask_token_id": 303,
+        "target_layer_ids": [0, 2],
+        "block_size": 4,
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 8,
+        "selector_top_k": 5,
+    }
+    scaled = config["dflash_config"] | {"output_multiplier": 0.2}
+    for change, message in (
+        ({"is_causal": None}, "is_causal is True, expected False"),
+        ({"dflash_config": scaled}, "output_multiplier of dflash_config is 0.2, expected 1"),
+    ):
+        edit_json("config.json", **config | change)(tmp_path / "export")
+        with pytest.raises(UserError, match=message):
+            import_drafter(str(tmp_path / "export"), target, tmp_path / "x")
 
 
 def test_layer_numbers_may_mean_inputs(tmp_path: Path, target: Target) -> None:

@@ -104,11 +104,16 @@ class ParallelGrowth(Growth):
         return self.logits[:, 0]
 
     def _extend(self, count: int) -> Tensor:
+        return self.of_children(self.logits, count)
+
+    def of_children(self, values: Tensor, count: int) -> Tensor:
+        """[B, n, …]: of values by depth, [B, d, …], those of the children of the last `count` fed
+        nodes."""
         if self.ancestors is None:
             fed = self.fed.shape[1]
-            return self.logits[:, fed - count + 1 : fed + 1]
+            return values[:, fed - count + 1 : fed + 1]
         depths = self.ancestors[:, -count:].sum(2)
-        return self.logits[torch.arange(self.rows, device=self.device)[:, None], depths]
+        return values[torch.arange(self.rows, device=self.device)[:, None], depths]
 
 
 def require_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:

@@ -30,8 +30,8 @@ class VLLM(LibraryEngine):
 
     formats = tuple(METHODS)
     unverified: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("dspark", "speculators-dspark"),
-        "vLLM reads DSpark only in its newer runner, in which this was never run; measure it with "
+        ("dspark", "speculators-dspark", "dflash2"),
+        "vLLM reads it only in its newer runner, in which this was never run; measure it with "
         "--prompts in our own loop",
     )
     install = "make engine-vllm"

@@ -1,13 +1,16 @@
-"""Block drafters for vLLM and SGLang: DFlash (2602.06036), and DSpark (2607.05147) for vLLM.
+"""Block drafters for vLLM and SGLang: DFlash (2602.06036), DFlash2, and DSpark (2607.05147) for
+vLLM.
 
 H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hidden_norm.weight`;
 `layers.N.*`, with the tensors of a Qwen3 layer; `norm.weight`. DSpark also has
 `markov_head.markov_w1.weight` and `markov_head.markov_w2.weight` [V, R], and maybe
-`confidence_head.proj.*`. Embeddings and output layer are the target's. The config names the layers
+`confidence_head.proj.*`. DFlash2 also has `layers.N.attention_conv.*`, `layers.N.mlp_conv.*` and
+`candidate_selector.*`. Embeddings and output layer are the target's. The config names the layers
 whose output is read, counted from 0. `speculators_block` has the layout of the library
 speculators, which can have a window of the text and a reduced draft vocabulary.
 """
 
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -34,6 +37,7 @@ from draftsmith.export.formats.published_layer import (
 from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, map_rows
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter
+from heads.dflash2_heads import DFlash2Drafter, DFlash2Heads
 from heads.dflash_heads import DFlashDrafter, DFlashHeads
 from heads.dspark_heads import DSparkDrafter, DSparkHeads
 from heads.heads_drafter import HeadsDrafter
@@ -41,6 +45,15 @@ from heads.layers.target_layers import output_layer
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
 FULL = "full_attention"
+# The options of DFlash2 heads, by their names in a config.
+SECOND = {
+    "conv_kernel_size": "kernel",
+    "conv_group_size": "group",
+    "selector_rank": "rank",
+    "selector_top_k": "candidates",
+}
+# Settings of a DFlash2 config that our heads do not have, with what they do where they are missing.
+PLAIN = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
 
 
 class DFlashLayers(LayerFormat):
@@ -164,7 +177,12 @@ class DFlashLayers(LayerFormat):
         return rows
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
-        return MODEL_TYPE not in checkpoint.config and "dflash_config" in checkpoint.config
+        config = checkpoint.config
+        return (
+            MODEL_TYPE not in config
+            and "dflash_config" in config
+            and ("selector_rank" in _inner(config)) == (self.kind == "dflash2")
+        )
 
     def published_problems(self, contents: dict[str, Any]) -> list[str]:
         """Return the problems with a published config outside the result of `stored_settings`."""
@@ -213,7 +231,7 @@ class DFlashLayers(LayerFormat):
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return [
-            vllm_serving(self.kind, target, repository, gamma),
+            vllm_serving("dflash", target, repository, gamma),
             (
                 "SGLang",
                 "",
@@ -282,7 +300,77 @@ class DSparkLayers(DFlashLayers):
         return [vllm_serving(self.kind, target, repository, gamma)]
 
 
-for layout in (DFlashLayers(), DSparkLayers()):
+class DFlash2Layers(DFlashLayers):
+    """DFlash2, as its authors publish it, also with a window of the text. vLLM reads it in its
+    newer runner, which needs a GPU."""
+
+    name = "dflash2"
+    kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
+    architecture = "DFlash2DraftModel"
+    heads = DFlash2Heads
+    drafter = DFlash2Drafter
+    holds_windows = True
+
+    def refuse(self, job: ExportJob) -> None:
+        if job.drafter.is_reduced:
+            raise UserError(
+                f"the dflash2 heads {job.drafter} have a reduced draft vocabulary, which no engine "
+                "reads; train them without draft_vocabulary, or use --format draftsmith"
+            )
+
+    def draft_settings(self, heads: Any) -> dict[str, Any]:
+        draft = super().draft_settings(heads)["dflash_config"]
+        draft |= {name: getattr(heads.options, option) for name, option in SECOND.items()}
+        # Without it, layers with a window let a token of a block see only those before it.
+        return {"dflash_config": draft, "is_causal": False}
+
+    def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
+        draft = config["dflash_config"] | {"block_size": config["block_size"]}
+        outer = {key: x for key, x in config.items() if key != "block_size"}
+        return outer | {"dflash_config": draft}
+
+    def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        draft = {key: x for key, x in _inner(contents).items() if key not in PLAIN}
+        block = draft.pop("block_size", contents.get("block_size"))
+        is_causal = SLIDING in (contents.get("layer_types") or ())
+        usual = {"is_causal": is_causal}
+        return usual | contents | {"dflash_config": draft, "block_size": block}
+
+    def published_problems(self, contents: dict[str, Any]) -> list[str]:
+        return [
+            f"config.json: {key} of dflash_config is {value}, expected {plain}: these heads read "
+            "the target's embeddings and output layer as they are"
+            for key, plain in PLAIN.items()
+            if (value := _inner(contents).get(key, plain)) != plain
+        ]
+
+    setting_problems = published_problems
+
+    def options(
+        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
+    ) -> dict[str, Any]:
+        draft = config["dflash_config"]
+        own = {option: draft[name] for name, option in SECOND.items()}
+        return super().options(config, state, target) | own
+
+    def draft_expected(self) -> dict[str, Any]:
+        return {"dflash_config": _is_second_config, "is_causal": False}
+
+    def table(self, config: dict[str, Any]) -> list[Row]:
+        hidden, draft = config["hidden_size"], config["dflash_config"]
+        taps, rank = draft["conv_kernel_size"], draft["selector_rank"]
+        numbers = 2 * taps * (hidden // draft["conv_group_size"])
+        table = super().table(config)
+        for layer in range(config["num_hidden_layers"]):
+            for part in (f"layers.{layer}.{name}_conv" for name in ("attention", "mlp")):
+                table.append(Row(f"{part}.base_kernel", (2, taps, hidden)))
+                table.append(Row(f"{part}.kernel_projection.weight", (numbers, hidden)))
+        own, books = "candidate_selector", ("predecessor", "successor")
+        table += [Row(f"{own}.{x}_codebook", (config["vocab_size"], rank)) for x in books]
+        return [*table, Row(f"{own}.hidden_projection.weight", (rank, hidden))]
+
+
+for layout in (DFlashLayers(), DSparkLayers(), DFlash2Layers()):
     FORMATS.register(layout.name)(layout)
 
 
@@ -296,10 +384,22 @@ def are_layers(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(map(is_id, value))
 
 
-def _is_dflash_config(value: Any) -> bool:
+def _inner(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that tells how heads draft, if there is a valid one."""
+    inner = config.get("dflash_config")
+    return inner if isinstance(inner, dict) else {}
+
+
+def _is_dflash_config(value: Any, others: Collection[str] = ()) -> bool:
+    """others: counts beside the mask token and the target's layers."""
     return (
         isinstance(value, dict)
-        and value.keys() == {"mask_token_id", "target_layer_ids"}
+        and value.keys() == {"mask_token_id", "target_layer_ids", *others}
         and is_id(value["mask_token_id"])
         and are_layers(value["target_layer_ids"])
+        and all(is_count(value[name]) for name in others)
     )
+
+
+def _is_second_config(value: Any) -> bool:
+    return _is_dflash_config(value, SECOND)
