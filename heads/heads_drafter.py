@@ -258,18 +258,16 @@ class AttendingDrafter(HeadsDrafter):
         last = to_device(np.maximum(entries - first - 1, 0), outputs.device)
         return outputs[torch.arange(len(outputs), device=outputs.device), last]
 
-    def _fill_cache(
-        self, contexts: Contexts, entries: np.ndarray, since: int = 0
-    ) -> tuple[Tensor, np.ndarray]:
-        """Compute the missing entries before entry `entries`, int [B], of each row from `since` on.
+    def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
+        """Compute the missing entries before entry `entries`, int [B], of each row.
 
-        Returns the layer's output for them, [B', m, H], and the index of each row's first computed
-        entry, int [B']. m is the largest number of missing entries of any of these rows. The others
+        Returns the layer's output for them, [B, m, H], and the index of each row's first computed
+        entry, int [B]. m is the largest number of missing entries of any of these rows. The others
         compute some entries again. This writes the same keys and values and keeps the batch
         rectangular.
         """
-        self.skip_unseen(contexts, entries, since)
-        return self._compute(contexts, entries, since)
+        self.skip_unseen(contexts, entries)
+        return self._compute(contexts, entries, 0)
 
     def skip_unseen(self, contexts: Contexts, entries: np.ndarray, since: int = 0) -> None:
         """Count entries as cached that no entry from `entries`, int [B], on depends on, for the
@@ -287,7 +285,7 @@ class AttendingDrafter(HeadsDrafter):
     def _compute(
         self, contexts: Contexts, entries: np.ndarray, since: int
     ) -> tuple[Tensor, np.ndarray]:
-        """See `_fill_cache`."""
+        """As `_fill_cache`, of the rows from `since` on, [B', …]."""
         columns, states = self.take_missing(entries, since)
         first = columns[:, 0] if columns.shape[1] else entries[since:]
         if not columns.shape[1]:

@@ -176,6 +176,7 @@ def test_engines_by_layout() -> None:
     [
         (["--concurrency", "1,8"], "--concurrency is for --verify vllm"),
         (["--verify", "transformers", "--engine-dtype", "bfloat16"], "--engine-dtype is for"),
+        (["--verify", "llama-server", "--engine-python", "python"], "--engine-python is for"),
         (["--verify", "vllm", "--concurrency", "1,x"], "numbers above 0 such as 1,8,32"),
         (["--verify", "vllm", "--engine-options", "[1]"], "expected a JSON object"),
         (

@@ -37,7 +37,7 @@ class Relay:
     """Forwards connections to a server on this machine. Use it as a context.
 
     port: of the server, which may change. rtt: seconds of a round trip. jitter: each frame takes up
-    to so many seconds longer, by a seed; frames stay in order. bandwidth: bytes per second in each
+    to so many seconds longer; frames stay in order. bandwidth: bytes per second in each
     direction; None: any. fate: of a frame, by its bytes and whether it goes up to the server.
     stall: seconds that a stall lasts.
 
@@ -51,7 +51,6 @@ class Relay:
         rtt: float = 0.0,
         jitter: float = 0.0,
         bandwidth: float | None = None,
-        seed: int = 0,
         fate: ChooseFate = lambda frame, up: "pass",
         stall: float = 1.0,
     ) -> None:
@@ -59,7 +58,7 @@ class Relay:
         self.fate, self.stall = fate, stall
         self.fates: Counter[Fate] = Counter()
         self.frames = self.bytes = 0
-        self._random = random.Random(seed)
+        self._random = random.Random(0)
         self._loop = asyncio.new_event_loop()
         self._bound = bind("127.0.0.1", 0)
         self._started, self._stopping = threading.Event(), asyncio.Event()

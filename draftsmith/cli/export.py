@@ -110,8 +110,7 @@ def export(
     from train.base.console import Reporter
     from train.data.read import read_examples
 
-    engine = _engine_options(verify, engine_dtype, engine_options, concurrency)
-    engine["python"] = engine_python
+    engine = _engine_options(verify, engine_dtype, engine_python, engine_options, concurrency)
     if verify is not None:
         require_engine(verify, engine_python)  # before anything is measured
     quieten()
@@ -174,17 +173,23 @@ def export(
 
 
 def _engine_options(
-    engine: str | None, dtype: str, options: str | None, concurrency: str | None
+    engine: str | None,
+    dtype: str,
+    python: str | None,
+    options: str | None,
+    concurrency: str | None,
 ) -> dict[str, Any]:
     """The parts of a task for an engine that a user gave. Raises UserError for those that do not
     fit."""
-    from draftsmith.export.engines import ENGINES
-
-    given = {"--engine-options": options, "--concurrency": concurrency}
+    given = {
+        "--engine-python": python,
+        "--engine-options": options,
+        "--concurrency": concurrency,
+    }
     if dtype != "float32":
         given["--engine-dtype"] = dtype
     used = [name for name, value in given.items() if value is not None]
-    if used and (engine is None or not ENGINES[engine].takes_options):
+    if used and engine != "vllm":
         raise UserError(f"{used[0]} is for --verify vllm; give both, or leave it out")
     try:
         parsed = json.loads(options or "{}")
@@ -193,10 +198,10 @@ def _engine_options(
             raise ValueError
     except ValueError:
         raise UserError(
-            f"{' '.join(str(value) for value in given.values() if value)}; expected a JSON object "
-            "for --engine-options, and numbers above 0 such as 1,8,32 for --concurrency"
+            f"{' '.join(filter(None, (options, concurrency)))}; expected a JSON object for "
+            "--engine-options, and numbers above 0 such as 1,8,32 for --concurrency"
         ) from None
-    return {"options": parsed, "loads": loads}
+    return {"python": python, "options": parsed, "loads": loads}
 
 
 def _loads_table(loads: "Sequence[LoadSpeed]") -> "Table":

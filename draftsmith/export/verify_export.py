@@ -104,7 +104,7 @@ def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
 
 
 def verify_export(
-    name: str, task: EngineTask, *, min_drafted: int = MIN_DRAFTED, tolerance: float = TOLERANCE
+    name: str, task: EngineTask, *, min_drafted: int = MIN_DRAFTED
 ) -> ExportVerification:
     """Run the prompts in the engine and in our loop, greedily at the same γ, and compare.
 
@@ -140,7 +140,7 @@ def verify_export(
             "for a verdict: give more prompts, or more tokens per prompt"
         )
     if engine_efficiency is not None and our_efficiency is not None:
-        failure = differing(name, engine_efficiency, our_efficiency, tolerance)
+        failure = differing(name, engine_efficiency, our_efficiency)
         failures += [failure] if failure else []
     if close < 1:
         failures.append(

@@ -52,8 +52,8 @@ class EngineRefused(Exception):
 
 
 class TenantLearner:
-    """One tenant's learner. engine_key: the key that the engines ask for. sleep, clock: those of
-    `time`, for tests."""
+    """One tenant's learner. engine_key: the key that the engines ask for. sleep: that of `time`,
+    for tests."""
 
     def __init__(
         self,
@@ -65,11 +65,10 @@ class TenantLearner:
         *,
         engine_key: str = "",
         sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.time,
     ) -> None:
         self.config, self.engines, self.recorder = config, engines, recorder
         self.reporter, self._accelerator = reporter, accelerator
-        self._engine_key, self._sleep, self._clock = engine_key, sleep, clock
+        self._engine_key, self._sleep = engine_key, sleep
         self.directory = Path(config.directory)
         self.state = LearnState.load(self.directory)
         self._records = Records(Path(config.records))
@@ -233,7 +232,7 @@ class TenantLearner:
                     return self._finish(False, f"its engine ended {swap.starts} times: {error}")
                 self.reporter.say(f"the new engine ended meanwhile: {error}")
                 return "start"
-            swap.time = self._clock()
+            swap.time = time.time()
             # Saved first: after a kill behind the switch, the old engine is still known.
             self.state.save(self.directory)
             self.recorder.switch(swap.url)
@@ -253,15 +252,15 @@ class TenantLearner:
 
     def _watch(self) -> Step:
         swap, cycle, limits = self._swap, self._cycle, self.config.watch
-        cycle.before, answered = swap.before, self._clock()
+        cycle.before, answered = swap.before, time.time()
         while True:
             try:
                 counts = self._counters(swap.url)
             except NoAnswer as error:
-                if self._clock() - answered >= limits.silent_seconds:
+                if time.time() - answered >= limits.silent_seconds:
                     return self._roll_back(str(error))
             else:
-                answered, passed = self._clock(), counts - swap.begin
+                answered, passed = time.time(), counts - swap.begin
                 self.state.window.add(counts, self.config.trigger.window)
                 if passed.drafted >= limits.drafted or answered - swap.time > limits.seconds:
                     break
@@ -285,7 +284,7 @@ class TenantLearner:
     def _finish(self, kept: bool, reason: str) -> Step:
         """End the cycle."""
         state, cycle = self.state, self._cycle
-        cycle.kept, cycle.reason, cycle.time = kept, reason, self._clock()
+        cycle.kept, cycle.reason, cycle.time = kept, reason, time.time()
         state.history.append(cycle)
         state.newest, state.cycle, state.swap = state.cycle_newest, None, None
         self.reporter.say(f"version {cycle.version}: {reason}")

@@ -85,8 +85,7 @@ class Engine(ABC):
     formats: the exports that can be verified in it. unverified: why others cannot be, though it
     reads them. install: the command that installs it. rounding: the largest difference of two
     logits, relative to the largest logit, at which the engine's arithmetic may swap their order
-    between a pass over one token and a pass over several. takes_options: whether tasks may have a
-    python, options and loads.
+    between a pass over one token and a pass over several.
     """
 
     formats: ClassVar[tuple[str, ...]]
@@ -94,7 +93,6 @@ class Engine(ABC):
     install: ClassVar[str]
     counting: ClassVar[Counting]
     rounding: ClassVar[float]
-    takes_options: ClassVar[bool] = False
 
     @abstractmethod
     def missing(self, python: str | None = None) -> str | None:

@@ -37,7 +37,6 @@ class VLLM(LibraryEngine):
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True, chooses=True)
     name, title, package = "vllm", "vLLM", VLLM_PACKAGE
-    takes_options = True
     work = "runs without and with the drafter"
     env = VLLM_ENVIRONMENT
 

@@ -13,7 +13,7 @@ counted from 0. In files there are two conventions:
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ from heads.eagle_heads import auxiliary_layers
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 
-Convention = Literal["inputs", "outputs"]
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
 LAYER_IDS, OTHER_IDS, NESTED = (
     "eagle_aux_hidden_state_layer_ids",

@@ -21,13 +21,12 @@ def bar_plot(
     colours: Sequence[str],
     *,
     axis: str,
-    start: float = 0.0,
     end: float | None = None,
     reference: tuple[str, float] | None = None,
     marks: Sequence[float | None] = (),
     mark_label: str = "",
 ) -> str:
-    """Plot one bar per row from `start`, with its value beside it.
+    """Plot one bar per row, with its value beside it.
 
     reference: a named value, drawn as a dashed line through all rows. marks: a tick per row.
     """
@@ -36,13 +35,13 @@ def bar_plot(
     with style():
         figure, axes = _rows(labels)
         drawn_marks = [mark for mark in marks if mark is not None]
-        largest = max(value for value in [*values, *drawn_marks, start] if value is not None)
-        span = (end if end is not None else largest) - start or 1.0
+        largest = max(value for value in [*values, *drawn_marks] if value is not None)
+        span = (end if end is not None else largest) or 1.0
         for y, (value, colour) in enumerate(zip(values, colours, strict=True)):
             if value is None:
-                _text_beside(axes, start, y, "–", muted=True)
+                _text_beside(axes, 0, y, "–", muted=True)
                 continue
-            axes.barh(y, value - start, left=start, height=0.62, color=colour)
+            axes.barh(y, value, height=0.62, color=colour)
             mark = marks[y] if marks else None
             near = mark is not None and 0 <= mark - value < 0.15 * span
             _text_beside(axes, mark if mark is not None and near else value, y, f"{value:.2f}")
@@ -54,9 +53,9 @@ def bar_plot(
                 axes.plot([mark, mark], [y - 0.42, y + 0.42], color=LIGHT["ink"], linewidth=2)
         if drawn_marks:
             axis += f"   ( ┃ {mark_label} )"
-        axes.set_xlim(start, start + 1.14 * span)
+        axes.set_xlim(0, 1.14 * span)
         if end is not None:
-            axes.set_xticks([tick / 5 * span + start for tick in range(6)])
+            axes.set_xticks([tick / 5 * span for tick in range(6)])
         axes.set_xlabel(axis)
         axes.grid(axis="x")
         texts = ["–" if value is None else f"{value:.2f}" for value in values]
