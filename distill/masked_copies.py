@@ -127,6 +127,15 @@ def copies_of_depths(
     return drawn_copies(predicted, parallel, training=training)
 
 
+def copies_of_anchors(anchors: Tensor, depth: int) -> MaskedCopies:
+    """The copies 1 … depth − 1 of these anchors, bool [B, T]; copy 1 at least."""
+    kept, count = max(1, depth - 1), int(anchors.sum(1).max())
+    places = anchors.long().argsort(dim=1, descending=True, stable=True)[:, :count]
+    exists = anchors.gather(1, places).repeat_interleave(kept, 1)
+    copies = torch.arange(1, kept + 1, device=anchors.device).repeat(count)
+    return MaskedCopies(copies.expand(exists.shape), places.repeat_interleave(kept, 1), exists)
+
+
 def taken_mask(model: PreTrainedModel, visible: Tensor) -> Tensor:
     """The mask `visible`, bool [B, 1, n, S], as the model's attention takes it."""
     if model.config._attn_implementation == "sdpa":

@@ -157,6 +157,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = DFlashOptions
+    replayed_from = "text"
     first_slot = 1
 
     def __init__(
@@ -239,10 +240,18 @@ class DFlashHeads(TokenHeads, AttendingHeads):
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         length, device = batch.input_ids.shape[1], batch.input_ids.device
-        on_host, is_drawn = self.anchors(batch.loss_mask)
+        if batch.replayed:
+            # Each trained token has the block that it was drafted in.
+            candidates = shift_left(batch.loss_mask, depths[0]).cpu()
+            on_host, is_drawn = draw_anchors(candidates, length, torch.ones(candidates.shape))
+        else:
+            on_host, is_drawn = self.anchors(batch.loss_mask)
         anchors = on_host.to(device)
-        features = batch.of(self.captured_layers)
-        context = self.fuse(features.to(self.dtype)).to(self.dtype)
+        if batch.inputs is None:
+            features = batch.of(self.captured_layers)
+            context = self.fuse(features.to(self.dtype)).to(self.dtype)
+        else:
+            context = batch.inputs.to(self.dtype)
         mask = BlockMask(on_host, self.options.block, length, device, self.dtype, self.window)
         positions = torch.arange(length, device=device)[None]
         attends = [mask.attention(*layer) for layer in self.context(context, positions)]
@@ -250,7 +259,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         states = self.block_states(first, anchors, attends)
         trained = is_drawn.to(device)
         rows = torch.arange(len(anchors), device=device)[:, None].expand_as(anchors)
-        for depth in range(1, max(depths) + 1):
+        for depth in depths if batch.replayed else range(1, max(depths) + 1):
             trained = trained & shift_left(batch.loss_mask, depth).gather(1, anchors)
             if depth in depths:
                 reading = torch.zeros_like(batch.loss_mask)

@@ -85,13 +85,15 @@ class HeadBatch:
 
     input_ids: int64 [B, T]. loss_mask: bool [B, T], True where the token is trained on. features:
     hidden states [B, T, H] by captured layer. inputs: [B, T, H], what heads that attend to the text
-    make of them (`AttendingHeads.fuse`), where only that was kept.
+    make of them (`AttendingHeads.fuse`), where only that was kept. replayed: the trained tokens
+    are those that one head drafted, whatever comes before them; only this head is computed.
     """
 
     input_ids: Tensor
     loss_mask: Tensor
     features: Mapping[int, Tensor]
     inputs: Tensor | None = None
+    replayed: bool = False
 
     def of(self, captured_layers: Sequence[int]) -> Tensor:
         """[B, T, F]: the hidden states of these layers, concatenated in this order."""

@@ -113,6 +113,7 @@ class KangarooHeads(AttendingHeads):
     """
 
     Options = KangarooOptions
+    replayed_from = "text"
 
     def __init__(
         self, options: KangarooOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -6,9 +6,10 @@ states and the distribution were computed during decoding, so only the heads run
 drafted before that position was accepted, so it is the text: heads that read drafted tokens, or
 their own states, do so again.
 
-Heads that attend to the text (EAGLE, multi-token prediction) learn from the input states of all
-tokens of a text. A layer that makes one state of several hidden states (EAGLE-3's `fc`) stays as it
-is, so that the states of running texts are those of any version.
+Heads that attend to the text (EAGLE, multi-token prediction, block drafters, Kangaroo) learn from
+the input states of all tokens of a text. A layer that makes these states (EAGLE-3's `fc`) stays as
+it is, so that the states of running texts are those of any version. The confidence head of DSpark
+stays too.
 
 Shapes: B texts, T tokens of the longest, n recorded tokens.
 """
@@ -36,6 +37,7 @@ from distill.replay.replay_buffer import (
     padded_values,
     recorded_signal,
 )
+from heads.attending_heads import AttendingHeads
 from heads.heads_directory import write_heads
 from heads.heads_drafter import AttendingDrafter, HeadsDrafter
 from heads.heads_module import HEADS, HeadBatch, Heads
@@ -57,6 +59,10 @@ class DraftLoss:
         self.captured_layers = tuple(heads.captured_layers)
         self.whole_text = heads.replayed_from == "text"
         self.features = heads.hidden_size * (1 if self.whole_text else len(self.captured_layers))
+        # Whether the states of a text are made by weights.
+        self.fused = isinstance(heads, AttendingHeads) and (
+            type(heads).fuse is not AttendingHeads.fuse
+        )
 
     def __call__(
         self, records: Sequence[Record], weighted_loss: WeightedLoss
@@ -70,7 +76,7 @@ class DraftLoss:
         sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=device)
         for depth in sorted(set(signal_depths.tolist())):
             # Only the positions that this head drafted.
-            batch = HeadBatch(input_ids, depths == depth, features, inputs)
+            batch = HeadBatch(input_ids, depths == depth, features, inputs, replayed=True)
             (prediction,) = self.heads.predictions(batch, [depth])
             # The states are ordered by text and then by position, like the records.
             labels = input_ids[depths == depth]
@@ -86,6 +92,7 @@ class DraftLoss:
                 labels,
                 weighted_loss,
                 chunk=self.chunk,
+                added=prediction.added,
             )
             extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss.sum()
             total = total + loss + extra
@@ -99,7 +106,7 @@ class DraftLoss:
 
         Token ids: int64 [B, T]. Depths: int64 [B, T], the head that drafted each token (0: none).
         Features: by captured layer, in the target's dtype, 0 where they were not recorded. Input
-        states: [B, T, H]; then there are no features, unless they are the same.
+        states: [B, T, H], where weights make them; then there are no features.
         """
         drafts = _head_drafts(records)
         device = next(self.heads.parameters()).device
@@ -113,11 +120,11 @@ class DraftLoss:
             records, [d.read_positions for d in drafts], [from_numpy(d.features) for d in drafts]
         )
         features = features.to(device)
+        if self.fused:
+            return input_ids.to(device), depths.to(device), {}, features
         layers = self.captured_layers
-        count = 1 if self.whole_text else len(layers)
-        by_layer = dict(zip(layers, features.chunk(count, -1), strict=count == len(layers)))
-        inputs = features if self.whole_text and len(layers) > 1 else None
-        return input_ids.to(device), depths.to(device), by_layer, inputs
+        by_layer = dict(zip(layers, features.chunk(len(layers), -1), strict=True))
+        return input_ids.to(device), depths.to(device), by_layer, None
 
     def text_states(self, drafter: Drafter) -> Callable[[int], Tensor] | None:
         """What `Collector` gets the input states of a text from. None: from nowhere."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -30,7 +30,7 @@ from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
-from distill.masked_copies import copies_of_depths, kept_share
+from distill.masked_copies import copies_of_anchors, copies_of_depths, kept_share
 from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.eagle_heads import Eagle3Layer, captured_outputs
 from heads.heads_drafter import AttendingDrafter
@@ -114,6 +114,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
     """
 
     Options = PEagleOptions
+    replayed_from = "text"
 
     def __init__(
         self, options: PEagleOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
@@ -176,16 +177,18 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         unknown: Tensor,
         positions: Tensor,
         attends: Sequence[Attend],
+        fc: Tensor | None = None,
     ) -> Tensor:
         """[B, n, H]: the input of the output layer.
 
         states: [B, n, H], fused features. tokens: int64 [B, n], the tokens that follow. unknown:
         bool [B, n], places that read the stand-ins instead of these. positions: int64 [B, n].
-        attends: the attention of each layer.
+        attends: the attention of each layer. fc: [H, F], the
+        weight of `fc` for the stand-in; None: as it is trained.
         """
         dtype = self.dtype
         masks = unknown[..., None]
-        stand_in = self.fuse(self.mask_hidden.to(dtype))
+        stand_in = linear(self.mask_hidden.to(dtype), self.fc.weight if fc is None else fc)
         states = torch.where(masks, stand_in, states.to(dtype))
         embedded = self._embedded(tokens, unknown).to(dtype)
         rotation = self._rotary(positions, states)
@@ -210,12 +213,20 @@ class PEagleHeads(TokenHeads, AttendingHeads):
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         options, ids = self.options, batch.input_ids
-        features = batch.of(self.captured_layers)
+        fc = None
+        if batch.inputs is None:
+            fused = self.fuse(batch.of(self.captured_layers).to(self.dtype))
+        else:
+            # States that were made with it go on, so the stand-in must not change it.
+            fused, fc = batch.inputs.to(self.dtype), self.fc.weight.detach()
         # Place 1 at position t predicts the token at t + 2.
         predicted = shift_left(batch.loss_mask, 1)
-        masks = copies_of_depths(
-            predicted, depths, options.keep, options.keep_min, training=not self.trains_all
-        )
+        if batch.replayed:
+            masks = copies_of_anchors(shift_left(predicted, depths[0]), depths[0])
+        else:
+            masks = copies_of_depths(
+                predicted, depths, options.keep, options.keep_min, training=not self.trains_all
+            )
         rows, length = ids.shape
         count = masks.copies.shape[1]
         visible = masks.visible(torch.ones_like(ids))
@@ -234,11 +245,12 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             return mask(queries.dtype).attend(queries, keys, values, scale)
 
         states = self.run(
-            pad(self.fuse(features.to(self.dtype)), (0, 0, 0, count)),
+            pad(fused, (0, 0, 0, count)),
             pad(shift_left(ids, 1), (0, count)),
             torch.arange(length + count, device=ids.device).expand(rows, -1) >= length,
             positions,
             [attend] * self.attending_layers,
+            fc,
         )
         for depth in depths:
             if depth == 1:

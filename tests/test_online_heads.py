@@ -37,7 +37,7 @@ from distill.replay.replay_buffer import (
 from distill.teacher.top_k_cache import describe_teacher
 from heads.heads_directory import build_heads, make_ready, new_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadBatch, HeadOptions, Heads
+from heads.heads_module import HeadBatch, HeadOptions, Heads, Prediction
 from heads.online_heads import HeadStudent
 from heads.parallel_heads import MedusaDrafter
 from tests import lossless
@@ -59,9 +59,25 @@ MORE: dict[str, dict[str, Any]] = {
     "eagle1": {"type": "eagle1", "depth": 3},
     "eagle3": {"type": "eagle3", "steps": 3},
     "mtp": {"type": "mtp", "depth": 3},
+    "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
+    "dflash": {"type": "dflash", "block": 4, "layers": 2},
+    "dspark": {"type": "dspark", "block": 3, "layers": 1, "rank": 8},
+    "kangaroo": {"type": "kangaroo", "exit_layer": 1, "depth": 3},
+}
+# The option that names the layers whose states are read.
+READ = {
+    "eagle3": "captured_layers",
+    "p_eagle": "captured_layers",
+    "dflash": "taps",
+    "dspark": "taps",
 }
 kinds = pytest.mark.parametrize("kind", OPTIONS)
 more = pytest.mark.parametrize("kind", MORE)
+
+
+WITHOUT_TOKENS = SimpleNamespace(
+    get_vocab=dict, all_special_ids=[], chat_template=None, added_tokens_decoder={}
+)
 
 
 @functools.cache
@@ -69,6 +85,9 @@ def target(vocab: int = VOCAB) -> Any:
     """What heads ask of a target; no tokenizer has so few tokens."""
     model = tiny_llama(vocab=vocab, hidden=32, seed=0).requires_grad_(False)
     return SimpleNamespace(
+        name="tiny",
+        tokenizer=WITHOUT_TOKENS,
+        eos_token_ids=(),
         model=model,
         device=torch.device("cpu"),
         dtype=torch.float32,
@@ -82,14 +101,14 @@ def heads_of(kind: str, on: Any, ids: Tensor | None = None) -> Heads:
     """Moved a little, so that no two heads say the same."""
     torch.manual_seed(0)
     options = dict((OPTIONS | MORE)[kind])
-    if kind == "eagle3":
-        options["captured_layers"] = list(range(on.model.config.num_hidden_layers))
+    if kind in READ:
+        options[READ[kind]] = list(range(on.model.config.num_hidden_layers))
     made = new_heads(HeadOptions.of(options), on, ids)
     g = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in made.parameters():
             noise = torch.randn(parameter.shape, generator=g)
-            parameter += (0.1 if kind in OPTIONS else 0.03) * noise
+            parameter += (0.1 if kind in OPTIONS else 0.3 if kind == "dflash" else 0.03) * noise
     return made
 
 
@@ -314,14 +333,22 @@ def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> 
     assert depths >= {1, 2}
 
 
+def logits_of(heads: Any, prediction: Prediction) -> Tensor:
+    logits = torch.nn.functional.linear(prediction.states, *heads.output.of(prediction.depth))
+    if prediction.added is None:
+        return logits
+    rows, added = prediction.added
+    return logits + rows @ added.T
+
+
 def replayed(student: Any, record: Record) -> dict[int, int]:
     """The likeliest token of the heads at each recorded place."""
     ids, depths, features, inputs = student.drafts.batch([record])
     found = {}
     for depth in sorted(set(depths[depths > 0].tolist())):
-        batch = HeadBatch(ids, depths == depth, features, inputs)
+        batch = HeadBatch(ids, depths == depth, features, inputs, replayed=True)
         (prediction,) = student.module.predictions(batch, [depth])
-        logits = torch.nn.functional.linear(prediction.states, *student.module.output.of(depth))
+        logits = logits_of(student.module, prediction)
         places = (depths == depth)[0].nonzero()[:, 0].tolist()
         found |= dict(zip(places, logits.argmax(-1).tolist(), strict=True))
     return found
@@ -510,7 +537,7 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     assert compared > swaps
 
 
-@pytest.mark.parametrize("kind", ["hydra_plus", "eagle1", "eagle3", "mtp"])
+@pytest.mark.parametrize("kind", [kind for kind in MORE if kind != "hydra"])
 def test_after_a_swap_all_of_the_text_is_read_with_the_new_weights(kind: str) -> None:
     """Keys and values that the layer made with the old ones are gone: each draft begins with what
     the copy says that was handed over last."""
@@ -526,16 +553,14 @@ def test_after_a_swap_all_of_the_text_is_read_with_the_new_weights(kind: str) ->
         for row, length in enumerate(seen.lengths.tolist()):
             if seen.drafted[row]:
                 text = torch.as_tensor(seen.contexts.tokens[row, : length + 1])[None].long()
-                states = torch.nn.functional.pad(
-                    drafter.text_states(row)[: length - 1], (0, 0, 0, 2)
-                )
-                several = len(newest.captured_layers) > 1
-                features = {} if several else {newest.captured_layers[0]: states[None]}
+                states = torch.nn.functional.pad(drafter.text_states(row)[:length], (0, 0, 0, 1))
+                fused = online.student.drafts.fused
+                features = {} if fused else {newest.captured_layers[0]: states[None]}
                 drafted = torch.arange(length + 1)[None] == length
-                batch = HeadBatch(text, drafted, features, states[None] if several else None)
+                inputs = states[None] if fused else None
+                batch = HeadBatch(text, drafted, features, inputs, replayed=True)
                 (first,) = newest.predictions(batch, [1])
-                weight, bias = newest.output.of(1)
-                guess = torch.nn.functional.linear(first.states, weight, bias).argmax(-1)
+                guess = logits_of(newest, first).argmax(-1)
                 assert int(guess) == int(seen.draft.tokens[row, 0])
                 compared += swaps > 0
         online.observe(seen)
@@ -587,8 +612,13 @@ def test_a_version_is_a_drafter_directory(tmp_path: Path) -> None:
 @functools.cache
 def small_vocabulary() -> Any:
     """The target of `tests.lossless`, as heads ask for it."""
-    fields = {"dtype": torch.float32, "vocab_size": lossless.VOCAB, "max_positions": 256}
-    fields["has_encoder"] = False
+    fields: dict[str, Any] = {
+        "dtype": torch.float32,
+        "vocab_size": lossless.VOCAB,
+        "max_positions": 256,
+    }
+    fields |= {"has_encoder": False, "name": "tiny"}
+    fields |= {"tokenizer": WITHOUT_TOKENS, "eos_token_ids": ()}
     return SimpleNamespace(model=lossless.model(0.0), device=torch.device("cpu"), **fields)
 
 
@@ -643,7 +673,12 @@ def learning(name: str, seed: int = 0, kind: Any = None) -> Learning:
     [
         ("medusa", 100_000),
         pytest.param("medusa", 250_000, marks=pytest.mark.thorough),
-        *(pytest.param(kind, 100_000, marks=pytest.mark.thorough) for kind in MORE),
+        # The target of these texts has one layer, and Kangaroo needs two.
+        *(
+            pytest.param(kind, 100_000, marks=pytest.mark.thorough)
+            for kind in MORE
+            if kind != "kangaroo"
+        ),
     ],
 )
 def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(

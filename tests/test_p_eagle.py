@@ -17,7 +17,6 @@ from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
-from heads.online_heads import require_learns
 from heads.p_eagle_heads import PEagleDrafter
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_distill import batch_of
@@ -193,8 +192,3 @@ def test_trained_embeddings_need_a_row_for_the_stand_in() -> None:
     ):
         with pytest.raises(UserError, match=message):
             new_heads(HeadOptions.of(OPTIONS | options), target(), None)
-
-
-def test_they_do_not_learn_online() -> None:
-    with pytest.raises(UserError, match="types of heads that do: blockwise, eagle1"):
-        require_learns("p_eagle")
