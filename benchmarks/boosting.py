@@ -23,8 +23,10 @@ import typer
 from rich.table import Table
 
 from benchmarks.common import (
+    TEMPERATURES,
     JsonOption,
     RunsOption,
+    count_tokens,
     describe_machine,
     execute_run,
     format_interval,
@@ -36,18 +38,12 @@ from benchmarks.common import (
     tokens_per_step,
     write_json,
 )
-from decode.drafters import Drafter
-from decode.drafters.several.combined import SeveralDrafters
-from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
-from decode.opening.directory import open_drafter
 from train.data.read import spread
 from train.run.run import Run
 
 # The stages whose drafters an arm has.
 ARMS = {"A": ["a"], "A longer": ["longer"], "A++A′": ["a", "plain"], "A++B": ["a", "boosted"]}
 GAMMA = 4
-METRICS = {"greedy": 0.0, "sampled": 1.0}
 
 
 def main(
@@ -67,7 +63,7 @@ def main(
     value = {
         (arm, metric): tokens_per_step(row[metric])["value"]
         for arm, row in figures.items()
-        for metric in METRICS
+        for metric in TEMPERATURES
     }
     if json_file:
         write_json(
@@ -76,7 +72,7 @@ def main(
                 "ratios": {
                     f"{metric}_boosted_vs_{name}": value["A++B", metric] / value[other, metric]
                     for name, other in (("plain", "A++A′"), ("longer", "A longer"))
-                    for metric in METRICS
+                    for metric in TEMPERATURES
                 },
                 "arms": figures,
                 "missed_share": missed,
@@ -118,26 +114,8 @@ def measure(run: Run, stages: list[str], *, quick: bool) -> dict[str, Any]:
     of these stages' drafters."""
     target = run.target
     prompts = run.prompts(spread(run.read_data()["test"], 12 if quick else 42))
-    figures: dict[str, Any] = {}
-    for metric, temperature in METRICS.items():
-        drafters = [
-            open_drafter(str(run.stage_directory(stage) / "drafter"), target) for stage in stages
-        ]
-        drafter: Drafter = SeveralDrafters(drafters) if len(drafters) > 1 else drafters[0]
-        decoder = Decoder(
-            target.model,
-            drafter,
-            eos_token_ids=target.eos_token_ids,
-            gamma=GAMMA,
-            rule="multi_round" if drafter.branches else "speculative",
-            sampling=Sampling(temperature),
-        )
-        tally = decoder.decode(prompts, 32 if quick else 64, seed=1).tally
-        figures[metric] = {
-            "steps": tally.steps.tolist(),
-            "emitted": tally.emitted.tolist(),
-            "drafted": tally.drafted.sum(1).tolist(),
-        }
+    drafter = "++".join(str(run.stage_directory(stage) / "drafter") for stage in stages)
+    figures: dict[str, Any] = count_tokens(target, drafter, prompts, 32 if quick else 64, GAMMA)
     trained = ["a", "longer"] if stages == ["longer"] else stages  # `longer` continues A
     figures["seconds"] = sum(read_summary(run, s)["training"]["training_seconds"] for s in trained)
     return figures

@@ -17,7 +17,11 @@ import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
+from decode.model.loading import Target
+from decode.opening.directory import open_drafter
 from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
@@ -39,6 +43,7 @@ UNJUDGED = {
     "baselines": [],
     "in_turn": [],
 }
+TEMPERATURES = {"greedy": 0.0, "sampled": 1.0}
 OUTPUT_CHARACTERS = 4000  # the length of the shown end of a failed process's output
 TARGET = "embedded:smollm2-135m"
 PROMPTS = Path(__file__).parents[1] / "configs" / "prompts"
@@ -127,6 +132,29 @@ def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "T
     return table(
         title, list(rows[0]) if rows else [], [list(row.values()) for row in rows], **options
     )
+
+
+def count_tokens(
+    target: Target, drafter: str, prompts: Sequence[Sequence[int]], tokens: int, gamma: int
+) -> dict[str, Any]:
+    """Return steps, emitted and drafted tokens by prompt, greedy and at temperature 1. drafter: as
+    for `open_drafter`; it is opened anew for each. tokens: of a text, at most."""
+    figures: dict[str, Any] = {}
+    for name, temperature in TEMPERATURES.items():
+        decoder = Decoder(
+            target.model,
+            open_drafter(drafter, target),
+            eos_token_ids=target.eos_token_ids,
+            gamma=gamma,
+            sampling=Sampling(temperature),
+        )
+        tally = decoder.decode(prompts, tokens, seed=1).tally
+        figures[name] = {
+            "steps": tally.steps.tolist(),
+            "emitted": tally.emitted.tolist(),
+            "drafted": tally.drafted.sum(1).tolist(),
+        }
+    return figures
 
 
 def tokens_per_step(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:

@@ -34,8 +34,10 @@ from transformers import (
 )
 
 from benchmarks.common import (
+    TEMPERATURES,
     JsonOption,
     RunsOption,
+    count_tokens,
     describe_machine,
     execute_run,
     format_interval,
@@ -48,10 +50,7 @@ from benchmarks.common import (
 )
 from benchmarks.shared.small_vocabulary import make_tokenizer
 from decode.base.artifact import write_directory
-from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter
 from draftsmith.export import ImportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
@@ -64,7 +63,6 @@ EOS = "<eos>"
 TOKENS = 1500
 LENGTH = 96  # tokens of a text that the target learns from
 DEPTH = 3
-METRICS = {"greedy": 0.0, "sampled": 1.0}
 
 
 def main(
@@ -102,7 +100,7 @@ def main(
         ratios = {
             f"drafted_{metric}_{arm}_vs_{other}": _drafted(figures[arm], metric)
             / _drafted(figures[other], metric)
-            for metric in METRICS
+            for metric in TEMPERATURES
             for arm, other in (("broken", "before"), ("broken", "anew"), ("restored", "anew"))
         }
         machine = describe_machine()
@@ -247,18 +245,7 @@ def measure(target: Target, drafter: str, text: Path, quick: bool) -> dict[str, 
     """Steps and emitted tokens by prompt, greedy and at T = 1, on the text's test prompts."""
     rows = [json.loads(line)["prompt"] for line in (text / "test.jsonl").read_text().splitlines()]
     prompts = [target.tokenizer(row)["input_ids"] for row in rows[: 48 if quick else 96]]
-    figures: dict[str, Any] = {}
-    for metric, temperature in METRICS.items():
-        decoder = Decoder(
-            target.model,
-            open_drafter(drafter, target),
-            eos_token_ids=target.eos_token_ids,
-            gamma=DEPTH,
-            sampling=Sampling(temperature),
-        )
-        tally = decoder.decode(prompts, 64, seed=1).tally
-        figures[metric] = {"steps": tally.steps.tolist(), "emitted": tally.emitted.tolist()}
-    return figures
+    return count_tokens(target, drafter, prompts, 64, DEPTH)
 
 
 def _drafted(figures: dict[str, Any], metric: str) -> float:
@@ -270,7 +257,7 @@ def arms_table(figures: dict[str, dict[str, Any]]) -> Any:
     """The table of all modules."""
     rows = [
         {"module": arm}
-        | {metric: format_interval(tokens_per_step(row[metric]), 3) for metric in METRICS}
+        | {metric: format_interval(tokens_per_step(row[metric]), 3) for metric in TEMPERATURES}
         for arm, row in figures.items()
     ]
     return rows_table(f"tokens per step, drafts of up to {DEPTH} tokens", rows, left=1)
