@@ -1,14 +1,16 @@
 """Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
-    python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--more FILE]
-        [--json FILE] [--plots DIR] [--runs DIR]
+    python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--prompts N]
+        [--timed N] [--more FILE] [--json FILE] [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
 machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
-same time. With --more, the run also uses your own prompts for training. Some arms, which compare
-losses or draft in one pass, run only if --arms names them.
+same time. On a slow machine, answers and times take longest: --prompts has fewer answers, and with
+--timed 0 no speed is measured, and no prompt lookup. With --more, the run also uses your own
+prompts for training. Some arms, which compare losses or draft in one pass, run only if --arms names
+them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
 compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
@@ -119,7 +121,9 @@ ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 class Settings:
     """arms: their names. minutes: of training for each arm; None: the same passes over the text for
     all. more: a file of prompts; its first more_prompts are used for training with
-    the shipped ones. runs: the directory for runs."""
+    the shipped ones. runs: the directory for runs. prompts: the training prompts that the target
+    answers; None: all. timed: the test prompts whose speed is measured; 0: no speed is measured,
+    and prompt lookup has no row."""
 
     quick: bool
     arms: tuple[str, ...]
@@ -127,6 +131,8 @@ class Settings:
     more: Path | None
     more_prompts: int
     runs: Path
+    prompts: int | None = None
+    timed: int = 12
 
 
 def main(
@@ -135,6 +141,10 @@ def main(
     minutes: Annotated[
         float | None, typer.Option(min=0.01, help="minutes of training for each arm")
     ] = None,
+    prompts: Annotated[
+        int | None, typer.Option(min=1, help="training prompts that the target answers")
+    ] = None,
+    timed: Annotated[int, typer.Option(min=0, help="test prompts whose speed is measured")] = 12,
     more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
     more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
@@ -146,7 +156,7 @@ def main(
     names = tuple(arms.split(","))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    settings = Settings(quick, names, minutes, more, more_prompts, runs)
+    settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
     identical = identical_shares(run, reporter, prompts=3 if quick else 12)
@@ -187,9 +197,9 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     # These figures are not used to choose anything, so they may use test text.
     dev = {"text": "test-answers", "samples": 42, "every": 10**6}
     stages: list[dict[str, Any]] = [
-        answer | {"name": "answers", "prompts": 64 if quick else None},
+        answer | {"name": "answers", "prompts": 64 if quick else settings.prompts},
         answer
-        | {"name": "variants", "prompts": 32 if quick else 240}
+        | {"name": "variants", "prompts": 32 if quick else min(240, settings.prompts or 240)}
         | {"sampling": {"temperature": 0.8, "top_k": 50}, "samples": 3},
         answer | {"name": "test-answers", "split": "test", "prompts": 42, "max_new_tokens": 64},
         {
@@ -239,6 +249,10 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         parts.append(f"{settings.minutes:g}min")
     if settings.more is not None:
         parts.append(f"more{settings.more_prompts}")
+    if settings.prompts is not None:
+        parts.append(f"{settings.prompts}prompts")
+    if settings.timed != Settings.timed:
+        parts.append(f"{settings.timed}timed")
     return run_config(
         "-".join([*parts, "quick"] if quick else parts),
         settings.runs,
@@ -250,7 +264,8 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "prompts": 6 if quick else 42,
             "gamma": 4,
             "max_new_tokens": 24 if quick else 64,
-            "timed_prompts": 3 if quick else 12,
+            "timed_prompts": min(settings.timed, 3) if quick else settings.timed,
+            "baselines": ["ngram"] if settings.timed else [],
             "timed_tokens": 24 if quick else 48,
         },
     )
