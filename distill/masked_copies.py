@@ -14,9 +14,10 @@ Shapes: B rows, T tokens of the text, M mask tokens of a row, N = T + M.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -42,6 +43,18 @@ class ParallelConfig(Strict):
     place_smoothing: float | None = Field(None, ge=0, le=1)
     """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
     the drafter now gets all places before it right. null: the same weight for all places."""
+    confidence: bool = False
+    """The weights of PARD-2 (2605.08632), as its authors' code computes them: a prediction is
+    weighted by the target's probability of the tokens that are masked before it. The losses must
+    compare with the target."""
+
+    @model_validator(mode="after")
+    def _one_weight(self) -> Self:
+        if self.confidence and self.place_smoothing is not None:
+            raise ValueError(
+                "place_smoothing and confidence both set the weights of the places; choose one"
+            )
+        return self
 
     @property
     def tokens_per_text_token(self) -> float:

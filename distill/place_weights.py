@@ -1,8 +1,8 @@
-"""Loss weights of a draft's places that follow the training (D-PACE, 2605.18810).
+"""Loss weights of a draft's places, by how likely a draft gets there.
 
 A place counts only if all places before it are right. Fixed weights such as 0.8^d guess how often
-that is. These weights compute it from the drafter's own probabilities: a place gets weight as soon
-as the places before it are learnt.
+that is. D-PACE (2605.18810) computes it from the drafter's own probabilities: a place gets weight
+as soon as the places before it are learnt. PARD-2 (2605.08632) computes it from the target's.
 
 Shapes: B rows, T tokens, n predictions, H hidden size, R rank, V' draft vocabulary.
 """
@@ -12,6 +12,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+
+from distill.teacher.teacher_signal import Teacher
 
 
 def place_weights(shares: Mapping[int, Tensor], smoothing: float) -> dict[int, Tensor]:
@@ -59,5 +61,24 @@ def label_shares(
             logits = logits + linear(rows[part], added_weight)
         log_q = logits.float().log_softmax(-1)
         shares[part] = log_q.gather(1, labels[part].clamp(min=0)[:, None])[:, 0].exp()
+    shares[labels < 0] = 0.0
+    return shares
+
+
+@torch.no_grad()
+def teacher_shares(teacher: Teacher, labels: Tensor, rows: int, *, chunk: int) -> Tensor:
+    """float64 [n]: the teacher's probability of each label, 0 for a label of −100.
+
+    labels: int64 [n], rows of the drafter's output layer, of which there are `rows`. A label
+    outside of a cache's likeliest tokens counts as all of those together.
+    """
+    shares = torch.zeros(labels.shape, dtype=torch.float64, device=labels.device)
+    for begin in range(0, len(labels), chunk):
+        part = slice(begin, begin + chunk)
+        certain = torch.full((len(labels[part]), rows), -torch.inf, device=labels.device)
+        certain.scatter_(1, labels[part].clamp(min=0)[:, None], 0.0)
+        # Which outcome of the signal is the label.
+        log_q, log_p = teacher(part).outcomes(certain, 1.0)
+        shares[part] = (log_q.exp() * log_p.exp()).sum(-1).double()
     shares[labels < 0] = 0.0
     return shares

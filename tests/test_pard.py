@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
@@ -296,6 +297,48 @@ def test_places_are_weighed_by_how_likely_a_draft_gets_there() -> None:
     assert evaluated == pytest.approx(module(**batch)[0].item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("k", [None, VOCAB - 1, 2])
+def test_drafts_that_the_target_would_not_reach_count_less(k: int | None) -> None:
+    """PARD-2's weights by hand: of a token after masked ones, the product of their p. k: of a
+    cache, in which all other tokens are one outcome."""
+    target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
+    lengths = [(4, 6), (3, 8)]
+    batch = batch_of(lengths)
+    parallel = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2, confidence=True)
+    text = WeightedLoss({"cross_entropy": 1.0})
+    module = ParallelDistillation(student, text, parallel, MASK, chunk=5, tokens=VOCAB).train()
+    teacher: Any = LiveTeacher(split_model(target)).signal(**batch, ids=["a", "b"])
+    if k is not None:
+        teacher = top_k(teacher(slice(0, 14)).logits, k).__getitem__
+    torch.manual_seed(3)
+    loss, _ = module(**batch, teacher=teacher)
+    torch.manual_seed(3)
+    masks = MaskedCopies.drawn(batch["loss_mask"], parallel, row_numbers(*batch["loss_mask"].shape))
+    expected = 0.0
+    for row, (prompt, response) in enumerate(lengths):
+        ids = batch["input_ids"][row, : prompt + response]
+        p = target(ids[None]).logits[0].double().softmax(-1).detach()
+        if k is not None:
+            tail = p.scatter(1, p.topk(k).indices, 0.0)
+            p = torch.where(tail > 0, tail.sum(-1, keepdim=True), p)
+        kept = [(0, a) for a in range(prompt - 1, prompt + response - 1)]
+        columns = zip(masks.copies[row], masks.anchors[row], masks.exists[row], strict=True)
+        kept += [(int(i), int(a)) for i, a, real in columns if real]
+        losses, weights = [], []
+        for i, a in kept:
+            read = torch.cat([ids[: a + 1], torch.full((i,), MASK)])
+            q = student(read[None]).logits[0, -1, :VOCAB].double().softmax(-1)
+            losses.append(-float(q[ids[a + i + 1]].detach().log()))
+            weights.append(math.prod(float(p[t, ids[t + 1]]) for t in range(a, a + i)))
+        assert max(i for i, _ in kept) == 2
+        expected += response * float(np.average(losses, weights=weights))
+    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    equal = ParallelConfig(tokens=3, keep=0.6, keep_min=0.2)
+    module = ParallelDistillation(student, text, equal, MASK, chunk=5, tokens=VOCAB).train()
+    torch.manual_seed(3)
+    assert module(**batch)[0].item() != pytest.approx(expected, rel=1e-3)
+
+
 def test_copy_0_alone_has_the_ordinary_loss() -> None:
     target, student = tiny_llama(seed=0), masked(tiny_llama(seed=1, layers=1))
     # One response token each: nothing is left for the other copies.
@@ -390,6 +433,11 @@ def test_stages_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         make_stage("distill", "two", first, drafter={"stage": "one"})
     with pytest.raises(UserError, match="keeps its mask token"):
         make_stage("distill", "two", first, drafter={"stage": "one"}, parallel={"mask_token": 301})
+    weighed: dict[str, Any] = {"parallel": PARALLEL | {"confidence": True}}
+    with pytest.raises(UserError, match=r"parallel.confidence weighs by the target's"):
+        make_stage("distill", "two", **DRAFTER | weighed, losses={"cross_entropy": 1.0})
+    with pytest.raises(ValidationError, match="both set the weights of the places; choose one"):
+        ParallelConfig(confidence=True, place_smoothing=0.5)
     with pytest.raises(UserError, match="without `parallel`"):
         make_stage("online", "two", first, drafter={"stage": "one"})
     context = stage_context(tmp_path, tiny_target())

@@ -31,7 +31,7 @@ from distill.masked_copies import (
     require_full_attention,
     taken_mask,
 )
-from distill.place_weights import label_shares, place_weights
+from distill.place_weights import label_shares, place_weights, teacher_shares
 from distill.students import STUDENTS, Student
 from distill.teacher.teacher_signal import Signal, Teacher, TeacherLogits
 from distill.teacher.top_k_cache import CachedTeacher
@@ -107,7 +107,8 @@ class ParallelDistillation(Distillation):
     The loss of a text is the mean over the predictions of all copies, times the number of
     predictions of copy 0. So it has the scale of `Distillation`, and it does not depend on the
     other texts of the batch. Each prediction of a text has the same weight (section 3.2), or with
-    `place_smoothing` that of D-PACE (2605.18810) for its place.
+    `place_smoothing` that of D-PACE (2605.18810) for its place, or with `confidence` that of PARD-2
+    (2605.08632): then the mean is weighted.
 
     mask_token: the id of the mask token. Raises UserError for a student with a sliding window, or
     with attention that takes no mask.
@@ -169,6 +170,13 @@ class ParallelDistillation(Distillation):
         shared = None if teacher is None else shared_signal(teacher, number)
         share = predicted.sum(1) / (predicted.sum(1) + masks.exists.sum(1)).clamp(min=1)
         of_copies = share[row] if weights is None else share[row] * weights[number]
+        if self.parallel.confidence and self.training:
+            assert teacher is not None, "the losses compare with the target"
+            reached = self._reached(teacher, input_ids, predicted)
+            before = reached[place] - reached[place - copies]
+            sums_of_rows = reached.new_zeros(len(predicted)).index_add(0, row, before.exp())
+            of_text = predicted.sum(1) / sums_of_rows
+            of_copies = of_text[row] * before.exp() * (1.0 if weights is None else weights[number])
         if self.parallel.place_smoothing is not None and self.training:
             of_places = self._place_weights(
                 hidden, labels, (copies, row, place - row * length - copies), loss_mask.shape
@@ -176,6 +184,20 @@ class ParallelDistillation(Distillation):
             of_copies = of_copies * of_places
         loss, sums = self.loss(hidden, labels, shared, of_copies)
         return loss, sums * (predicted.sum() / max(len(number), 1))
+
+    def _reached(self, teacher: Teacher, input_ids: Tensor, predicted: Tensor) -> Tensor:
+        """float64 [B·T]: the sum of the target's log-probabilities of all predicted tokens up to a
+        token of the flattened texts, this one included. predicted: bool [B, T], the tokens whose
+        next one is predicted."""
+        following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))[predicted]
+        rows = len(self._output()[0])
+        shares = teacher_shares(teacher, self.output_rows(following), rows, chunk=self.chunk)
+        log_p = shares.new_zeros(predicted.numel())
+        # A probability of 0 must stay one that can be subtracted.
+        log_p[torch.nn.functional.pad(predicted, (1, 0))[:, :-1].flatten()] = shares.log().clamp(
+            min=-1e3
+        )
+        return log_p.cumsum(0)
 
     def _place_weights(
         self,

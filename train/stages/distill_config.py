@@ -90,6 +90,11 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
     if not config.weighted_loss.needs_teacher:
         reason = "no loss reads the teacher"
         refuse(config, tokens_per_pass=reason, remember_teacher=reason)
+        if config.parallel is not None and config.parallel.confidence:
+            raise UserError(
+                f"stage {config.name}: parallel.confidence weighs by the target's probabilities, "
+                "but no loss reads the target; add one to losses, such as forward_kl"
+            )
     if config.shard_teacher:
         reason = "all ranks must run a sharded target for every batch"
         refuse(config, remember_teacher=reason, tokens_per_pass=reason)
