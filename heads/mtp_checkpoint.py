@@ -121,12 +121,19 @@ def checkpoint_directory(target: Target) -> Path:
 
 
 def stored_module(directory: Path, layout: Layout, layers: int) -> dict[str, Stored]:
-    """The tensors of the module in a checkpoint, by name. layers: the target's."""
+    """The tensors of the module in a checkpoint, by name. layers: the target's. Raises UserError
+    for a tensor that is in two files: nothing says which of them belongs to the target."""
     found: dict[str, Stored] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (not a dictionary)
                 if layout.holds(name, layers):
+                    if name in found:
+                        raise UserError(
+                            f"{directory} has {name} in {found[name].file.name} and in "
+                            f"{file.name}; one of them is left from another revision. Remove the "
+                            "file that the checkpoint does not need, or download it again"
+                        )
                     part = opened.get_slice(name)
                     found[name] = Stored(file, part.get_dtype(), tuple(part.get_shape()))
     return found

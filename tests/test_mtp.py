@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 from transformers.modeling_layers import MtpModel
 
@@ -205,6 +206,10 @@ def test_checkpoints_without_a_sound_module_are_refused(tmp_path: Path) -> None:
         open_drafter("mtp:gamma=2", target)
     with pytest.raises(UserError, match=r"layers is 2, but the module of .* has 1"):
         open_drafter("mtp:layers=2", target)
+    left = directory / "model-mtp.safetensors"
+    save_file({"mtp.norm.weight": torch.ones(32)}, left)
+    refused(r"has mtp.norm.weight in model-mtp.safetensors and in model.safetensors; one of them")
+    left.unlink()
     norm = {"mtp.norm.weight": torch.ones(31)}
     change_tensors(directory, norm)
     refused(r"mtp.norm.weight in .* is \[31\], expected \[32\]")
