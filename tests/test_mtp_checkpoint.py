@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -13,7 +15,7 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
-from draftsmith.export import ImportOptions
+from draftsmith.export import ExportOptions, ImportOptions
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.import_directory import import_drafter
@@ -180,3 +182,80 @@ def test_at_the_start_a_step_is_the_target() -> None:
     (prediction,) = heads.predictions(batch, [1])
     expected = states[prediction.positions]
     torch.testing.assert_close(prediction.states, expected, rtol=1e-3, atol=1e-3)
+
+
+def gguf_of(target: Any, path: Path, **keys: int) -> Path:
+    """A file that stands for the target's, with what an export reads and two quantised tensors."""
+    config = target.model.config
+    writer = gguf.GGUFWriter(path, "qwen35")
+    counts = {
+        "block_count": config.num_hidden_layers,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim,
+    }
+    for key, value in (counts | keys).items():
+        writer.add_uint32(f"qwen35.{key}", value)
+    writer.add_array("qwen35.rope.dimension_sections", [11, 11, 10, 0])
+    writer.add_token_list([f"token {i}" for i in range(7)])
+    numbers = np.random.default_rng(0)
+    for name, kind in (("token_embd.weight", "Q8_0"), ("blk.1.ffn_down.weight", "Q4_0")):
+        stored = gguf.GGMLQuantizationType[kind]
+        values = numbers.normal(size=(7, 64)).astype(np.float32)
+        writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
+    writer.add_tensor("output_norm.weight", np.ones(32, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_the_targets_gguf_file_gets_the_module_and_changes_no_other_bit(tmp_path: Path) -> None:
+    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text")
+    target = load_target(str(directory))
+    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=3))
+    file = gguf_of(target, tmp_path / "target.gguf")
+    options = ExportOptions(target=str(file))
+    export_drafter(tmp_path / "read", "llama-server", tmp_path / "out", options)
+    assert FORMATS["mtp-gguf"].problems(tmp_path / "out") == []
+    before, after = gguf.GGUFReader(file), gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+    for key, field in before.fields.items():
+        if not key.startswith("GGUF.") and key != "qwen35.block_count":
+            assert after.fields[key].contents() == field.contents(), key
+            assert after.fields[key].types == field.types
+    counts = ("qwen35.block_count", "qwen35.nextn_predict_layers")
+    assert [after.fields[key].contents() for key in counts] == [3, 1]
+    stored = {tensor.name: tensor for tensor in after.tensors}
+    for tensor in before.tensors:
+        assert stored[tensor.name].tensor_type == tensor.tensor_type
+        assert np.array_equal(stored.pop(tensor.name).data, tensor.data)
+    # The names of llama.cpp's own package. It knows those of the module for another family.
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, 3)
+    others = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GLM4_MOE, 3)
+    apart = {
+        "mtp.fc": "eh_proj",
+        "mtp.pre_fc_norm_embedding": "enorm",
+        "mtp.pre_fc_norm_hidden": "hnorm",
+        "mtp.norm": "shared_head.norm",
+    }
+    module = {name: x for name, x in tensors(directory).items() if name.startswith("mtp.")}
+    for name, values in module.items():
+        part = name.removesuffix(".weight")
+        place = f"model.layers.2.{apart.get(part, part.removeprefix('mtp.layers.0.'))}"
+        known = names.get_name(place) or others.get_name(place)
+        expected = values + 1.0 if values.dim() == 1 else values
+        assert np.array_equal(stored.pop(f"{known}.weight").data, expected.numpy()), name
+    assert not stored
+    mine: Any = open_drafter(str(tmp_path / "read"), target)
+    back: Any = FORMATS["mtp-gguf"].reload(tmp_path / "out", target)
+    assert back.heads.depth == 3
+    for name, values in mine.heads.state_dict().items():
+        torch.testing.assert_close(back.heads.state_dict()[name], values, rtol=1e-6, atol=1e-6)
+    held = gguf_of(target, tmp_path / "held.gguf", nextn_predict_layers=1)
+    with pytest.raises(UserError, match=r"nextn_predict_layers of .*held.gguf is 1, expected 0"):
+        export_drafter(
+            tmp_path / "read", "mtp-gguf", tmp_path / "x", ExportOptions(target=str(held))
+        )

@@ -94,11 +94,11 @@ class GGUFLayout(Format):
             return problems
         specs = {
             row.name: TensorSpec(
-                row.shape, (_tensor_type(row.name, len(row.shape), facts["dtype"]),)
+                row.shape, (tensor_type(row.name, len(row.shape), facts["dtype"]),)
             )
             for row in self.table(arch, keys, facts)
         }
-        problems = tensor_problems(specs, {t.name: _stored_tensor(t) for t in reader.tensors})
+        problems = tensor_problems(specs, {t.name: stored_tensor(t) for t in reader.tensors})
         return problems or self.value_problems(read_weights(reader), keys)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
@@ -179,7 +179,7 @@ def write_gguf(
         sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type)
     for name, tensor in tensors.items():
-        stored_type = GGMLQuantizationType[_tensor_type(name, tensor.dim(), dtype)]
+        stored_type = GGMLQuantizationType[tensor_type(name, tensor.dim(), dtype)]
         data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
         if name != D2T:
             data = gguf.quants.quantize(data, stored_type)
@@ -259,7 +259,7 @@ def gguf_layer(
     return rows
 
 
-def _tensor_type(name: str, dimensions: int, dtype: str) -> str:
+def tensor_type(name: str, dimensions: int, dtype: str) -> str:
     if name == D2T:
         return "I64"
     # llama.cpp adds and multiplies vectors only in float32.
@@ -299,7 +299,7 @@ def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any])
     }
 
 
-def _stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
+def stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
     import gguf
 
     # GGUF lists the innermost dimension first.
