@@ -1,7 +1,7 @@
 """Does a drafter that learns from its rejections keep up when the requests change?
 
-    python -m benchmarks.online --data DIR [--family F …] [--quick] [--json FILE] [--plots DIR]
-                                [--runs DIR]
+    python -m benchmarks.online --data DIR [--family F …] [--seeds N] [--quick] [--json FILE]
+                                [--plots DIR] [--runs DIR]
 
 A stream of prompts changes its domain twice: maths, then code, then general. DIR holds maths.jsonl,
 code.jsonl and general.jsonl, with one prompt per line in the format of training data. --maths,
@@ -18,6 +18,13 @@ Medusa heads. --family names others: eagle1, mtp. Every arm serves the same requ
 
 A quick run serves about 100 requests of each domain, with answers of at most 20 tokens. In a quick
 run, the only online arm with heads is the mix.
+
+Each of --seeds has other prompts, of which the figures are taken together. A second table says what
+the mixed online arm and the offline one gain over the frozen one at the end of each domain, with
+95% bootstrap intervals over requests, which both served. It names the FLOPs that the arm needed
+beyond the frozen one: by the online arm those of its steps, by the offline one also the target's
+answers and one pass over them. The gain is also given for these FLOPs, and for 1,000 served tokens
+of the domain.
 
 Before offline distillation, the target must answer the prompts. Online arms learn from the answers
 that they serve. The table has the time of both. Acceptance at a domain's end is that of its last 40
@@ -40,6 +47,7 @@ from benchmarks.common import (
     RunsOption,
     describe_machine,
     execute_run,
+    format_figure,
     format_interval,
     read_summary,
     rows_table,
@@ -65,6 +73,9 @@ from benchmarks.shared.online_runs import (
     FAMILIES,
     GAMMA,
     MAIN,
+    OFFLINE_TOKENS,
+    ROUND_STEPS,
+    ROUND_TOKENS,
     START,
     Arm,
     Settings,
@@ -76,11 +87,19 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
-from decode.opening.directory import open_drafter
+from decode.model.loading import Target, load_model_and_tokenizer
+from decode.opening.directory import describe_drafter, open_drafter
+from distill.flops import TextFlops, layers_flops, output_flops
+from heads.heads_directory import read_heads
+from heads.layers.target_layers import output_layer
+from train.data.corpus import read_answers
+from train.loop.meters.stage_flops import distill_flops, heads_flops
+from train.loop.meters.throughput import flops_of
 from train.report.plots import LIGHT, SERIES
 from train.run.run import Run
 
 END = 40  # requests at the end of a domain
+TEXT = 128  # tokens of a text of which the FLOPs of attention are counted
 # An arm has recovered if a window's acceptance is at most this far below the domain's end.
 RECOVERY_TOLERANCE = 0.02
 
@@ -94,6 +113,7 @@ def main(
     requests: RequestsOption = None,
     temperature: Annotated[float, typer.Option(help="of the served answers")] = 0.0,
     family: Annotated[list[str] | None, typer.Option(help="repeat it; default: both")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="each with other prompts")] = 1,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write online.png here")] = None,
     runs: RunsOption = Path("runs"),
@@ -106,24 +126,43 @@ def main(
             raise UserError(f"--family is {name!r}; expected one of {', '.join(START)}")
     settings = make_settings(quick, runs, requests, temperature, family or FAMILIES)
     size = settings.requests
-    reporter.say(f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores")
-    prepare(files, settings.data, {"train": size, "stream": size})
+    reporter.say(
+        f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores for each seed"
+    )
     begin = time.perf_counter()
-    first, _ = execute_run(first_config(settings), reporter)
-    additional_steps = {
-        family: offline_steps(len(read_summary(first, Arm(family, MAIN).stage)["rounds"]))
-        for family in settings.families
+    counts: dict[Arm, list[np.ndarray]] = {arm: [] for arm in settings.arms}
+    summaries: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in settings.arms}
+    training: dict[Arm, list[dict[str, float]]] = {arm: [] for arm in settings.arms}
+    flops: dict[Arm, list[float]] = {arm: [] for arm in settings.arms}
+    measured, configs = [], {}
+    for seed in range(seeds):
+        own = make_settings(quick, runs, requests, temperature, settings.families, seed)
+        prepare(files, own.data, {"train": size, "stream": size}, seed)
+        first, _ = execute_run(first_config(own), reporter)
+        additional_steps = {
+            family: offline_steps(len(read_summary(first, Arm(family, MAIN).stage)["rounds"]))
+            for family in own.families
+        }
+        second, _ = execute_run(second_config(additional_steps, own), reporter)
+        measured.append(measure_ngram(first, own))
+        configs |= {r.config.name: r.config.model_dump(mode="json") for r in (first, second)}
+        for arm in own.arms:
+            run = second if arm.offline else first
+            counts[arm].append(read_counts(run, arm.stage))
+            summaries[arm].append(read_summary(run, arm.stage))
+            training[arm].append(_offline_cost(run, START[arm.family]))
+            flops[arm].append(additional_flops(arm, first, second, additional_steps))
+    pooled = {arm: in_turn(rows) for arm, rows in counts.items()}
+    ngram = max(measured, key=lambda x: x["tokens_per_step"])
+    figures = {
+        arm: arm_figures(pooled[arm], _sums(summaries[arm]), size, seeds) for arm in settings.arms
     }
-    second, _ = execute_run(second_config(additional_steps, settings), reporter)
-    run_of = {arm: second if arm.offline else first for arm in settings.arms}
-    summaries = {arm: read_summary(run, arm.stage) for arm, run in run_of.items()}
-    counts = {arm: read_counts(run, arm.stage) for arm, run in run_of.items()}
-    ngram = measure_ngram(first, settings)
-    figures = {arm: arm_figures(counts[arm], summaries[arm], size) for arm in run_of}
-    training = {arm: _offline_cost(run, START[arm.family]) for arm, run in run_of.items()}
-    reporter.table(arms_table(figures, ngram, training))
+    costs = {arm: _sums(rows) for arm, rows in training.items()}
+    reporter.table(arms_table(figures, ngram, costs))
+    gained = gains(pooled, {arm: sum(x) for arm, x in flops.items()}, size, seeds)
+    reporter.table(gains_table(gained))
     if plots:
-        plot_stream(counts, size, plots / "online.png")
+        plot_stream(pooled, size, plots / "online.png", seeds)
     if json_file:
         write_json(
             json_file,
@@ -131,12 +170,11 @@ def main(
                 "ratios": ratios(figures),
                 "arms": {arm.name: row for arm, row in figures.items()},
                 "ngram": ngram,
-                "offline_training": {arm.name: cost for arm, cost in training.items()},
-                "summaries": {arm.name: summary for arm, summary in summaries.items()},
+                "gains": gained,
+                "offline_training": {arm.name: cost for arm, cost in costs.items()},
+                "summaries": {arm.name: rows for arm, rows in summaries.items()},
                 "seconds": time.perf_counter() - begin,
-                "settings": {
-                    run.config.name: run.config.model_dump(mode="json") for run in (first, second)
-                },
+                "settings": configs,
                 "machine": describe_machine(),
             },
         )
@@ -190,21 +228,140 @@ def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:
     return best
 
 
-def arm_figures(counts: np.ndarray, summary: dict[str, Any], size: int) -> dict[str, Any]:
+def in_turn(counts: list[np.ndarray]) -> np.ndarray:
+    """int [requests · seeds, 4]: request i of all seeds, then request i + 1."""
+    return np.stack(counts, 1).reshape(-1, counts[0].shape[1])
+
+
+def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The sum of each number over the seeds."""
+    return {
+        key: sum(row[key] for row in rows)
+        for key, value in rows[0].items()
+        if isinstance(value, int | float)
+    }
+
+
+def additional_flops(arm: Arm, first: Run, second: Run, steps: dict[str, int]) -> float:
+    """The FLOPs that an arm needed beyond the frozen one: of its optimizer steps, and for offline
+    distillation of the target's answers to more prompts and a pass over them. What both do to serve
+    is not in it. steps: additional offline steps by family."""
+    if arm.share is None and not arm.offline:
+        return 0.0
+    target = first.target
+    path = first.stage_directory(START[arm.family]) / "drafter"
+    rule = drafter_flops(path, target)
+    if not arm.offline:
+        rounds = read_summary(first, arm.stage)["rounds"]
+        rows = len(rounds) * ROUND_STEPS * ROUND_TOKENS // TEXT
+        return flops_of(rule, [TEXT] * rows, sum(x["positions"] for x in rounds))
+    predicted = [
+        read_summary(run, START[arm.family])["training"]["tokens"] for run in (first, second)
+    ]
+    rows = steps[arm.family] * OFFLINE_TOKENS // TEXT
+    more = predicted[1] - predicted[0]
+    own = flops_of(rule, [TEXT] * rows, more)
+    output = output_layer(target.model)
+    reading = layers_flops(target.model, trained=False)
+    reading += output_flops(output.out_features, output.in_features, trained=None)
+    texts = []
+    for run in (first, second):
+        answers = read_answers(run.stage_directory("answers"))
+        answered = [len(answer["tokens"]) for answer in answers]
+        prompts = run.prompts(run.read_data()["train"])
+        lengths = [len(p) + n for p, n in zip(prompts, answered, strict=True)]
+        # Answered, and read once more.
+        texts.append(2 * flops_of(reading, lengths, sum(answered)))
+    return own + texts[1] - texts[0]
+
+
+def drafter_flops(path: Path, target: Target) -> TextFlops:
+    """The FLOPs of a training step of a drafter, without the target. Raises UserError for heads
+    whose FLOPs are not known."""
+    if describe_drafter(path)["kind"] == "small_lm":
+        model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
+        model.requires_grad_(True).get_output_embeddings().requires_grad_(False)
+        return distill_flops(model, target.model, runs_target=False, reads_logits=False)
+    heads = read_heads(path, target)
+    rule = heads_flops(heads, target.model, runs_target=False, reads_logits=False)
+    if rule is None:
+        raise UserError(f"the FLOPs of {path} are not known; name another --family")
+    return rule
+
+
+def gains(
+    counts: dict[Arm, np.ndarray], flops: dict[Arm, float], size: int, seeds: int
+) -> list[dict[str, Any]]:
+    """What learning arms gain in acceptance over the frozen one, at the end of each domain.
+
+    counts: as `in_turn` returns them. flops: of all seeds together.
+    """
+    rows = []
+    for arm, own in counts.items():
+        if arm.share != MAIN and not arm.offline:
+            continue
+        for number, domain in enumerate(DOMAINS):
+            block = slice(number * size * seeds, (number + 1) * size * seeds)
+            ends = (x[block][-END * seeds :] for x in (own, counts[Arm(arm.family)]))
+            gain = gain_of(*ends)
+            peta = flops[arm] / seeds / 1e15
+            rows.append(
+                {"arm": arm.name, "domain": domain, **gain, "petaflops": peta}
+                | {"per_petaflop": gain["value"] / peta if peta else None}
+                | {"per_1000_tokens": 1000 * gain["value"] * seeds / int(own[block, 1].sum())}
+            )
+    return rows
+
+
+def gain_of(own: np.ndarray, frozen: np.ndarray) -> dict[str, float]:
+    """{value, low, high}: the gain in accepted / reached over the same requests, with its 95%
+    bootstrap interval over them. own, frozen: int [requests, 4]."""
+    draws = np.random.default_rng(0).integers(len(own), size=(2000, len(own)))
+
+    def rate(counts: np.ndarray) -> np.ndarray:
+        drawn: np.ndarray = counts[draws].sum(1)
+        return drawn[:, 3] / np.maximum(drawn[:, 2], 1)
+
+    low, high = np.quantile(rate(own) - rate(frozen), [0.025, 0.975])
+    value = acceptance(own)["value"] - acceptance(frozen)["value"]
+    return {"value": value, "low": float(low), "high": float(high)}
+
+
+def gains_table(rows: list[dict[str, Any]]) -> Table:
+    """The table of `gains`."""
+    cells = [
+        {
+            "arm": row["arm"],
+            "domain": row["domain"],
+            "gain": f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
+            "more PFLOPs": f"{row['petaflops']:.3f}",
+            "gain / PFLOP": format_figure(row["per_petaflop"], "+.3f"),
+            "gain / 1,000 tokens": f"{row['per_1000_tokens']:+.4f}",
+        }
+        for row in rows
+    ]
+    return rows_table(f"gain over the frozen drafter, last {END} requests", cells, left=3)
+
+
+def arm_figures(
+    counts: np.ndarray, summary: dict[str, Any], size: int, seeds: int = 1
+) -> dict[str, Any]:
     """Return an arm's figures: acceptance in each domain and at its end, recovery time, costs.
 
-    counts: int [requests, 4], see `train.online.stream_progress.COUNTS`. size: requests per domain.
+    counts: int [requests · seeds, 4], see `train.online.stream_progress.COUNTS` and `in_turn`.
+    summary: its numbers are those of all seeds together. size: requests per domain.
     """
+    block, batch = size * seeds, BATCH * seeds
     keys = ("acceptance", "end", "end_tokens_per_step", "recovered_after")
     figures: dict[str, Any] = {key: {} for key in keys}
     for number, domain in enumerate(DOMAINS):
-        requests = counts[number * size : (number + 1) * size]
+        requests = counts[number * block : (number + 1) * block]
         figures["acceptance"][domain] = acceptance(requests)
-        figures["end"][domain] = acceptance(requests[-END:])
-        steps, emitted = requests[-END:, :2].sum(0)
+        figures["end"][domain] = acceptance(requests[-END * seeds :])
+        steps, emitted = requests[-END * seeds :, :2].sum(0)
         figures["end_tokens_per_step"][domain] = float(emitted / steps)
         level = figures["end"][domain]["value"] - RECOVERY_TOLERANCE
-        rates = [acceptance(requests[i : i + BATCH])["value"] for i in range(0, size, BATCH)]
+        rates = [acceptance(requests[i : i + batch])["value"] for i in range(0, block, batch)]
         recovered = next((i for i, rate in enumerate(rates) if rate >= level), len(rates))
         figures["recovered_after"][domain] = recovered * BATCH
     seconds = summary["decoding_seconds"] + summary["learning_seconds"]
@@ -278,7 +435,7 @@ def arms_table(
     )
 
 
-def plot_stream(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
+def plot_stream(counts: dict[Arm, np.ndarray], size: int, file: Path, seeds: int = 1) -> None:
     """Plot acceptance over the stream by batches of requests, with marks at changes of domain."""
     from matplotlib.figure import Figure
 
@@ -288,9 +445,9 @@ def plot_stream(counts: dict[Arm, np.ndarray], size: int, file: Path) -> None:
     for family, axes in zip(families, panels, strict=True):
         family_counts = {arm: rows for arm, rows in counts.items() if arm.family == family}
         for (arm, rows), colour in zip(family_counts.items(), SERIES, strict=False):
-            starts = range(0, len(rows), BATCH)
-            rates = [acceptance(rows[i : i + BATCH])["value"] for i in starts]
-            middles = [i + BATCH / 2 for i in starts]
+            starts = range(0, len(rows), BATCH * seeds)
+            rates = [acceptance(rows[i : i + BATCH * seeds])["value"] for i in starts]
+            middles = [i / seeds + BATCH / 2 for i in starts]
             label = arm.name.partition(", ")[2]
             axes.plot(middles, rates, "o-", color=colour, markersize=3, label=label)
         for number, domain in enumerate(DOMAINS):

@@ -32,9 +32,10 @@ from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_anchors, copies_of_depths, kept_share
 from heads.attending_heads import AttendingHeads, AttendingOptions
-from heads.eagle_heads import Eagle3Layer, captured_outputs
+from heads.eagle_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
+from heads.layers.eagle_taps import captured_outputs
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.llama_layer import Attend, DraftLayer, Rotary
 from heads.layers.target_layers import copy_norm

@@ -28,10 +28,10 @@ from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
 from distill.place_weights import place_weights
 from distill.teacher.feature_sources import LiveFeatures
-from heads.eagle_heads import auxiliary_layers
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
+from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from tests.stages import (

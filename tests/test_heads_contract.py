@@ -45,7 +45,7 @@ def two_layers_for_three(request: pytest.FixtureRequest) -> Iterator[None]:
     """The targets of the contract have two layers, which stand for EAGLE-3's three."""
     with pytest.MonkeyPatch.context() as patch:
         if "stored" not in request.node.name:
-            patch.setattr("heads.eagle_heads.auxiliary_layers", lambda layers: (0, 0, 1))
+            patch.setattr("heads.layers.eagle_taps.auxiliary_layers", lambda layers: (0, 0, 1))
         yield
 
 

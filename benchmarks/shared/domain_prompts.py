@@ -36,30 +36,35 @@ def make_settings(
     requests: int | None,
     temperature: float = 0.0,
     families: Sequence[str] = FAMILIES,
+    seed: int = 0,
 ) -> Settings:
     """Return the settings, with the defaults of the options. Both benchmarks prepare their prompts
-    in the same directory."""
+    in the same directory, of each seed others."""
     size = requests or (100 if quick else 400)
     directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
-    return Settings(quick, runs, directory.absolute(), size, temperature, tuple(families))
+    if seed:
+        directory = directory.with_name(f"{size}-seed{seed}")
+    return Settings(quick, runs, directory.absolute(), size, temperature, tuple(families), seed)
 
 
-def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int]) -> None:
+def prepare(files: dict[str, Path], directory: Path, sizes: dict[str, int], seed: int = 0) -> None:
     """Write each domain's prompts for offline distillation and for serving, if they do not exist.
+    Each seed has the next rows of the files.
 
     Raises UserError if an input file is missing, broken or too short.
     """
     for domain, file in files.items():
         if all((directory / f"{domain}-{split}.jsonl").exists() for split in sizes):
             continue
-        examples, _ = read_examples(str(file), limit=sum(sizes.values()))
+        rows = (seed + 1) * sum(sizes.values())
+        examples, _ = read_examples(str(file), limit=rows)
         prompts = [example for example in examples if example.messages is not None]
-        if len(prompts) < sum(sizes.values()):
+        if len(prompts) < rows:
             raise UserError(
-                f"{file} has {len(prompts)} prompts among its first {sum(sizes.values())} rows; "
-                f"expected prompts in all of the first {sum(sizes.values())} rows"
+                f"{file} has {len(prompts)} prompts among its first {rows} rows; "
+                f"expected prompts in all of the first {rows} rows"
             )
-        begin = 0
+        begin = rows - sum(sizes.values())
         for split, count in sizes.items():
             lines = [_line(domain, e) for e in prompts[begin : begin + count]]
             write_file(directory / f"{domain}-{split}.jsonl", "".join(lines))

@@ -61,7 +61,8 @@ class Arm:
 @dataclass(frozen=True)
 class Settings:
     """The settings of the benchmark. data: the directory of the prepared prompts. requests: the
-    number of requests served per domain, and the number of prompts per domain to distil on."""
+    number of requests served per domain, and the number of prompts per domain to distil on. seed:
+    of the order of texts, init weights and recorded tokens."""
 
     quick: bool
     runs: Path
@@ -69,6 +70,7 @@ class Settings:
     requests: int
     temperature: float = 0.0
     families: tuple[str, ...] = FAMILIES
+    seed: int = 0
 
     @property
     def tokens(self) -> int:
@@ -137,6 +139,8 @@ def _config(
     directory = settings.data
     if settings.families != FAMILIES:
         name = "-".join([name, *(START[family] for family in settings.families)])
+    if settings.seed:
+        name += f"-seed{settings.seed}"
     return run_config(
         f"{name}-quick-{settings.requests}" if settings.quick else name,
         settings.runs,
@@ -161,6 +165,7 @@ def _offline(steps: dict[str, int], settings: Settings) -> list[dict[str, Any]]:
 
     def training(family: str, lr: float) -> dict[str, Any]:
         loop = {"epochs": 1000, "max_steps": steps[family], "tokens_per_batch": OFFLINE_TOKENS}
+        loop["seed"] = settings.seed
         return shared | {"name": START[family], "loop": loop, "optimizer": {"lr": lr}}
 
     return [
@@ -191,6 +196,7 @@ def _serving(arm: Arm, settings: Settings) -> dict[str, Any]:
             "k": 64,
             "holdout_every": 5,
             "holdout_requests": 8,
+            "seed": settings.seed,
             "optimizer": {"lr": RATE, "warmup_steps": 4, "schedule": "constant"},
         }
     return {

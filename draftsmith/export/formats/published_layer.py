@@ -25,7 +25,7 @@ from decode.drafters.pard import text_of_used
 from decode.model.loading import Target
 from decode.model.pretrained import explained
 from draftsmith.export.file_schema import is_count, is_positive
-from heads.eagle_heads import auxiliary_layers
+from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import output_layer
 
