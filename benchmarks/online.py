@@ -134,7 +134,8 @@ def main(
     summaries: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in settings.arms}
     training: dict[Arm, list[dict[str, float]]] = {arm: [] for arm in settings.arms}
     flops: dict[Arm, list[float]] = {arm: [] for arm in settings.arms}
-    measured, configs = [], {}
+    measured: list[dict[str, float]] = []
+    configs: dict[str, Any] = {}
     for seed in range(seeds):
         own = make_settings(quick, runs, requests, temperature, settings.families, seed)
         prepare(files, own.data, {"train": size, "stream": size}, seed)
