@@ -1,6 +1,7 @@
 """Training of heads on hidden states that a server hands out, and the server's faults."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,12 @@ def context(tmp_path: Path) -> StageInputs:
     return stage_context(tmp_path, tiny_target())
 
 
-def engine_of(context: StageInputs, name: str = "files", **settings: Any) -> StatesEngine:
+def engine_of(
+    context: StageInputs, name: str = "files", layers: Sequence[int] = (1, 2), **settings: Any
+) -> StatesEngine:
     directory = context.directory / name
     directory.mkdir()
-    return StatesEngine(directory, [1, 2], **settings)
+    return StatesEngine(directory, list(layers), **settings)
 
 
 def train_with(context: StageInputs, url: Any, name: str = "served", **server: Any) -> Any:
@@ -79,12 +82,16 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
         torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("heads", "layers"), [(HEADS["heads"], [1, 2]), ({"type": "mtp", "depth": 2}, [2])]
+)
 def test_training_from_servers_is_training_beside_the_target(
-    context: StageInputs, monkeypatch: pytest.MonkeyPatch
+    heads: Any, layers: list[int], context: StageInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are few and small, none stays, and a kill changes no bit."""
+    monkeypatch.setitem(HEADS, "heads", heads)
     live = drafter_weights(run_stage(context, make_stage("heads", "live", **HEADS)))
-    engine, other = engine_of(context), engine_of(context, "unused")
+    engine, other = (engine_of(context, name, layers) for name in ("files", "unused"))
     other.directory = engine.directory
     texts = [tuple(sample.tokens) for sample in context.corpus.samples("data")]
     with served(engine.app()) as one, served(other.app()) as two:
@@ -97,7 +104,7 @@ def test_training_from_servers_is_training_beside_the_target(
         assert engine.most <= 4
         # Room for one file at a time. That of a request that times out comes while the next waits.
         engine.most, engine.delays = 0, [0.0] * 4 + [1.6, 0.4]
-        largest = 4096 + max(map(len, texts)) * (2 * 32 * 4 + 8)
+        largest = 4096 + max(map(len, texts)) * (len(layers) * 32 * 4 + 8)
         server = {"directory": str(engine.directory), "max_gib": 1.5 * largest / 2**30}
         stage = stage_with(one, "killed", server | {"timeout_seconds": 1.2})
         again = drafter_weights(run_killed(context, stage, monkeypatch, 3))
