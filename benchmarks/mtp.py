@@ -66,7 +66,9 @@ DEPTH = 3
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="a smaller target, fewer steps")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="a smaller target, fewer steps of modules")
+    ] = False,
     json_file: JsonOption = None,
     runs: RunsOption = Path("runs"),
 ) -> None:
@@ -89,12 +91,10 @@ def main(
         )
     starts = {"restored": str(broken), "anew": None}
     trained = _trained(base, tuned, "code", starts, quick, reporter)
-    figures = {
-        "before": measure(load_target(str(with_module)), "mtp:depth=3", base / "english", quick)
-    }
+    figures = {"before": measure(load_target(str(with_module)), "mtp:depth=3", base / "english")}
     target = load_target(str(tuned))
     for arm, drafter in {"broken": broken, **trained}.items():
-        figures[arm] = measure(target, str(drafter), base / "code", quick)
+        figures[arm] = measure(target, str(drafter), base / "code")
     reporter.table(arms_table(figures))
     if json_file:
         ratios = {
@@ -147,11 +147,11 @@ def _target(
         texts = [text for pattern in TEXTS.values() for text in _read(pattern)]
         tokenizer = make_tokenizer(texts, [EOS], EOS, TOKENS)
         model: PreTrainedModel = _new_model(len(tokenizer), tokenizer.eos_token_id, quick)
-        steps = 200 if quick else 300
+        steps = 200
     else:
         model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32)
         tokenizer = PreTrainedTokenizerFast.from_pretrained(start)
-        steps = 100 if quick else 150
+        steps = 100
     ids = torch.tensor(tokenizer("".join(files))["input_ids"])
     loss = _learn(model, ids, steps, reporter, name)
     reporter.say(f"{name}: {steps} steps, {len(ids):,} tokens of text, {loss:.3f} nats at the end")
@@ -220,7 +220,7 @@ def _trained(
     config["target"] = {"model": str(target), "dtype": "float32", "device": "cpu"}
     splits = ("train", "dev", "test")
     config["data"] = {split: str(base / text / f"{split}.jsonl") for split in splits}
-    config["data"]["limit"] = 240 if quick else 320
+    config["data"]["limit"] = 240
     run, _ = execute_run(config, reporter)
     return {name: run.stage_directory(name) / "drafter" for name in starts}
 
@@ -235,16 +235,16 @@ def restore_stages(starts: dict[str, str | None], quick: bool) -> list[dict[str,
         "dev": None,
         "max_length": 256,
         "remember_features": True,
-        "loop": {"epochs": 1000, "max_steps": 150 if quick else 300, "tokens_per_batch": 1024},
+        "loop": {"epochs": 1000, "max_steps": 150 if quick else 200, "tokens_per_batch": 1024},
         "optimizer": {"lr": 2e-3, "warmup_steps": 20, "clip": 0.5},
     }
     return [answers, *(module | {"name": name, "start": start} for name, start in starts.items())]
 
 
-def measure(target: Target, drafter: str, text: Path, quick: bool) -> dict[str, Any]:
+def measure(target: Target, drafter: str, text: Path) -> dict[str, Any]:
     """Steps and emitted tokens by prompt, greedy and at T = 1, on the text's test prompts."""
     rows = [json.loads(line)["prompt"] for line in (text / "test.jsonl").read_text().splitlines()]
-    prompts = [target.tokenizer(row)["input_ids"] for row in rows[: 48 if quick else 64]]
+    prompts = [target.tokenizer(row)["input_ids"] for row in rows[:48]]
     return count_tokens(target, drafter, prompts, 64, DEPTH)
 
 
