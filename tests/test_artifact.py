@@ -30,6 +30,7 @@ from decode.base.artifact import (
     write_file,
 )
 from decode.base.errors import UserError
+from tests.kills import kill_at_change
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = {"model.bin": bytes(range(256)) * 4, "state/rng.json": b'{"seed": 1}', ".hidden": b"x" * 9}
@@ -393,20 +394,7 @@ def killed_at(n: int, action: Callable[[], object]) -> bool:
     """
     pid = os.fork()
     if pid == 0:
-        left = n
-
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-            setattr(os, name, counted(getattr(os, name)))
+        kill_at_change(n)
         code = 1
         try:
             action()

@@ -3,7 +3,7 @@ what its loss is; and that the output's distribution stays the target's."""
 
 import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,6 +184,20 @@ def test_of_heads_only_what_they_drafted_is_recorded() -> None:
     assert record.head_drafts.features.shape == (3, 32)
 
 
+def first_rejections() -> tuple[dict[tuple[int, int], int], Callable[[Verification], None]]:
+    """The first rejected token of each draft by row and place, and the observer that finds them."""
+    wrong: dict[tuple[int, int], int] = {}
+
+    def watch(seen: Verification) -> None:
+        for at, row in enumerate(seen.rows):
+            done = int(seen.accepted[at])
+            if int(seen.reached[at]) > done:  # a chain, also where it is called a tree
+                place = int(seen.lengths[at]) + done
+                wrong[int(row), place] = int(seen.draft.tokens[at, done])
+
+    return wrong, watch
+
+
 @pytest.mark.parametrize("tree", [False, True])
 @kinds
 def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
@@ -195,15 +209,7 @@ def test_in_the_loop_each_rejection_is_of_the_head_and_the_state_that_made_it(
     shape = Static(paths=[[0], [0, 0], [0, 0, 0]]) if tree else None
     heads = heads_of(kind, on)
     collector = Collector(VOCAB, VOCAB, captured_layers=(FINAL,), accepted=1.0)
-    wrong: dict[tuple[int, int], int] = {}
-
-    def watch(seen: Verification) -> None:
-        for at, row in enumerate(seen.rows):
-            done = int(seen.accepted[at])
-            if int(seen.reached[at]) > done:  # a chain, also where it is called a tree
-                place = int(seen.lengths[at]) + done
-                wrong[int(row), place] = int(seen.draft.tokens[at, done])
-
+    wrong, watch = first_rejections()
     decoder = Decoder(on.model, drafter_of(heads, on, shape), gamma=3, observers=[watch, collector])
     prompts = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]
     done = decoder.decode(prompts, 24)
@@ -297,15 +303,7 @@ def test_what_is_recorded_says_again_what_was_drafted(kind: str, tree: bool) -> 
     heads = heads_of(kind, on)
     drafter = drafter_of(heads, on, shape)
     online = online_of(drafter, heads, on, accepted=1.0)
-    wrong: dict[tuple[int, int], int] = {}
-
-    def watch(seen: Verification) -> None:
-        for at, row in enumerate(seen.rows):
-            done = int(seen.accepted[at])
-            if int(seen.reached[at]) > done:
-                place = int(seen.lengths[at]) + done
-                wrong[int(row), place] = int(seen.draft.tokens[at, done])
-
+    wrong, watch = first_rejections()
     decoder = Decoder(on.model, drafter, gamma=3, observers=[watch, online.observe])
     decoder.decode([[5, 6, 7, 8], [9, 3], [4, 4, 5]], 24)
     records, held_out = online.collector.take()

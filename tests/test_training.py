@@ -37,6 +37,7 @@ from distill.losses import Rows, WeightedLoss
 from distill.losses.cross_entropy import CrossEntropy
 from distill.students.student_start import checkpoint_layers
 from draftsmith.cli.main import app
+from tests.kills import kill_at_change
 from tests.tiny import save_tiny
 from tests.training import (
     OPTIMIZER,
@@ -147,21 +148,7 @@ def killed_at_change(n: int, action: Callable[[], object]) -> Callable[[], None]
     """`action`, killed before its n-th change to the disk by way of `os`, or to a file by torch."""
 
     def run() -> None:
-        left = n
-
-        def counted(function: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        for name in ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync"):
-            setattr(os, name, counted(getattr(os, name)))
-        torch.save = counted(torch.save)
+        kill_at_change(n, (torch, "save"))
         action()
 
     return run
