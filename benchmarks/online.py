@@ -305,10 +305,10 @@ def gains(
             block = slice(number * size * seeds, (number + 1) * size * seeds)
             ends = (x[block][-END * seeds :] for x in (own, counts[Arm(arm.family)]))
             gain = gain_of(*ends)
-            peta = flops[arm] / seeds / 1e15
+            tera = flops[arm] / seeds / 1e12
             rows.append(
-                {"arm": arm.name, "domain": domain, **gain, "petaflops": peta}
-                | {"per_petaflop": gain["value"] / peta if peta else None}
+                {"arm": arm.name, "domain": domain, **gain, "teraflops": tera}
+                | {"per_teraflop": gain["value"] / tera if tera else None}
                 | {"per_1000_tokens": 1000 * gain["value"] * seeds / int(own[block, 1].sum())}
             )
     return rows
@@ -335,8 +335,8 @@ def gains_table(rows: list[dict[str, Any]]) -> Table:
             "arm": row["arm"],
             "domain": row["domain"],
             "gain": f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
-            "more PFLOPs": f"{row['petaflops']:.3f}",
-            "gain / PFLOP": format_figure(row["per_petaflop"], "+.3f"),
+            "more TFLOPs": f"{row['teraflops']:.3f}",
+            "gain / TFLOP": format_figure(row["per_teraflop"], "+.3f"),
             "gain / 1,000 tokens": f"{row['per_1000_tokens']:+.4f}",
         }
         for row in rows

@@ -1,8 +1,8 @@
 """Heads that learn from their own drafts while they are trained (Draft-OPD, 2605.29343).
 
-Every n steps the loop decodes training prompts with the heads in training. The verification marks
-where they fail, and the next n steps replay these positions beside the text. Records, batches and
-loss are those of an `online` stage.
+Every n steps the loop decodes prompts of the text with the heads in training. The verification
+marks where they fail, and the next n steps replay these positions beside the text. Records, batches
+and loss are those of an `online` stage.
 
 Differs from the paper: a replayed draft ends at its first rejected token. In the paper the drafter
 drafts on from there, and the target runs again over these drafts.
@@ -18,12 +18,10 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from decode.base.artifact import remove_directory
-from decode.base.errors import UserError
 from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
-from decode.loop.rows import require_prompts
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from distill.replay.rejections import Collector
@@ -40,6 +38,7 @@ from train.base.stage import Memory
 from train.data.batches import Inputs
 from train.data.corpus import Corpus
 from train.data.read import Example
+from train.data.stored_samples import StoredSamples
 from train.data.training_text import dealt_out
 from train.loop.estimates import decoding_memory, prompt_length
 from train.loop.trainer import Clock, Trainer
@@ -60,7 +59,7 @@ class ReplayConfig(Strict):
     every: int = Field(50, ge=1)
     """Optimizer steps between two decodings with the heads as they are then."""
     prompts: int = Field(32, ge=1)
-    """The number of training prompts of a decoding, each time others."""
+    """The number of the text's prompts of a decoding, each time others."""
     batch_size: int = Field(32, ge=1)
     """The number of prompts that are decoded together."""
     max_new_tokens: int = Field(64, ge=2)
@@ -91,33 +90,24 @@ class HeadReplay:
         drafts: DraftLoss,
         weighted_loss: WeightedLoss,
         target: Target,
-        corpus: Corpus,
+        samples: StoredSamples,
         accelerator: Accelerator,
         directory: Path,
         make_drafter: Callable[[], Drafter],
         clock: Clock,
         *,
-        stage: str,
         max_length: int,
     ) -> None:
-        """make_drafter: makes the drafter of the heads as they are now. stage: the name, for
-        messages. max_length: of a text, in tokens.
+        """samples: the text, whose prompts are decoded. make_drafter: makes the drafter of the
+        heads as they are now. max_length: of a text, in tokens.
 
-        Raises UserError without a prompt that leaves room for an answer, for a prompt that the
-        target cannot read, and for a max_length that is too short for the deepest head.
+        Raises UserError for a max_length that is too short for the deepest head.
         """
         self.settings, self.loop, self.drafts, self.target = settings, loop, drafts, target
         self.weighted_loss, self.accelerator, self.clock = weighted_loss, accelerator, clock
         self.directory, self.make_drafter = directory, make_drafter
         self.window = drafts.window(target, max_length)
-        prompts = corpus.prompts(corpus.answerable("train", stage))
-        self.prompts = [prompt for prompt in prompts if len(prompt) < self.window]
-        if not self.prompts:
-            raise UserError(
-                f"stage {stage}: replay decodes training prompts, but all of them have at least "
-                f"max_length, {self.window} tokens; make max_length larger"
-            )
-        require_prompts(self.prompts, target.max_positions, target.vocab_size)
+        self.samples = samples
         self._round = self._step = -1
         self._used = 0  # batches, in the current step
         self._batches: list[list[Record]] = []
@@ -205,8 +195,16 @@ class HeadReplay:
 
     def _decoded(self) -> list[Record]:
         settings, target, heads = self.settings, self.target, self.drafts.heads
+        key = f"{self.loop.seed} replay"
+        rows = dealt_out(range(len(self.samples)), settings.prompts, self._round, key)
+        texts = ((s.tokens, s.mask) for s in self.samples.some(rows))
+        # Texts without a prompt, or with one that leaves no room, are not continued.
+        prompts = [tokens[: mask.index(True)] for tokens, mask in texts if True in mask]
+        prompts = [prompt for prompt in prompts if 2 <= len(prompt) < self.window]
+        if not prompts:
+            return []
         drafter = self.make_drafter()
-        numbers = [self._round * settings.prompts + i for i in range(settings.prompts)]
+        numbers = [self._round * settings.prompts + i for i in range(len(prompts))]
         collector = Collector(
             settings.k,
             target.token_count,
@@ -226,7 +224,6 @@ class HeadReplay:
             sampling=settings.sampling.build(),
             observers=[collector],
         )
-        prompts = dealt_out(self.prompts, len(numbers), self._round, f"{self.loop.seed} replay")
         decoder.decode(
             prompts,
             settings.max_new_tokens,

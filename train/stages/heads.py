@@ -249,7 +249,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         heads: Heads,
         full_heads: Heads,
         backbone: Backbone,
-        samples: Sequence[Sample],
+        samples: StoredSamples,
         dev: DevSlice | None,
         clock: Clock,
     ) -> Trainer:
@@ -257,7 +257,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
-        replay = self._replay(heads, full_heads, clock)
+        replay = self._replay(heads, full_heads, samples, clock)
         step = backbone.step_of(heads)
         task = TrainingTask(
             config.name,
@@ -287,7 +287,9 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             replay.trainer = trainer
         return trainer
 
-    def _replay(self, heads: Heads, full_heads: Heads, clock: Clock) -> HeadReplay | None:
+    def _replay(
+        self, heads: Heads, full_heads: Heads, samples: StoredSamples, clock: Clock
+    ) -> HeadReplay | None:
         config = self.config
         if config.replay is None:
             return None
@@ -302,12 +304,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             DraftLoss(heads, self.target.vocab_size, config.chunk_tokens),
             config.weighted_loss,
             self.target,
-            self.corpus,
+            samples,
             self.accelerator,
             self.directory / "replay",
             make_drafter,
             clock,
-            stage=config.name,
             max_length=config.max_length,
         )
 
