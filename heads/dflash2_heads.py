@@ -155,6 +155,8 @@ class DFlash2Heads(DFlashHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = DFlash2Options
+    # The selector learns the text's tokens. Of a draft it would learn the rejected ones.
+    replayed_from = ""
 
     def __init__(
         self, options: DFlash2Options, model: PreTrainedModel, vocabulary: Tensor | None = None
