@@ -33,7 +33,15 @@ from decode.shapes import Growth
 from distill.row_numbers import row_numbers
 from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, Prediction, TokenHeads, shift_left
+from heads.heads_module import (
+    HEADS,
+    HeadBatch,
+    HeadOptions,
+    Prediction,
+    Replayed,
+    TokenHeads,
+    shift_left,
+)
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.llama_layer import Rotary
@@ -157,7 +165,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = DFlashOptions
-    replayed_from = "text"
+    replayed_from: ClassVar[Replayed] = "text"
     first_slot = 1
 
     def __init__(
