@@ -4,15 +4,17 @@
                                 [--heads D] [--dtype D] [--device D] [--gamma N] [--prompts FILE]
                                 [--runs DIR] [--profile] [--context N] [--notes FILE]
 
-All contestants but llama.cpp run in one process with the same two modules. All have the same
-prompts through the chat template and the same number of threads, and in this process the same
-attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that does
-not count. No contestant stops at an end of text, so all emit the same number of tokens. The prompts
-are those whose greedy answers are at least that long. Sampled means temperature 1 without filters.
+All contestants but llama.cpp and OpenVINO run in one process with the same two modules. All have
+the same prompts through the chat template and the same number of threads, and in this process the
+same attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
+does not count. No contestant stops at an end of text, so all emit the same number of tokens. The
+prompts are those whose greedy answers are at least that long. Sampled means temperature 1 without
+filters.
 Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
 
 llama.cpp takes part where its server is installed (make engine-llama): on the target's weights as
-they are, in 8 and in 4 bits, with the same drafter, and with its own lookup.
+they are, in 8 and in 4 bits, with the same drafter, and with its own lookup. So does OpenVINO GenAI
+(make engine-openvino), on the target's weights as they are.
 
 If a contestant refuses a setting, fails in it or is not installed, the output gives the reason, and
 it has no ratio there. Ratios are of time, theirs over ours: above 1 we are faster. A name without
@@ -96,6 +98,10 @@ RATIOS = {
     "heads_vs_llama_q4": ("llama_q4", "heads"),
     "heads_vs_llama_drafter": ("llama_drafter", "heads"),
     "heads_vs_llama_lookup": ("llama_lookup", "heads"),
+    "plain_vs_openvino": ("openvino", "plain"),
+    "speculative_vs_openvino_drafter": ("openvino_drafter", "speculative"),
+    "lookup_vs_openvino_lookup": ("openvino_lookup", "lookup"),
+    "heads_vs_openvino": ("openvino", "heads"),
 }
 HEADS = "ngram+embedded:eagle1-smollm2-135m"
 COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")

@@ -95,6 +95,7 @@ from heads.layers.target_layers import output_layer
 from train.data.corpus import read_answers
 from train.loop.meters.stage_flops import distill_flops, heads_flops
 from train.loop.meters.throughput import flops_of
+from train.online.stream_progress import History
 from train.report.plots import LIGHT, SERIES
 from train.run.run import Run
 
@@ -194,9 +195,8 @@ def _offline_cost(run: Run, name: str) -> dict[str, float]:
 
 def read_counts(run: Run, stage: str) -> np.ndarray:
     """Return the counts, int [requests, 4]; see `train.online.stream_progress.COUNTS`."""
-    saves = (run.stage_directory(stage) / "progress").glob("progress-*")
-    newest = max(saves, key=lambda path: int(path.name.rpartition("-")[2]))
-    return np.array(json.loads((newest / "progress.json").read_text())["counts"])
+    windows = History(run.stage_directory(stage) / "history.jsonl").read("window")
+    return np.array([row for window in windows for row in window["counts"]])
 
 
 def measure_ngram(run: Run, settings: Settings) -> dict[str, float]:

@@ -31,6 +31,7 @@ from benchmarks import (
     repeat,
     routed,
     structured,
+    within_text,
 )
 from benchmarks.common import PROMPTS, in_fresh_process, require, run_config
 from benchmarks.decode import (
@@ -93,7 +94,7 @@ from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
-from train.engines.child_process import run_job
+from train.engines.child_process import package_version, run_job
 from train.engines.programs import llama_server_program
 from train.engines.server_config import EngineServer
 from train.run.config import load_config, validate_config
@@ -396,22 +397,29 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
 
 
 @pytest.mark.engine
-def test_llama_server_takes_part_where_it_is_installed(tmp_path, tiny_models):
-    if llama_server_program() is None:
-        pytest.skip("llama-server is not installed")
+@pytest.mark.parametrize(
+    ("installed", "name", "more"),
+    [
+        (lambda: llama_server_program(), "llama", ["llama_q8"]),
+        (lambda: package_version("openvino", "openvino_genai"), "openvino", []),
+    ],
+    ids=["llama-server", "openvino"],
+)
+def test_an_engine_takes_part_where_it_is_installed(installed, name, more, tmp_path, tiny_models):
+    if installed() is None:
+        pytest.skip("it is not installed")
     write_gguf(tmp_path / "target.gguf")
     target = load_target(str(tmp_path / "target.gguf"))
     models = Models(target, tiny_models.assistant, tiny_models.drafter_path)
-    names = ["plain", "generate", "llama", "llama_q8", "llama_drafter", "llama_lookup"]
+    same = [name, f"{name}_drafter", f"{name}_lookup"]
+    names = ["plain", "generate", *same, *more]
     with models.closing:
         contest = hold_contest(models, Setting(2, 16), TEXTS, 3, Reporter(silent=True), names)
     assert not contest.unable
-    assert [contest.equal[name][1] for name in ("llama", "llama_drafter", "llama_lookup")] == [
-        1
-    ] * 3
-    assert contest.figures("llama")["tokens_per_step"] == 1
-    assert contest.passes["llama_drafter"].accepted > 0
-    assert {"plain_vs_llama", "plain_vs_llama_q8"} <= set(ratios([contest]))
+    assert [contest.equal[one][1] for one in same] == [1] * 3
+    assert contest.figures(name)["tokens_per_step"] == 1
+    assert contest.passes[f"{name}_drafter"].accepted > 0
+    assert {f"plain_vs_{one}" for one in (name, *more)} <= set(ratios([contest]))
 
 
 def test_a_batch_is_compared_with_those_who_take_one(tiny_models):
@@ -865,3 +873,18 @@ def test_structured_output_is_measured_here_and_by_an_engine(
     assert rows[3]["valid"] == [1, 1]
     assert rows[4]["tokens"] == [sum(row["tokens"][0] for row in rows[:4])] * 2
     assert structured._engine_cells(rows[3])["valid"] == "100% → 100%"
+
+
+def test_heads_adapted_within_a_text_by_hand():
+    p, state = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([1.0, 2.0])
+    logits = torch.tensor([0.0, 1.0, -1.0])
+    for way in within_text.RATES:
+        adapted = within_text.Adapted.begin(way, 0.5, 3, 2)
+        q = adapted.q(state, logits)
+        assert torch.equal(q, logits.softmax(-1))
+        adapted.learn(state, p, q)
+        # On the state that it learnt from, both moved the logits by rate · (p − q).
+        expected = (logits + 0.5 * (p - q)).softmax(-1)
+        torch.testing.assert_close(adapted.q(state, logits), expected)
+    assert within_text._looked_up([5, 6, 7, 8, 9, 5, 6, 7]) == 8
+    assert within_text._looked_up([5, 6, 7, 5, 6]) is None

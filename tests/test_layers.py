@@ -107,6 +107,7 @@ CHILDREN = {
     "tests/peers_child.py",
     "tests/speculators_child.py",
     "benchmarks/shared/grammar_child.py",
+    "benchmarks/shared/openvino_decode_child.py",
     "benchmarks/shared/speculators_child.py",
     "draftsmith/export/engines/openvino_child.py",
     "draftsmith/export/engines/vllm_child.py",

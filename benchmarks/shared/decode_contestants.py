@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from benchmarks.shared.llama_contestants import llama_answers
+from benchmarks.shared.llama_contestants import Answers, llama_answers
+from benchmarks.shared.openvino_contestants import openvino_answers
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
@@ -52,6 +53,9 @@ NAMES = {
     "llama_q4": "llama.cpp, plain, Q4_0",
     "llama_drafter": "llama.cpp, drafter",
     "llama_lookup": "llama.cpp, prompt lookup",
+    "openvino": "OpenVINO, plain",
+    "openvino_drafter": "OpenVINO, drafter",
+    "openvino_lookup": "OpenVINO, prompt lookup",
 }
 
 
@@ -239,13 +243,14 @@ def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict
         "economize": lambda: _economize(models, gamma, sampled, lookup=False),
         "economize_lookup": lambda: _economize(models, gamma, sampled, lookup=True),
         **{
-            name: partial(_llama, start, sampled or batch > 1)
-            for name, start in llama_answers(models, gamma, MAX_N).items()
+            name: partial(_engine, start, sampled or batch > 1)
+            for answers in (llama_answers, openvino_answers)
+            for name, start in answers(models, gamma, MAX_N).items()
         },
     }
 
 
-def _llama(start: Callable[[], Any], others: bool) -> Contestant:
+def _engine(start: Callable[[], Answers], others: bool) -> Contestant:
     if others:
         raise RuntimeError("it is compared in greedy decoding at batch 1 only")
     answer = start()
@@ -253,12 +258,9 @@ def _llama(start: Callable[[], Any], others: bool) -> Contestant:
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         (prompt,) = prompts
         found = answer(prompt, tokens)
-        drafted, accepted = (
-            int(found["timings"].get(name, 0)) for name in ("draft_n", "draft_n_accepted")
-        )
         emitted = tokens - 1  # the prompt's pass gives the first
-        counts = Passes(emitted - accepted, emitted, drafted, 0, accepted)
-        return JobResult([found["tokens"]], lambda: counts)
+        counts = Passes(emitted - found.accepted, emitted, found.drafted, 0, found.accepted)
+        return JobResult([found.tokens], lambda: counts)
 
     return run
 

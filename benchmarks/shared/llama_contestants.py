@@ -10,6 +10,7 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +31,17 @@ if TYPE_CHECKING:
 CONTEXT = 4096
 
 
-# From a prompt and a number of new tokens to llama-server's answer.
-Answers = Callable[[Sequence[int], int], dict[str, Any]]
+@dataclass(frozen=True)
+class Answer:
+    """An engine's new tokens, and its counts of draft tokens."""
+
+    tokens: list[int]
+    drafted: int
+    accepted: int
+
+
+# From a prompt and a number of new tokens to an engine's answer.
+Answers = Callable[[Sequence[int], int], Answer]
 
 
 def llama_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callable[[], Answers]]:
@@ -79,13 +89,14 @@ def _server(models: "Models", options: Sequence[str]) -> Server:
     return models.closing.enter_context(serving("llama-server", command, "/health"))
 
 
-def _answer(server: Server, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+def _answer(server: Server, prompt: Sequence[int], tokens: int) -> Answer:
     settings = {"temperature": 0, "top_k": 1, "cache_prompt": False, "ignore_eos": True}
     body = {"prompt": list(prompt), "n_predict": tokens, "return_tokens": True, **settings}
     answer = server.ask("/completion", body)
     if not isinstance(answer, dict) or len(answer.get("tokens", ())) != tokens:
         raise UserError(f"llama-server answers {json.dumps(answer)[:200]}; asked: {tokens} tokens")
-    return answer
+    counts = (int(answer["timings"].get(name, 0)) for name in ("draft_n", "draft_n_accepted"))
+    return Answer(answer["tokens"], *counts)
 
 
 def _written(models: "Models", kind: str) -> Path:

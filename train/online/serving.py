@@ -183,7 +183,7 @@ class Serving:
                 learnt = self._learn(background, wait=ending)
                 if online is not None and learnt is not None:
                     self._note(online, learnt, progress.spend("learning", begin))
-                shown = f"acceptance {rate(progress.window.counts):.2f}"
+                shown = f"acceptance {rate(progress.window.sums()):.2f}"
                 window = progress.close_window(config.window, ending=progress.served == count)
                 self._log("window", window)
                 due = ending or learnt is not None or progress.served - saved >= config.window

@@ -44,20 +44,24 @@ COUNTS = ("steps", "emitted", "reached", "accepted")
 @dataclass
 class Window:
     """Complete batches of requests one after the other. first: its first request. counts: see
-    COUNTS, over its requests. seconds: the seconds of decoding them, and of learning that they
-    waited for."""
+    COUNTS, of each of its requests. seconds: the seconds of decoding them, and of learning that
+    they waited for."""
 
     first: int = 0
-    counts: list[int] = field(default_factory=lambda: [0] * len(COUNTS))
+    counts: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
+
+    def sums(self) -> list[int]:
+        return [sum(column) for column in zip(*self.counts, strict=True)]
 
     def figures(self, requests: int) -> dict[str, Any]:
         """requests: the number of its requests."""
-        steps, emitted = self.counts[:2]
+        steps, emitted, *_ = sums = self.sums()
         return {
             "first": self.first,
             "requests": requests,
-            "acceptance_rate": finite(rate(self.counts)),
+            "counts": self.counts,
+            "acceptance_rate": finite(rate(sums)),
             "tokens_per_step": emitted / steps if steps else None,
             "tokens_per_second": emitted / self.seconds,
         }
@@ -91,7 +95,10 @@ class StreamProgress:
         """The progress from its stored values."""
         # Earlier versions stored the counts of each request: they become a part of one window.
         counts, batches = values.pop("counts", []), values.pop("batches", [])
-        progress = cls(**values | {"window": Window(**values.get("window", {}))})
+        window = Window(**values.get("window", {}))
+        if window.counts and isinstance(window.counts[0], int):  # then those of a window
+            window.counts = [window.counts]
+        progress = cls(**values | {"window": window})
         if counts:
             progress.served = 0
             progress.add(counts, sum(seconds for _, seconds in batches))
@@ -101,7 +108,7 @@ class StreamProgress:
         """Count a batch of requests and the seconds of its decoding."""
         sums = [sum(column) for column in zip(*counts, strict=True)]
         self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)]
-        self.window.counts = [a + b for a, b in zip(self.window.counts, sums, strict=True)]
+        self.window.counts += [list(map(int, row)) for row in counts]
         self.window.seconds += seconds
         self.served += len(counts)
 
@@ -122,7 +129,11 @@ class StreamProgress:
 
     def summary(self, history: "History") -> dict[str, Any]:
         """Figures of the stream so far, with all its windows and rounds."""
-        windows, rounds = history.read("window"), history.read("round")
+        rounds = history.read("round")
+        # The counts of each request stay in the history: a stream may be long.
+        windows = [
+            {k: v for k, v in entry.items() if k != "counts"} for entry in history.read("window")
+        ]
         kept = sum(entry["kept"] for entry in rounds)
         emitted = self.totals[1]
         return {
