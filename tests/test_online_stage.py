@@ -146,6 +146,7 @@ def test_a_save_does_not_grow_with_the_stream():
     assert window == {
         "first": 7_992,
         "requests": 8,
+        "counts": [[2, 9, 8, 7]] * 8,
         "acceptance_rate": 7 / 8,
         "tokens_per_step": 4.5,
         "tokens_per_second": 144.0,
@@ -155,6 +156,12 @@ def test_a_save_does_not_grow_with_the_stream():
     stored = {"ranks": 1, "served": 2, "counts": [[1, 2, 3, 1]] * 2, "batches": [[2, 0.5]]}
     earlier = StreamProgress.read(stored | {"rounds": []})
     assert (earlier.served, earlier.totals, earlier.window.seconds) == (2, [2, 4, 6, 2], 0.5)
+    later = {
+        "ranks": 1,
+        "served": 2,
+        "window": {"first": 0, "counts": [2, 4, 6, 2], "seconds": 0.5},
+    }
+    assert StreamProgress.read(later).window.sums() == [2, 4, 6, 2]
 
 
 def test_without_learning_the_drafter_stays_as_it_is(context, whole):
