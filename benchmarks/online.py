@@ -35,6 +35,7 @@ learning, but not the saving of versions. Arms are kept and continue where they 
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -134,7 +135,7 @@ def main(
     counts: dict[Arm, list[np.ndarray]] = {arm: [] for arm in settings.arms}
     summaries: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in settings.arms}
     training: dict[Arm, list[dict[str, float]]] = {arm: [] for arm in settings.arms}
-    flops: dict[Arm, list[float]] = {arm: [] for arm in settings.arms}
+    flops: dict[Arm, list[float | None]] = {arm: [] for arm in settings.arms}
     measured: list[dict[str, float]] = []
     configs: dict[str, Any] = {}
     for seed in range(seeds):
@@ -161,7 +162,7 @@ def main(
     }
     costs = {arm: _sums(rows) for arm, rows in training.items()}
     reporter.table(arms_table(figures, ngram, costs))
-    gained = gains(pooled, {arm: sum(x) for arm, x in flops.items()}, size, seeds)
+    gained = gains(pooled, {arm: _sum_of_known(x) for arm, x in flops.items()}, size, seeds)
     reporter.table(gains_table(gained))
     if plots:
         plot_stream(pooled, size, plots / "online.png", seeds)
@@ -243,15 +244,23 @@ def _sums(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def additional_flops(arm: Arm, first: Run, second: Run, steps: dict[str, int]) -> float:
+def _sum_of_known(numbers: list[float | None]) -> float | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def additional_flops(arm: Arm, first: Run, second: Run, steps: dict[str, int]) -> float | None:
     """The FLOPs that an arm needed beyond the frozen one: of its optimizer steps, and for offline
     distillation of the target's answers to more prompts and a pass over them. What both do to serve
-    is not in it. steps: additional offline steps by family."""
+    is not in it. steps: additional offline steps by family. None: those of the drafter are not
+    known."""
     if arm.share is None and not arm.offline:
         return 0.0
     target = first.target
     path = first.stage_directory(START[arm.family]) / "drafter"
     rule = drafter_flops(path, target)
+    if rule is None:
+        return None
     if not arm.offline:
         rounds = read_summary(first, arm.stage)["rounds"]
         rows = len(rounds) * ROUND_STEPS * ROUND_TOKENS // TEXT
@@ -276,26 +285,23 @@ def additional_flops(arm: Arm, first: Run, second: Run, steps: dict[str, int]) -
     return own + texts[1] - texts[0]
 
 
-def drafter_flops(path: Path, target: Target) -> TextFlops:
-    """The FLOPs of a training step of a drafter, without the target. Raises UserError for heads
-    whose FLOPs are not known."""
+def drafter_flops(path: Path, target: Target) -> TextFlops | None:
+    """The FLOPs of a training step of a drafter, without the target. None for heads whose FLOPs are
+    not known."""
     if describe_drafter(path)["kind"] == "small_lm":
         model = load_model_and_tokenizer(str(path), dtype="float32", device="cpu").model
         model.requires_grad_(True).get_output_embeddings().requires_grad_(False)
         return distill_flops(model, target.model, runs_target=False, reads_logits=False)
     heads = read_heads(path, target)
-    rule = heads_flops(heads, target.model, runs_target=False, reads_logits=False)
-    if rule is None:
-        raise UserError(f"the FLOPs of {path} are not known; name another --family")
-    return rule
+    return heads_flops(heads, target.model, runs_target=False, reads_logits=False)
 
 
 def gains(
-    counts: dict[Arm, np.ndarray], flops: dict[Arm, float], size: int, seeds: int
+    counts: dict[Arm, np.ndarray], flops: Mapping[Arm, float | None], size: int, seeds: int
 ) -> list[dict[str, Any]]:
     """What learning arms gain in acceptance over the frozen one, at the end of each domain.
 
-    counts: as `in_turn` returns them. flops: of all seeds together.
+    counts: as `in_turn` returns them. flops: of all seeds together; None: not known.
     """
     rows = []
     for arm, own in counts.items():
@@ -305,7 +311,8 @@ def gains(
             block = slice(number * size * seeds, (number + 1) * size * seeds)
             ends = (x[block][-END * seeds :] for x in (own, counts[Arm(arm.family)]))
             gain = gain_of(*ends)
-            tera = flops[arm] / seeds / 1e12
+            all_flops = flops[arm]
+            tera = None if all_flops is None else all_flops / seeds / 1e12
             rows.append(
                 {"arm": arm.name, "domain": domain, **gain, "teraflops": tera}
                 | {"per_teraflop": gain["value"] / tera if tera else None}
@@ -335,7 +342,7 @@ def gains_table(rows: list[dict[str, Any]]) -> Table:
             "arm": row["arm"],
             "domain": row["domain"],
             "gain": f"{row['value']:+.3f} [{row['low']:+.3f}, {row['high']:+.3f}]",
-            "more TFLOPs": f"{row['teraflops']:.3f}",
+            "more TFLOPs": format_figure(row["teraflops"], ".3f"),
             "gain / TFLOP": format_figure(row["per_teraflop"], "+.3f"),
             "gain / 1,000 tokens": f"{row['per_1000_tokens']:+.4f}",
         }
