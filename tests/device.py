@@ -103,6 +103,10 @@ class SimulatedDevice:
 
     def move(self, module: nn.Module) -> Any:
         """Put all parameters and buffers of a module on the device. Returns the module."""
+        with torch.inference_mode():  # else a wrapper has no views in inference mode
+            return self._moved(module)
+
+    def _moved(self, module: nn.Module) -> Any:
         for part in module.modules():
             for name, parameter in part._parameters.items():
                 if parameter is not None:

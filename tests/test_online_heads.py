@@ -481,7 +481,15 @@ def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> 
     return Online(drafter, student, config, {}, vocab_size=on.vocab_size)
 
 
-@pytest.mark.parametrize("kind", [*OPTIONS, *MORE])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("medusa", "eagle1", "mtp", "dflash")
+        else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in [*OPTIONS, *MORE]
+    ],
+)
 def test_learning_between_requests_raises_acceptance_and_keeps_the_text(kind: str) -> None:
     on = target()
     heads = heads_of(kind, on)
