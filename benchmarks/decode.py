@@ -9,8 +9,7 @@ the same prompts through the chat template and the same number of threads, and i
 same attention (sdpa). They take turns prompt by prompt, in a rotating order, after a warm-up that
 does not count. No contestant stops at an end of text, so all emit the same number of tokens. The
 prompts are those whose greedy answers are at least that long. Sampled means temperature 1 without
-filters.
-Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
+filters. Every prompt lookup tries n-grams of 3, 2 and 1 tokens, but llama.cpp's only those of 3.
 
 llama.cpp takes part where its server is installed (make engine-llama): on the target's weights as
 they are, in 8 and in 4 bits, with the same drafter, and with its own lookup. So does OpenVINO GenAI

@@ -35,12 +35,14 @@ from benchmarks.common import (
     PromptsOption,
     TargetOption,
     describe_machine,
+    format_interval,
     rows_table,
     run_command,
     start_benchmark,
     write_json,
 )
 from decode.base.errors import UserError
+from decode.drafters.lookup.ngram import NgramIndex
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
@@ -60,27 +62,27 @@ QUARTERS = 4
 class Adapted:
     """What a way of adapting has learnt of a text.
 
-    shift: [V'], added to the logits. moved: [V', H], added to the output layer, or None.
+    moved: [V', H], added to the output layer; or [V', 1] for a bias, which always reads 1.
     """
 
     rate: float
-    shift: Tensor
-    moved: Tensor | None
+    moved: Tensor
+    is_bias: bool
 
     @classmethod
     def begin(cls, way: str, rate: float, rows: int, size: int) -> "Adapted":
-        return cls(rate, torch.zeros(rows), torch.zeros(rows, size) if way == "output" else None)
+        is_bias = way == "bias"
+        return cls(rate, torch.zeros(rows, 1 if is_bias else size), is_bias)
+
+    def _read(self, state: Tensor) -> Tensor:
+        return torch.ones(1) if self.is_bias else state
 
     def q(self, state: Tensor, logits: Tensor) -> Tensor:
-        if self.moved is not None:
-            return (logits + self.moved @ state).softmax(-1)
-        return (logits + self.shift).softmax(-1)
+        return (logits + self.moved @ self._read(state)).softmax(-1)
 
     def learn(self, state: Tensor, p: Tensor, q: Tensor) -> None:
-        if self.moved is not None:
-            self.moved.addr_(p - q, state, alpha=self.rate / float(state @ state))
-        else:
-            self.shift.add_(p - q, alpha=self.rate)
+        read = self._read(state)
+        self.moved.addr_(p - q, read, alpha=self.rate / float(read @ read))
 
 
 @dataclass
@@ -156,11 +158,7 @@ class Judge:
 
 def _looked_up(text: list[int]) -> int | None:
     """The token that followed the last earlier occurrence of the last tokens."""
-    last = text[-BEFORE:]
-    for end in range(len(text) - 1, BEFORE - 1, -1):
-        if text[end - BEFORE : end] == last:
-            return text[end]
-    return None
+    return next(iter(NgramIndex(BEFORE, BEFORE, text).continuation(1)), None)
 
 
 def main(
@@ -221,11 +219,10 @@ def _row(way: str, texts: list[Text], tokens: int, gain: dict[str, float]) -> di
             if place * QUARTERS // tokens == quarter
         ]
         quarters.append(f"{np.mean(inside):.3f}" if inside else "–")
-    interval = f" [{gain['low']:.3f}, {gain['high']:.3f}]" if "low" in gain else ""
     return {
         "drafts": way,
         **{f"quarter {n + 1}": value for n, value in enumerate(quarters)},
-        "gain": f"{gain['value']:.3f}{interval}",
+        "gain": format_interval(gain, 3),
     }
 
 

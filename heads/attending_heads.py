@@ -11,7 +11,7 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.loading import Target
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import HeadBatch, HeadOptions, Heads
 
 
 class AttendingOptions(HeadOptions):
@@ -64,3 +64,13 @@ class AttendingHeads(Heads):
     def fuse(self, features: Tensor) -> Tensor:
         """[..., H]: the layer's first input states, computed from the features [..., F]."""
         return features
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        """[B, T, F]: the features used in training, possibly with noise added."""
+        return features
+
+    def inputs_of(self, batch: HeadBatch) -> Tensor:
+        """[B, T, H]: the layer's first input states: those of a record, or else made here."""
+        if batch.inputs is not None:
+            return batch.inputs.to(self.dtype)
+        return self.fuse(self.with_noise(batch.of(self.captured_layers).to(self.dtype)))

@@ -201,7 +201,7 @@ class DFlash2Heads(DFlashHeads):
 
     def selector_losses(self, states: Tensor, before: Tensor, labels: Tensor) -> Tensor:
         """float32 [n]: the cross-entropy of each label among the candidates of its place. A label
-        that is none takes the place of the last one. It is 0 for a label of −100.
+        that is not among them takes the place of the last one. It is 0 for a label of −100.
 
         states: [n, H]. before, labels: int64 [n], the token before, and the output row.
         """

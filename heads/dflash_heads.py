@@ -255,11 +255,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         else:
             on_host, is_drawn = self.anchors(batch.loss_mask)
         anchors = on_host.to(device)
-        if batch.inputs is None:
-            features = batch.of(self.captured_layers)
-            context = self.fuse(features.to(self.dtype)).to(self.dtype)
-        else:
-            context = batch.inputs.to(self.dtype)
+        context = self.inputs_of(batch).to(self.dtype)
         mask = BlockMask(on_host, self.options.block, length, device, self.dtype, self.window)
         positions = torch.arange(length, device=device)[None]
         attends = [mask.attention(*layer) for layer in self.context(context, positions)]

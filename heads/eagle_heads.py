@@ -81,10 +81,6 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         """[..., H]: the input of the output layer, computed from states [..., H]."""
         return states
 
-    def with_noise(self, features: Tensor) -> Tensor:
-        """[B, T, F]: the features used in training, possibly with noise added."""
-        return features
-
     def extra_loss(
         self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
     ) -> Tensor | None:
@@ -112,11 +108,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        if batch.inputs is None:
-            features = batch.of(self.captured_layers).to(self.dtype)
-            states = self.fuse(self.with_noise(features))
-        else:
-            states = batch.inputs.to(self.dtype)
+        states = self.inputs_of(batch)
         attention = UnrolledAttention(self.window)
         positions = torch.arange(states.shape[1], device=states.device)[None]
         for depth in range(1, max(depths) + 1):

@@ -214,12 +214,8 @@ class PEagleHeads(TokenHeads, AttendingHeads):
 
     def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
         options, ids = self.options, batch.input_ids
-        fc = None
-        if batch.inputs is None:
-            fused = self.fuse(batch.of(self.captured_layers).to(self.dtype))
-        else:
-            # States that were made with it go on, so the stand-in must not change it.
-            fused, fc = batch.inputs.to(self.dtype), self.fc.weight.detach()
+        # States of a record were made with it and go on, so the stand-in must not change it.
+        fc = None if batch.inputs is None else self.fc.weight.detach()
         # Place 1 at position t predicts the token at t + 2.
         predicted = shift_left(batch.loss_mask, 1)
         if batch.replayed:
@@ -246,7 +242,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
             return mask(queries.dtype).attend(queries, keys, values, scale)
 
         states = self.run(
-            pad(fused, (0, 0, 0, count)),
+            pad(self.inputs_of(batch), (0, 0, 0, count)),
             pad(shift_left(ids, 1), (0, count)),
             torch.arange(length + count, device=ids.device).expand(rows, -1) >= length,
             positions,

@@ -36,9 +36,9 @@ def random_fates(seed: int, *, cuts: int = 0, stalls: int = 0, share: float = 0.
 class Relay:
     """Forwards connections to a server on this machine. Use it as a context.
 
-    port: of the server, which may change. rtt: seconds of a round trip. jitter: each frame takes up
-    to so many seconds longer; frames stay in order. bandwidth: bytes per second in each
-    direction; None: any. fate: of a frame, by its bytes and whether it goes up to the server.
+    port: of the server, which may change. rtt: seconds of a round trip. jitter: the most seconds
+    that a frame takes longer; frames stay in order. bandwidth: bytes per second in each direction;
+    None: any. fate: of a frame, by its bytes and whether it goes up to the server.
     stall: seconds that a stall lasts.
 
     frames, bytes: what was passed on. fates: how many frames met each fate but "pass".

@@ -23,7 +23,7 @@ from train.base.console import Reporter
 from train.base.schema import Losses, StageConfig, name_in
 from train.loop.checkpoint import Stopped, StopRequest
 from train.online.learning import Online, OnlineConfig, Round
-from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate
+from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate, summed
 
 
 class OnlineStageConfig(StageConfig):
@@ -183,7 +183,7 @@ class Serving:
                 learnt = self._learn(background, wait=ending)
                 if online is not None and learnt is not None:
                     self._note(online, learnt, progress.spend("learning", begin))
-                shown = f"acceptance {rate(progress.window.sums()):.2f}"
+                shown = f"acceptance {rate(summed(progress.window.counts)):.2f}"
                 window = progress.close_window(config.window, ending=progress.served == count)
                 self._log("window", window)
                 due = ending or learnt is not None or progress.served - saved >= config.window

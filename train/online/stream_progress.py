@@ -51,12 +51,9 @@ class Window:
     counts: list[list[int]] = field(default_factory=list)
     seconds: float = 0.0
 
-    def sums(self) -> list[int]:
-        return [sum(column) for column in zip(*self.counts, strict=True)]
-
     def figures(self, requests: int) -> dict[str, Any]:
         """requests: the number of its requests."""
-        steps, emitted, *_ = sums = self.sums()
+        steps, emitted, *_ = sums = summed(self.counts)
         return {
             "first": self.first,
             "requests": requests,
@@ -106,9 +103,8 @@ class StreamProgress:
 
     def add(self, counts: Sequence[Sequence[int]], seconds: float) -> None:
         """Count a batch of requests and the seconds of its decoding."""
-        sums = [sum(column) for column in zip(*counts, strict=True)]
-        self.totals = [a + b for a, b in zip(self.totals, sums, strict=True)]
-        self.window.counts += [list(map(int, row)) for row in counts]
+        self.totals = summed([self.totals, *counts])
+        self.window.counts += map(list, counts)
         self.window.seconds += seconds
         self.served += len(counts)
 
@@ -150,6 +146,11 @@ class StreamProgress:
             "windows": windows,
             "rounds": rounds,
         }
+
+
+def summed(counts: Sequence[Sequence[int]]) -> list[int]:
+    """The sums of COUNTS over some requests, at least one."""
+    return [sum(column) for column in zip(*counts, strict=True)]
 
 
 def rate(counts: Sequence[int]) -> float:

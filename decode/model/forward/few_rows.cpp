@@ -101,7 +101,8 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
     int count = int(std::min<int64_t>(some_blocks, share.end - block));
     if (count == 3) count = 2;
     const char* from[4];
-    for (int m = 0; m < count; m++) from[m] = weights.blocks + (block + m) * block_bytes(in, weights.half);
+    for (int m = 0; m < count; m++)
+      from[m] = weights.blocks + (block + m) * block_bytes(in, weights.half);
     for (int64_t row = 0; row < rows; row += MOST) {
       int some = int(std::min<int64_t>(MOST, rows - row));
       if (count == 4) sums_of<4>(some, from, weights.half, x + row * in, in, found);

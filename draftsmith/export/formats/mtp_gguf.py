@@ -8,7 +8,7 @@ module's layers come after the target's. Names and values are those that llama.c
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from torch import Tensor
@@ -30,9 +30,6 @@ from draftsmith.export.trained_drafter import stored_dtype
 from heads.heads_directory import make_ready
 from heads.mtp_checkpoint import module_heads, own_layers
 from heads.mtp_drafter import MtpDrafter
-
-if TYPE_CHECKING:
-    pass
 
 FILE = "model.gguf"
 # llama.cpp's name of each family.
