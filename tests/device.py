@@ -14,7 +14,7 @@ A copy to the host that is asynchronous holds garbage until the host waits for s
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = torch.device("cuda", 0)
@@ -125,7 +124,7 @@ class SimulatedDevice:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operation of PyTorch."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [*_tensors(args), *_tensors(kwargs.values())]
         there = any(isinstance(x, DeviceTensor) for x in tensors)
         packet = func.overloadpacket
         if packet is aten.copy_:
@@ -137,7 +136,8 @@ class SimulatedDevice:
             kwargs = kwargs | {"device": torch.device("cpu")}
         if there:
             self._check(func, packet, args, tensors)
-        result = func(*_held(args), **_held(kwargs))
+            args, kwargs = _held(args), {name: _held(x) for name, x in kwargs.items()}
+        result = func(*args, **kwargs)
         if packet in _SHAPED_BY_VALUES and not isinstance(result, Tensor | tuple):
             return result
         on_device = there if target is None else torch.device(target).type != "cpu"
@@ -147,11 +147,11 @@ class SimulatedDevice:
         known = {id(x.held): x for x in tensors if isinstance(x, DeviceTensor)}
 
         def wrap(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            return known[id(x)] if id(x) in known else DeviceTensor(x)
+            if isinstance(x, Tensor):
+                return known[id(x)] if id(x) in known else DeviceTensor(x)
+            return type(x)(map(wrap, x)) if isinstance(x, list | tuple) else x
 
-        return tree_map(wrap, result)
+        return wrap(result)
 
     def _check(self, func: Any, packet: Any, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
         host = [x for x in tensors if not isinstance(x, DeviceTensor)]
@@ -217,8 +217,19 @@ class SimulatedDevice:
         return garbage
 
 
-def _held(tree: Any) -> Any:
-    return tree_map(lambda x: x.held if isinstance(x, DeviceTensor) else x, tree)
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Those among the arguments of an operation, also in lists."""
+    for x in values:
+        if isinstance(x, Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
+
+
+def _held(x: Any) -> Any:
+    if isinstance(x, DeviceTensor):
+        return x.held
+    return type(x)(map(_held, x)) if isinstance(x, list | tuple) else x
 
 
 def _place() -> str:

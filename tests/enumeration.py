@@ -263,16 +263,10 @@ class _Probe:
 
     def outcomes(self, chances: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray, float]]:
         """Accepted tokens, the law of the token after them, [V], and their probability."""
-        nodes, all_rows = self.nodes, np.arange(len(chances))
+        nodes = self.nodes
         patterns = np.array(list(itertools.product([False, True], repeat=nodes)), dtype=bool)
         patterns = patterns.reshape(2**nodes, nodes)
-        # thresholds[m, pattern, i]: below it node i passes, where the others go as the pattern says
-        thresholds = np.zeros((len(chances), 2**nodes, nodes))
-        for i in range(nodes):
-            which = np.flatnonzero(~patterns[:, i])
-            found = self._threshold(all_rows, patterns[which], i)
-            thresholds[:, which, i] = found
-            thresholds[:, which + 2 ** (nodes - 1 - i), i] = found
+        thresholds = self._thresholds(len(chances), patterns)
         weight = np.where(patterns, thresholds, 1 - thresholds).prod(2) * chances[:, None]
 
         draft_of, pattern_of = np.nonzero(weight)
@@ -285,14 +279,20 @@ class _Probe:
             path = tuple(int(draft[node]) for node in paths[row, : accepted[row]])
             yield path, following[row], float(weight[row])
 
-    def _threshold(self, rows: np.ndarray, patterns: np.ndarray, i: int) -> np.ndarray:
-        """[M, P']: up to where node i passes. 0 where it makes no difference."""
-        shape = (len(rows), len(patterns))
-        accept = np.tile(np.where(patterns, LOW, HIGH), (len(rows), 1))
-        judge = self._judge(np.repeat(rows, len(patterns)))
+    def _thresholds(self, rows: int, patterns: np.ndarray) -> np.ndarray:
+        """[M, P, N]: up to where node i passes, where the others go as the pattern says. 0 where it
+        makes no difference."""
+        found = np.zeros((rows, *patterns.shape))
+        if not self.nodes:
+            return found
+        # All at once: a call of the rule costs more than its rows.
+        pattern, node = np.nonzero(~patterns)
+        accept = np.tile(np.where(patterns[pattern], LOW, HIGH), (rows, 1))
+        judge = self._judge(np.repeat(np.arange(rows), len(pattern)))
+        places = np.arange(len(accept)), np.tile(node, rows)
 
         def ends(at: np.ndarray | float) -> np.ndarray:
-            accept[:, i] = at
+            accept[places] = at
             verdict = judge(accept, np.zeros(len(accept)))
             path = verdict.path.numpy()
             inside = np.arange(path.shape[1]) < verdict.accepted[:, None]
@@ -305,21 +305,26 @@ class _Probe:
             middle = (low + high) / 2
             same = ends(middle) == passed
             low, high = np.where(same, middle, low), np.where(same, high, middle)
-        return np.where(ends(HIGH) == passed, 0.0, (low + high) / 2).reshape(shape)
+        at = np.where(ends(HIGH) == passed, 0.0, (low + high) / 2).reshape(rows, -1)
+        found[:, pattern, node] = at
+        found[:, pattern + 2 ** (self.nodes - 1 - node), node] = at
+        return found
 
     def _next_cdf(self, rows: np.ndarray, accept: np.ndarray) -> np.ndarray:
         """[M', V+1]: the next token is below v while its uniform is below this."""
-        judge = self._judge(rows)
+        inner = TOKENS - 1
+        judge, accept = self._judge(np.tile(rows, inner)), np.tile(accept, (inner, 1))
+        tokens = np.repeat(np.arange(1, TOKENS), len(rows))
+        low, high = np.zeros(len(tokens)), np.ones(len(tokens))
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            less = judge(accept, middle).next_token < tokens
+            low, high = np.where(less, middle, low), np.where(less, high, middle)
+        # Thresholds of 0 and 1 are met exactly, so that what must not be drawn has no chance.
+        at = np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
         cdf = np.zeros((len(rows), TOKENS + 1))
+        cdf[:, 1:TOKENS] = at.reshape(inner, -1).T
         cdf[:, -1] = 1
-        for v in range(1, TOKENS):
-            low, high = np.zeros(len(rows)), np.ones(len(rows))
-            for _ in range(HALVINGS):
-                middle = (low + high) / 2
-                less = judge(accept, middle).next_token < v
-                low, high = np.where(less, middle, low), np.where(less, high, middle)
-            # Thresholds of 0 and 1 are met exactly, so that what must not be drawn has no chance.
-            cdf[:, v] = np.where(low == 0, 0.0, np.where(high == 1, 1.0, (low + high) / 2))
         return cdf
 
     def _judge(self, rows: np.ndarray) -> Judge:

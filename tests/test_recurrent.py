@@ -80,7 +80,6 @@ PROMPTS = [
 ]
 
 
-@functools.cache
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])
 def test_a_target_without_weights_is_tried_as_it_will_run(family: str) -> None:
     """As when a run is planned: the states are those of the forward that the trial feeds."""
@@ -89,6 +88,7 @@ def test_a_target_without_weights_is_tried_as_it_will_run(family: str) -> None:
     assert CachedLM(shapes).states is not None
 
 
+@functools.cache
 def model(family: str, seed: int = 3, **fields: Any) -> Any:
     lm = tiny_model(family, vocab=40, seed=seed, **(FAMILIES[family] | fields))
     lm.generation_config.eos_token_id = None
