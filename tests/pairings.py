@@ -81,7 +81,9 @@ def _parameters(test: Callable[..., Any]) -> list[dict[str, Any]]:
     marks: Any = test.pytestmark  # type: ignore[attr-defined]
     # `more_texts` is one too: it says how often, not what.
     (mark,) = (x for x in marks if x.name == "parametrize" and x.args[0] != "times")
-    return [dict(zip(mark.args[0], values, strict=True)) for values in mark.args[1]]
+    # Those of longer tests are `pytest.param`s.
+    each = (getattr(values, "values", values) for values in mark.args[1])
+    return [dict(zip(mark.args[0], values, strict=True)) for values in each]
 
 
 def _shape(drafter: Drafter) -> str:
