@@ -66,6 +66,7 @@ class DSparkHeads(DFlashHeads):
     """
 
     Options: ClassVar[type[HeadOptions]] = DSparkOptions
+    read_directly = ("output", "markov_head.markov_w2")
     first_slot = 0
 
     def __init__(

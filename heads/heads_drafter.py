@@ -28,6 +28,7 @@ from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
+from decode.model.forward.low_rank import LowRank, adapted
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
 from decode.verification import Verification
@@ -74,6 +75,10 @@ class HeadsDrafter(ShapedDrafter):
 
     def with_shape(self, shape: Shape) -> Self:
         return type(self)(self.heads, self.vocab_size, shape)
+
+    def with_adapter(self, adapters: Mapping[str, LowRank]) -> Self:
+        """The same drafter with an adapter on its heads (`decode.model.forward.low_rank`)."""
+        return type(self)(adapted(self.heads, adapters, keep=self), self.vocab_size, self.shape)
 
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
@@ -173,7 +178,7 @@ class AttendingDrafter(HeadsDrafter):
     @property
     def token_bytes(self) -> int:
         """Of the input states, and of keys and values in each layer."""
-        projections = ("k_proj.weight", "v_proj.weight")
+        projections = tuple(f"{x}_proj.{y}weight" for x in "kv" for y in ("", "base."))
         sizes = [len(x) for name, x in self.heads.named_parameters() if name.endswith(projections)]
         return (self.heads.hidden_size + sum(sizes)) * self.heads.dtype.itemsize
 

@@ -144,6 +144,8 @@ class Heads(nn.Module, ABC):
     # then says again: the hidden states of the token that a draft was made from, or the input
     # states of all tokens. "": that is not enough, and they do not learn online.
     replayed_from: ClassVar[Replayed] = ""
+    # The parts whose weights are also read without their products: they get no adapter.
+    read_directly: ClassVar[tuple[str, ...]] = ("output",)
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None

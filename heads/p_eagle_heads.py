@@ -116,6 +116,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
 
     Options = PEagleOptions
     replayed_from = "text"
+    read_directly = ("output", "fc")
 
     def __init__(
         self, options: PEagleOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

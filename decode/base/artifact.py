@@ -158,6 +158,13 @@ def manifest_sha256(path: Path) -> str:
     return _body_sha256(_read_manifest(path))
 
 
+def weights_sha256(path: Path) -> str:
+    """A hash of the safetensors files of `path`, by what its manifest says of them. Raises as
+    `verify_directory` does."""
+    files = _read_manifest(path)["files"]
+    return _body_sha256({k: v["sha256"] for k, v in files.items() if k.endswith(".safetensors")})
+
+
 def numbers_of(parent: Path, prefix: str) -> list[int]:
     """The integers of all `parent/prefix-<integer>`, in ascending order."""
     names = (path.name.removeprefix(f"{prefix}-") for path in parent.glob(f"{prefix}-*"))

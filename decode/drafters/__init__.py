@@ -43,8 +43,7 @@ class Drafter(ABC):
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
     learning: its weights are trained between the decodes.
     per_row: the state that it keeps of each row (`decode.row_state`).
-    estimates: whenever a draft-length policy is asked, it also gets an estimate of how likely the
-    target accepts the next token.
+    estimates: a draft-length policy is also told how likely the target accepts the next token.
     """
 
     captured_layers: tuple[int, ...] = ()

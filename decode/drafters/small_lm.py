@@ -21,6 +21,7 @@ from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM, require_trees
 from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.low_rank import LowRank, adapted
 from decode.model.loading import Target, load_model_and_tokenizer
 from decode.model.memory import slot_bytes
 from decode.shapes import Growth, Shape
@@ -142,6 +143,13 @@ class SmallLMDrafter(VerifyingDrafter):
         other = copy.copy(self)
         other.lm = CachedLM(self.lm.model)
         other.lm.narrow(window)
+        return other
+
+    def with_adapter(self, adapters: Mapping[str, LowRank]) -> "SmallLMDrafter":
+        """The same drafter with an adapter on its model (`decode.model.forward.low_rank`)."""
+        other = copy.copy(self)
+        other.lm = CachedLM(adapted(self.lm.model, adapters, keep=self))
+        other.lm.narrow(self.lm.window)
         return other
 
     def read(self, contexts: Contexts) -> Contexts:

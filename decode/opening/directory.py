@@ -36,6 +36,7 @@ from decode.model.loading import (
     load_model_and_tokenizer,
 )
 from decode.model.same_target import describe_target, require_same_target
+from decode.opening import adapters
 from decode.opening.combinations import COMBINATIONS, Combination
 from decode.opening.shipped import shipped_drafter
 
@@ -60,18 +61,19 @@ def save_drafter(
     *,
     target: Target,
     provenance: dict[str, Any],
+    base: dict[str, str] | None = None,
 ) -> None:
     """Writes a drafter directory atomically (see `decode.base.artifact`).
 
     write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
-    drafter was made, as JSON values.
+    drafter was made, as JSON values. base: of an adapter, see `decode.opening.adapters`.
     """
     description = {
         "format": FORMAT,
         "kind": kind,
         "target": {"name": target.name, **describe_target(target)},
         "provenance": provenance,
-    }
+    } | ({} if base is None else {"base": base})
 
     def fill(directory: Path) -> None:
         write_weights(directory)
@@ -175,6 +177,14 @@ def require_findable(spec: str) -> None:
 def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafter:
     description = describe_drafter(path)
     kind = description["kind"]
+    if kind == adapters.KIND:
+        return adapters.open_adapter(
+            path,
+            description,
+            target,
+            dtype,
+            lambda base: open_drafter(base, target, dtype=DTYPES[dtype]),
+        )
     padding = kind in ("pard", "rest", *SMALL_LMS)
     with _naming_options(spec, kind in SMALL_LMS and not target.has_encoder):
         require_same_target(description["target"], target, f"drafter {spec}", padding=padding)
@@ -190,6 +200,7 @@ def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafte
     opened: Drafter = loader.load(path, target, dtype=dtype)
     if target.has_encoder:  # a small language model has an encoder or not
         require_no_encoder(opened, f"the {kind} drafter {spec}")
+    adapters.remember(opened, path, target, dtype)
     return opened
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from decode.base.errors import UserError
 from train.base.schema import StageConfig, closest_stage
 
 # Kinds of stages that make small language models, which later stages can continue to train.
@@ -23,6 +24,18 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
             return by_name[name]
         name = stage.drafter.stage or ""
     return None
+
+
+def require_whole(stage: str, start: str, earlier: Sequence[StageConfig]) -> None:
+    """Raise UserError if stage `start` writes only an adapter, which `stage` cannot continue."""
+    found: Any = next((config for config in earlier if config.name == start), None)
+    lora = getattr(found, "lora", None)
+    if lora is not None and not getattr(lora, "merge", True):
+        raise UserError(
+            f"stage {stage} cannot continue the drafter of {start}, which is an adapter on another "
+            f"drafter; set lora.merge: true in {start}, or start from the drafter that {start} "
+            "starts from"
+        )
 
 
 def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:

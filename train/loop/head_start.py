@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError
+from decode.opening.adapters import KIND as ADAPTER
 from decode.opening.directory import describe_drafter
 from heads.heads_directory import stored_options
 from heads.heads_module import HEADS, HeadOptions
+from train.base.drafter_stages import require_whole
 from train.base.schema import StageConfig, closest_stage
 
 
@@ -33,6 +35,7 @@ def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None
             "stage, or null for new heads"
         )
     first: Any = closest_stage(start, earlier, "heads")
+    require_whole(config.name, start, earlier)
     if first.backbone is not None:
         raise UserError(
             f"stage {config.name} starts from the heads of {start}, but {start} also trained the "
@@ -45,6 +48,11 @@ def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None
 def _heads_in(config: Any, directory: Path) -> HeadOptions:
     """Return the options of the heads in a drafter directory."""
     kind = describe_drafter(directory)["kind"]
+    if kind == ADAPTER:
+        raise UserError(
+            f"stage {config.name} cannot continue {directory}, which is an adapter on another "
+            "drafter; start from that drafter"
+        )
     if kind not in HEADS:
         raise UserError(
             f"stage {config.name} trains heads, but {directory} is a {kind} drafter; start a "

@@ -1,6 +1,7 @@
 """`distill`: a small language model learns the target's distribution (DistillSpec, 2310.08461)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,15 +13,16 @@ from decode.drafters import Drafter
 from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
+from distill.adapter_directory import save_adapter
 from distill.distillation_loss import Distillation
 from distill.students import Student, make_student, student_kind
 from distill.students.student_start import checkpoint_layers, choose_trained, start_provenance
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.live_teacher import TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
-from distill.trainable_model import Trainable
+from distill.trainable_model import Trainable, linear_sizes
 from train.base.schema import StageConfig
-from train.base.stage import STAGES, Outcome, StagePlan
+from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
@@ -32,6 +34,7 @@ from train.loop.boosting import (
 )
 from train.loop.dev_slice import DevConfig, DevSlice, Judging
 from train.loop.estimates import (
+    optimizer_bytes,
     planned_tokens,
     steps_in_words,
     time_limit,
@@ -91,21 +94,29 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
+        ema = config.optimizer.ema is not None
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
             what = f"continues to train the drafter of {config.drafter.stage}"
+            trained, memory = start.trained_parameters, start.memory
+            if config.lora is not None and start.linear_sizes:
+                trained = config.lora.parameters(start.linear_sizes)
+                memory = replace(memory, optimizer=optimizer_bytes(trained, average=ema))
+                memory += Memory(weights=4 * trained)
             return StagePlan(
                 f"{what}; {config.losses_in_words}; {amount}",
-                start.trained_parameters,
+                trained,
                 tokens,
-                start.memory,
+                memory,
                 start.disk_bytes,
                 max_seconds=time_limit(config.loop),
                 drafters=1,
+                linear_sizes=start.linear_sizes,
             )
         student = make_student(config, self.target, self.earlier)
         student.check()
         choose_trained(student.model, embeddings=config.train_embeddings)
+        sizes = linear_sizes(student.model)
         weights = list(Trainable(student.model, lora=config.lora).model.parameters())
         parameters = sum(p.numel() for p in weights)
         trained = sum(p.numel() for p in weights if p.requires_grad)
@@ -119,7 +130,6 @@ class DistillStage(TrainingStage[DistillConfig]):
             processes=self.processes,
             itemsize=self.product_bytes,
         )
-        ema = config.optimizer.ema is not None
         return StagePlan(
             f"{student.in_words}; {config.losses_in_words}; {amount}",
             trained_parameters=trained,
@@ -128,13 +138,14 @@ class DistillStage(TrainingStage[DistillConfig]):
             disk_bytes=training_disk_bytes(parameters, trained, average=ema, loop=config.loop),
             max_seconds=time_limit(config.loop),
             drafters=2,
+            linear_sizes=sizes,
         )
 
     def run(self) -> Outcome:
         config = self.config
         samples, counts = self.fitting_samples()
         # Before the student exists, so that the earlier drafters are not in memory beside it.
-        weights = self._token_weights(samples)
+        token_weights = self._token_weights(samples)
         cache = None
         if config.teacher != "live":
             cache = open_cache(
@@ -147,17 +158,23 @@ class DistillStage(TrainingStage[DistillConfig]):
             checkpoint_layers(student.model)
         student.model.to(self.accelerator.device)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
-            trainer = self._trainer(student, trained, samples, model, cache, weights)
+            trainer = self._trainer(student, trained, samples, model, cache, token_weights)
             progress = trainer.fit()
-        drafter = trained.plain(trainer.drafter_weights("student."))
+        weights = trainer.drafter_weights("student.")
+        drafter = trained.plain(weights)
         if self.accelerator.is_main_process:
             start = start_provenance(config.drafter, self.earlier)
             provenance = self.provenance(progress) | {"start": start}
-            student.save(self.directory / "drafter", *drafter, provenance)
+            path = self.directory / "drafter"
+            if config.lora is None or config.lora.merge:
+                student.save(path, *drafter, provenance)
+            else:
+                target, base = self.target, self._base_directory()
+                save_adapter(path, trained, weights, base, target=target, provenance=provenance)
         ids = student.target_ids
         summary = self.summary(trainer, counts, drafter[0].num_parameters())
         summary |= {"draft_vocabulary": None if ids is None else len(ids), **coverage}
-        summary |= {} if weights is None else {"missed_share": weights.missed}
+        summary |= {} if token_weights is None else {"missed_share": token_weights.missed}
         self.accelerator.free_memory()
         return Outcome(self.directory / "drafter", summary)
 
@@ -199,6 +216,11 @@ class DistillStage(TrainingStage[DistillConfig]):
             coverage = self.coverage(samples, student.target_ids, covered, what)
         choose_trained(student.model, embeddings=config.train_embeddings)
         return student, coverage
+
+    def _base_directory(self) -> Path:
+        """The drafter that the training began with."""
+        stage = self.config.drafter.stage
+        return self.directory / "start" if stage is None else self.earlier[stage] / "drafter"
 
     def _save_start(self, student: Student, trained: Trainable) -> None:
         """Save a new student as `start/`."""

@@ -11,12 +11,13 @@ from distill.masked_copies import ParallelConfig
 from distill.students import refuse, student_kind
 from distill.students.student_start import StudentConfig
 from distill.teacher.cached_features import holds_features
-from distill.trainable_model import LoraConfig
+from distill.trainable_model import DrafterLora
 from train.base.drafter_stages import (
     DRAFTER_STAGES,
     drafts_in_parallel,
     has_other_tokenizer,
     heads_stage,
+    require_whole,
 )
 from train.base.schema import Losses, StageConfig, closest_stage
 from train.data.corpus import stages_of
@@ -51,7 +52,7 @@ class DistillConfig(LossConfig):
     train_embeddings: bool = True
     """Train the token embeddings and the output layer too. If false, they keep their init
     weights."""
-    lora: LoraConfig | None = None
+    lora: DrafterLora | None = None
     """Train adapters. None: train the weights themselves."""
     gradient_checkpointing: bool = False
     """Recompute the layers' activations in the backward pass: less memory, more time."""
@@ -107,6 +108,7 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
 
 def _check_start(config: DistillConfig, start: str, earlier: Sequence[StageConfig]) -> None:
     closest_stage(start, earlier, *DRAFTER_STAGES)
+    require_whole(config.name, start, earlier)
     if heads_stage(start, earlier) is not None:
         raise UserError(
             f"stage {config.name} trains a small language model, but the drafter of {start} is "

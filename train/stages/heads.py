@@ -4,7 +4,6 @@ One stage trains all kinds of heads (Medusa 2401.10774, Blockwise 1811.03115, â€
 only in their computation (`heads.heads_module`), not in the training around it.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,9 +21,11 @@ from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
 from decode.shapes.static import store_tree
+from distill.adapter_directory import save_adapter
 from distill.agreement import Bigrams, lookup_top1
 from distill.drift import Drift
 from distill.teacher.linear_logits import require_linear_logits
+from distill.trainable_model import Trainable, linear_sizes
 from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
@@ -106,9 +107,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 f"other, but a batch trains one place of these {config.heads.type} heads; leave it "
                 "out"
             )
-        trained = sum(p.numel() for p in heads.parameters())
+        trained = parameters = sum(p.numel() for p in heads.parameters())
         if config.start is not None and config.start in plans:
-            trained = plans[config.start].trained_parameters
+            trained = parameters = plans[config.start].trained_parameters
+        if config.lora is not None:
+            trained = config.lora.parameters(linear_sizes(heads, heads.read_directly))
+            parameters += trained
         loop, ema = config.loop, config.optimizer.ema is not None
         held, files, source = planned_source(config, target, heads, self.processes, plans)
         memory = held + heads_memory(
@@ -116,6 +120,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             heads,
             target,
             target_bytes=self.target_bytes,
+            parameters=parameters,
             trained=trained,
             remembered=self.planned_text_tokens(plans) if config.remember_features else 0,
             processes=self.processes,
@@ -123,9 +128,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
         if config.replay is not None:
             memory += self._replay_memory(config.replay, heads)
-        disk = training_disk_bytes(trained, trained, average=ema, loop=loop) + files
+        disk = training_disk_bytes(parameters, trained, average=ema, loop=loop) + files
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
-        what = f"{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
+        adapters = "adapters on " if config.lora is not None else ""
+        what = (
+            f"{adapters}{config.heads.type} ({', '.join(f'{k}={v}' for k, v in options.items())}); "
+        )
         if config.backbone is not None:
             if config.backbone.held_out == "data":
                 held_out_samples(config.backbone, self.corpus, config.name, PREFIX)
@@ -158,29 +166,34 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def run(self) -> Outcome:
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
-        # Engines may shard the module. This copy stays complete, on the CPU.
-        full_heads = copy.deepcopy(heads)
+        trained = self._trainable(heads)
         clock = Clock(self.accelerator.device)
         training = self._prepare(heads)
         with ExitStack() as stack:  # a server is up as long as the training needs it
             backbone = self._backbone(samples, clock, stack)
             module = backbone.join(training, chunk=self.config.chunk_tokens)
-            dev = self._dev_slice(module, full_heads, backbone)
-            trainer = self._trainer(module, heads, full_heads, backbone, samples, dev, clock)
+            dev = self._dev_slice(module, trained, backbone)
+            trainer = self._trainer(module, trained, backbone, samples, dev, clock)
             # Before the training: whatever may go wrong here must not cost trained heads.
             guessed = Ranks.of(self.accelerator).main_only(lambda: self._bigrams(samples, dev))
             progress = trainer.fit()
         weights = trainer.drafter_weights()
-        full_heads.load_state_dict(backbone.heads_weights(weights))
+        full_heads, _ = trained.plain(backbone.heads_weights(weights))
         summary = self.summary(trainer, counts, sum(p.numel() for p in full_heads.parameters()))
         vocabulary = heads.vocabulary
         summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary)}
         provenance = self.provenance(progress) | {"start": start}
-        summary |= self._save(full_heads, backbone, weights, provenance)
+        summary |= self._save(trained, full_heads, backbone, weights, provenance)
         summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
         return Outcome(self.directory / "drafter", summary, new_target)
+
+    def _trainable(self, heads: Heads) -> Trainable:
+        """The heads in training, with their adapters."""
+        lora = self.config.lora
+        sizes = linear_sizes(heads, heads.read_directly)
+        return Trainable(heads, lora=lora, layers=None if lora is None else lora.layers(sizes))
 
     def _start_heads(self, samples: Sequence[Sample]) -> tuple[Heads, Any, dict[str, float]]:
         """The heads to train, on the CPU; the provenance of the heads they continue; and the
@@ -246,18 +259,17 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def _trainer(
         self,
         module: HeadTraining | JointTraining,
-        heads: Heads,
-        full_heads: Heads,
+        trained: Trainable,
         backbone: Backbone,
         samples: StoredSamples,
         dev: DevSlice | None,
         clock: Clock,
     ) -> Trainer:
-        config = self.config
+        config, heads = self.config, trained.model
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
-        replay = self._replay(heads, full_heads, samples, clock)
+        replay = self._replay(trained, samples, clock)
         step = backbone.step_of(heads)
         task = TrainingTask(
             config.name,
@@ -272,7 +284,10 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             look_ahead=backbone.look_ahead,
             deciding="tokens_per_step",
             flops=None
-            if config.backbone is not None or self.target.has_encoder or replay is not None
+            if config.backbone is not None
+            or config.lora is not None
+            or self.target.has_encoder
+            or replay is not None
             else heads_flops(
                 heads,
                 self.target.model,
@@ -288,15 +303,14 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         return trainer
 
     def _replay(
-        self, heads: Heads, full_heads: Heads, samples: StoredSamples, clock: Clock
+        self, trained: Trainable, samples: StoredSamples, clock: Clock
     ) -> HeadReplay | None:
-        config = self.config
+        config, heads = self.config, trained.model
         if config.replay is None:
             return None
 
         def make_drafter() -> Drafter:
-            full_heads.load_state_dict(heads.state_dict())
-            return self._drafter(self.target, full_heads)
+            return self._drafter(self.target, trained.plain(heads.state_dict())[0])
 
         return HeadReplay(
             config.replay,
@@ -313,21 +327,21 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         )
 
     def _dev_slice(
-        self, module: HeadTraining | JointTraining, full_heads: Heads, backbone: Backbone
+        self, module: HeadTraining | JointTraining, trained: Trainable, backbone: Backbone
     ) -> DevSlice | None:
         config = self.config
         if config.dev is None:
             return None
-        losses = dict.fromkeys(range(1, full_heads.depth + 1), 1.0)
+        losses = dict.fromkeys(range(1, trained.model.depth + 1), 1.0)
         names = module.sums
 
         def sums(prepared: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
             return backbone.forward(prepared, batch, ids, losses, 1.0, dev=True)[1]
 
         def make_drafter(weights: dict[str, Tensor]) -> tuple[Target, Drafter]:
-            full_heads.load_state_dict(backbone.heads_weights(weights))
+            heads, _ = trained.plain(backbone.heads_weights(weights))
             target = backbone.target_with(weights)
-            return target, self._drafter(target, full_heads)
+            return target, self._drafter(target, heads)
 
         def figures(sums: Tensor) -> dict[str, float]:
             return module.figures(dict(zip(names, sums.tolist(), strict=True)))
@@ -339,6 +353,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def _save(
         self,
+        trained: Trainable,
         full_heads: Heads,
         backbone: Backbone,
         weights: Mapping[str, Tensor],
@@ -357,7 +372,12 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 "drift": drift and drift.to_dict(),
                 "original": drift and self.target.name,
             }
-            save_heads(path, full_heads, target=target, provenance=provenance)
+            if self.config.lora is None or self.config.lora.merge:
+                save_heads(path, full_heads, target=target, provenance=provenance)
+            else:
+                base = self._start_directory()
+                own = backbone.heads_weights(weights)
+                save_adapter(path, trained, own, base, target=target, provenance=provenance)
         # After saving: trained heads must not be lost if the tree cannot be planned.
         self.accelerator.wait_for_everyone()
         ranks = Ranks.of(self.accelerator)
@@ -422,11 +442,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         return tree
 
     def _drafter(self, target: Target, full_heads: Heads) -> Drafter:
-        """The drafter made of heads on the CPU, as if loaded from a directory."""
-        heads = copy.deepcopy(full_heads)
-        make_ready(heads, target, target.dtype)
+        """The drafter made of heads on the CPU, which are its own then, as if loaded from a
+        directory."""
+        make_ready(full_heads, target, target.dtype)
         kind: Any = DRAFTERS[self.config.heads.type]
-        drafter: Drafter = kind(heads, target.vocab_size)
+        drafter: Drafter = kind(full_heads, target.vocab_size)
         return drafter
 
     def _bigrams(self, samples: StoredSamples, dev: DevSlice | None) -> dict[str, float]:

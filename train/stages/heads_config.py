@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from decode.base.errors import UserError
+from distill.trainable_model import DrafterLora
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.online_heads import require_learns
@@ -37,6 +38,8 @@ class HeadsConfig(LossConfig):
     start: str | None = None
     """An earlier heads stage on the same target, or the directory of a drafter, such as an imported
     one; this stage continues to train its heads. None: new heads."""
+    lora: DrafterLora | None = None
+    """Train adapters on the heads of `start`. None: train the heads themselves."""
     backbone: BackboneConfig | None = None
     """Train the target too and write the new target to `target/`. None: the target does not
     change."""
@@ -80,6 +83,8 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         closest_stage(name, earlier, "generate")
     if config.start is not None:
         check_start(config, config.start, earlier)
+    if config.lora is not None:
+        _check_lora(config)
     if config.backbone is not None:
         _check_backbone(config, config.backbone, earlier)
     if config.replay is not None:
@@ -122,6 +127,19 @@ def require_decoder_only_parts(config: HeadsConfig) -> None:
 def _live_settings(config: HeadsConfig) -> list[str]:
     """The settings of a live frozen target that are set."""
     return [key for key in ("remember_features", "tokens_per_pass") if getattr(config, key)]
+
+
+def _check_lora(config: HeadsConfig) -> None:
+    if config.start is None:
+        raise UserError(
+            f"stage {config.name}: lora trains adapters on heads that exist; set start to an "
+            "earlier heads stage or to the directory of a drafter"
+        )
+    if config.backbone is not None:
+        raise UserError(
+            f"stage {config.name}: lora cannot be set with backbone: the heads then belong to a "
+            "new target, and not to the one of their base; leave one of them out"
+        )
 
 
 def _check_backbone(

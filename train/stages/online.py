@@ -23,7 +23,12 @@ from distill.students.student_start import choose_trained, start_model, start_pr
 from distill.teacher.linear_logits import require_linear_logits
 from distill.teacher.top_k_cache import describe_teacher
 from heads.online_heads import require_learns
-from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
+from train.base.drafter_stages import (
+    drafts_in_parallel,
+    has_other_tokenizer,
+    heads_stage,
+    require_whole,
+)
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
 from train.data.read import Example, select, spread
@@ -65,6 +70,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             raise UserError(f"stage {config.name}: the drafter {OTHER_TOKENIZER}")
         if config.drafter.stage is None:
             return
+        require_whole(config.name, config.drafter.stage, earlier)
         heads: Any = heads_stage(config.drafter.stage, earlier)
         if heads is None:
             if drafts_in_parallel(config.drafter.stage, earlier):

@@ -23,6 +23,7 @@ def heads_memory(
     target: Target,
     *,
     target_bytes: int,
+    parameters: int,
     trained: int,
     remembered: int,
     processes: int,
@@ -30,14 +31,15 @@ def heads_memory(
 ) -> Memory:
     """The memory of one of `processes`.
 
-    trained: the number of the heads' weights. remembered: the tokens of the text whose hidden
+    parameters: all of the heads' weights, with an adapter's. trained: those that are trained.
+    remembered: the tokens of the text whose hidden
     states are kept. itemsize: the itemsize of the matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing
     memory = Memory(
         target=target_bytes,
-        weights=4 * trained,
+        weights=4 * parameters,
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
         activations=heads_bytes(heads, target.model, batch, itemsize, recompute=recompute)
         + mask_bytes(batch, config.max_length, heads.mask_pairs, heads.masks, itemsize),

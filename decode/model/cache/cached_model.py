@@ -114,17 +114,14 @@ class CachedLM:
 
     It runs the model in its prepared form (`decode.model.forward.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.model.hidden_states`).
-    Each forward stores them in `features`, [B, n, H].
-    pass_tokens: see `read`.
-    exact_bits: keep the bits of plain decoding in chains also where that takes longer; see
-    `keeps_bits`.
-    trial: it serves a trial (`decode.model.trials`), so it needs none itself. forward: what runs
-    the model; None: its prepared form.
-    repeats_rows: `keep_rows` may name a row more than once. Its copies are then rows too.
-    watch: called before the attention of each layer, with the layer's number and the arguments of
-    `attention_mask.Watch`.
-    window: what all layers see of the text; None: what the model's config says. See `narrow`.
-    kept_layers: those whose hidden states the slots keep of all tokens of all rows. See `reset`.
+    Each forward stores them in `features`, [B, n, H]. pass_tokens: see `read`. exact_bits: keep the
+    bits of plain decoding in chains also where that takes longer; see `keeps_bits`. trial: it
+    serves a trial (`decode.model.trials`), so it needs none itself. forward: what runs the model;
+    None: its prepared form. repeats_rows: `keep_rows` may name a row more than once. Its copies are
+    then rows too. watch: called before the attention of each layer, with the layer's number and the
+    arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
+    model's config says. See `narrow`. kept_layers: those whose hidden states the slots keep of all
+    tokens of all rows. See `reset`.
     """
 
     repeats_rows: bool = True

@@ -1,8 +1,7 @@
 """The parts of the lean forward whose fastest form differs between devices: products and norms.
 
 On a CPU, weights are packed: kept in the layout of our kernels for few rows (`few_rows`), or of
-PyTorch's. Elsewhere the products
-are those of the model's linear layers, and a norm is one kernel.
+PyTorch's. Elsewhere the products are those of the model's linear layers, and a norm is one kernel.
 """
 
 import functools
@@ -55,7 +54,7 @@ class PackedLinear(Product, Packed):
 
     def __init__(self, *layers: nn.Linear | Conv1D) -> None:
         super().__init__()
-        self._layers = layers
+        self.layers = layers
         if len(layers) == 1:
             self.weight, self.bias = layers[0].weight, layers[0].bias
         self._packed_state: list[tuple[int, int]] = []
@@ -64,27 +63,24 @@ class PackedLinear(Product, Packed):
     @property
     def inputs(self) -> tuple[int, torch.dtype]:
         """How many numbers a product adds up, and their dtype."""
-        weight = self._layers[0].weight
-        return weight.shape[0 if isinstance(self._layers[0], Conv1D) else 1], weight.dtype
+        weight = self.layers[0].weight
+        return weight.shape[0 if isinstance(self.layers[0], Conv1D) else 1], weight.dtype
 
     def refresh(self) -> None:
         state = [
-            version(x)
-            for layer in self._layers
-            for x in (layer.weight, layer.bias)
-            if x is not None
+            version(x) for layer in self.layers for x in (layer.weight, layer.bias) if x is not None
         ]
         if state == self._packed_state:
             return
         weights = [
             layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
-            for layer in self._layers
+            for layer in self.layers
         ]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
         self.has_blocks = few_rows.fits(weights)
         pack = few_rows.packed_blocks if self.has_blocks else _packed_by_torch
         self._packed = pack(weight)
-        biases = [layer.bias.detach() for layer in self._layers if layer.bias is not None]
+        biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
         self._packed_bias = torch.cat(biases) if biases else None
         self._packed_state = state
 

@@ -24,6 +24,7 @@ from decode.base.errors import UserError
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import Packed, PackedLinear
+from decode.model.forward.low_rank import adapted_forward, adapters_of
 from decode.model.forward.recognition import NotLean, is_wrapped, lean_forward, lean_norm
 from decode.model.forward.transformers_forward import ATTENTION, TransformersForward
 from decode.model.kinds.decoder_positions import counts_positions, read_positions
@@ -146,6 +147,10 @@ def _chosen_forward(
     model: PreTrainedModel, choice: bool | None
 ) -> tuple[Forward | None, str | None]:
     """The forward, None for the model as it is, and why it is not the lean one."""
+    if (low_rank := adapters_of(model)) is not None:
+        base = _prepared(low_rank[0], choice)
+        forward = base.forward
+        return forward and adapted_forward(forward, low_rank[1]), base.reason
     name, unpacked = type(model).__name__, reason_against_packing(model)
     packed = unpacked is None
     if choice is False:
