@@ -131,7 +131,7 @@ def _product(part: nn.Module, adapters: ByWeight) -> AdaptedProduct | None:
     if isinstance(part, nn.Linear | Conv1D):
         layers = [part]
     elif isinstance(part, PackedLinear | PlainLinear):
-        layers = list(part.layers)  # type: ignore[arg-type]
+        layers = list(part.layers)
     else:
         return None
     start, parts = 0, {}
