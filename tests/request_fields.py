@@ -9,7 +9,14 @@ from draftsmith.serve.openai.asked import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from draftsmith.serve.openai.contract import Contract, expected_of
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.messages import MESSAGE, PART
-from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
+from draftsmith.serve.openai.openai_requests import (
+    ADAPTER_LOAD,
+    ADAPTER_UNLOAD,
+    CHAT,
+    COMPLETION,
+    RESPONSES,
+    SETTINGS,
+)
 from tests.markdown import table
 
 _SERVED: dict[str, Contract] = {
@@ -17,6 +24,8 @@ _SERVED: dict[str, Contract] = {
     "POST /v1/completions": COMPLETION,
     "POST /v1/responses": RESPONSES,
     "POST /admin/settings": SETTINGS,
+    "POST /v1/load_lora_adapter": ADAPTER_LOAD,
+    "POST /v1/unload_lora_adapter": ADAPTER_UNLOAD,
     "A message": MESSAGE,
     "A part of a message": PART,
     "`stream_options`": STREAM_OPTIONS,

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("starlette", reason="the extra serve is not installed")
 pytest.importorskip("uvicorn", reason="the extra serve is not installed")
@@ -16,12 +17,15 @@ pytest.importorskip("prometheus_client", reason="the extra serve is not installe
 pytest.importorskip("httpx2")
 
 from decode.base.errors import UserError
+from decode.drafters import NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByLabel
-from decode.opening.directory import save_drafter
+from decode.opening.directory import open_drafter, save_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
+from distill.adapter_directory import save_adapter
+from distill.trainable_model import DrafterLora, Trainable
 from draftsmith.net.access import Guard
 from draftsmith.serve import live_settings
 from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
@@ -78,6 +82,71 @@ def test_the_label_of_a_request_chooses_its_drafter() -> None:
         body = chat("a word", draftsmith={"label": "x" * 65})
         assert client.post("/v1/chat/completions", json=body).status_code == 400
     assert seen == ["de", None, "de"]
+
+
+def save_adapter_of(base: Path, directory: Path) -> None:
+    """An adapter that makes another drafter of a small model."""
+    model = AutoModelForCausalLM.from_pretrained(base)
+    trained = Trainable(model, lora=DrafterLora(r=2, merge=False))
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    weights = {name: p.detach() + 0.1 * ("lora_B" in name) for name, p in named.items()}
+    save_adapter(directory, trained, weights, base, target=target(), provenance={})
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
+def test_adapters_are_loaded_and_dropped_while_texts_run(endless: Any, tmp_path: Path) -> None:
+    """The text is the target's with each of them, and in a text whose adapter is dropped."""
+    base, label = save_small(tmp_path / "base"), {"label": "de"}
+    for name in ("de", "fr"):
+        save_adapter_of(base, tmp_path / "adapters" / name)
+    opened: Any = open_drafter(str(base), endless)
+    options = {"adapters": tmp_path / "adapters"}
+    expected = words(alone(endless, asked(QUESTION), LONG))
+
+    def call(what: str, **body: str) -> Any:
+        return client.post(f"/v1/{what}_lora_adapter", json=body)
+
+    def ask(**fields: Any) -> Any:
+        body = chat(QUESTION, max_tokens=LONG, ignore_eos=True, draftsmith=fields)
+        return client.post("/v1/chat/completions", json=body)
+
+    with serving(endless, opened, options=options) as running, running.client() as client:
+        assert text_of(ask(**label)) == expected  # nobody has this label yet
+        assert running.batcher.decoder.drafter is opened
+        for name in ("de", "fr"):
+            answer = call("load", lora_name=name, lora_path=name)
+            assert answer.status_code == 200, answer.text
+        assert client.get("/admin/settings").json()["adapters"] == ["de", "fr"]
+        router: Any = running.batcher.decoder.drafter
+        own = {id(x) for x in opened.lm.model.parameters()}
+        for drafter in router.drafters:
+            assert own <= {id(x) for x in drafter.lm.model.parameters()}
+        again = call("load", lora_name="de", lora_path="fr")
+        assert (again.status_code, "has already been loaded" in again.text) == (400, True)
+        for path in ("../base", str(base), "none"):
+            assert call("load", lora_name="x", lora_path=path).status_code == 400
+        assert call("unload", lora_name="x").status_code == 404
+
+        held = Held(running)
+        response = begin(client, draftsmith=label)
+        held.waits.wait(60)
+        assert router.routes.tolist() == [1]
+        with ThreadPoolExecutor() as pool:
+            answer = pool.submit(call, "unload", lora_name="de")
+            until(lambda: len(running.batcher._changes) == 1)
+            held.release()
+            assert answer.result().json() == {"success": True, "adapters": ["fr"]}
+        chunks = [x for event in events(response.iter_lines())[:-1] for x in event["choices"]]
+        assert "".join(x["delta"].get("content", "") for x in chunks) == expected
+        # Another drafter for the rows without an adapter.
+        assert set_to(client, drafter="none").json()["adapters"] == ["fr"]
+        assert text_of(ask(label="fr")) == expected
+        assert call("unload", lora_name="fr").status_code == 200
+        assert isinstance(running.batcher.decoder.drafter, NoDrafter)
+    with serving(target(), api_key="key") as running, running.client() as client:
+        assert call("unload", lora_name="x").status_code == 401
+        client.headers["authorization"] = "Bearer key"
+        assert call("unload", lora_name="x").status_code == 404
 
 
 def test_drafter_rule_and_policy_change_while_a_text_runs(

@@ -170,6 +170,12 @@ def serve(
         Path | None,
         typer.Option(help="directory with drafters that /admin/settings may load; default: none"),
     ] = None,
+    adapters: Annotated[
+        Path | None,
+        typer.Option(
+            help="directory with adapters that /v1/load_lora_adapter may load; default: none"
+        ),
+    ] = None,
     dynamic_lenience: Annotated[
         float,
         typer.Option(help="LOSSY below 1: lowest lenience while many texts wait"),
@@ -197,8 +203,9 @@ def serve(
     are for requests that say nothing else, --seed for requests without a seed."""
     key = key_from("--api-key-env", api_key_env)
     admin_key = key_from("--admin-key-env", admin_key_env)
-    if drafters is not None and not drafters.is_dir():
-        raise UserError(f"--drafters is {drafters}, which is not a directory; expected one")
+    for option, directory in (("--drafters", drafters), ("--adapters", adapters)):
+        if directory is not None and not directory.is_dir():
+            raise UserError(f"{option} is {directory}, which is not a directory; expected one")
     if max_tokens is not None and max_tokens < 1:
         raise UserError(f"--max-tokens is {max_tokens}; expected at least 1")
     if prefix_cache is not None and prefix_cache < 0:
@@ -220,6 +227,11 @@ def serve(
     bounds = limits.bounds
     require_low(dynamic_lenience)
     learn = learning.options
+    if learn is not None and adapters is not None:
+        raise UserError(
+            "--adapters and --learn are both given, but adapters belong to a drafter whose weights "
+            "stay; leave one of them out"
+        )
 
     def prepare() -> "Service":
         target = loading.load(drafter)
@@ -241,6 +253,7 @@ def serve(
             seed=seed,
             dynamic_lenience=dynamic_lenience,
             drafters=drafters,
+            adapters=adapters,
             student=student,
             learning=learn,
             prefix_cache_bytes=None if prefix_cache is None else int(prefix_cache * 2**30),

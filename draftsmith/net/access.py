@@ -18,7 +18,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-ADMIN = "/admin/"
+# How the paths begin that change a service.
+ADMIN = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Guard:
 
     hosts: names that it is called by. Addresses, localhost and the name of this machine always fit.
     origins: sites whose pages may call it, as `https://NAME`; `*`: all. The server's own page may.
-    key: what requests send as `Authorization: Bearer KEY`. admin_key: the same for paths below
-    /admin/. None: nothing. A request with a key needs no known host: no page knows the key.
+    key: what requests send as `Authorization: Bearer KEY`. admin_key: the same for the paths
+    of `ADMIN`. None: nothing. A request with a key needs no known host: no page knows the key.
     open_paths: these need neither host nor key. json: bodies must be JSON.
     """
 

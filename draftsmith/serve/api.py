@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAns
 from draftsmith.serve.openai.api_errors import ApiError, refused
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.openai_requests import (
+    ADAPTER_LOAD,
+    ADAPTER_UNLOAD,
     CHAT,
     COMPLETION,
     RESPONSES,
@@ -100,6 +103,8 @@ class Service:
                 Route("/v1/models/{name:path}", self._model, methods=get),
                 Route("/health", self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),
+                Route("/v1/load_lora_adapter", self._load_adapter, methods=post),
+                Route("/v1/unload_lora_adapter", self._unload_adapter, methods=post),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
                 *page_routes(_STATIC, self._figures),
@@ -158,13 +163,37 @@ class Service:
 
     async def _change(self, request: Request) -> Response:
         asked = parse(SETTINGS, await _body(request, SHORT))
-        try:
-            await asyncio.wrap_future(self.settings.change(asked))
-        except UserError as error:
-            raise refused(error) from None
-        except Refusal as refusal:
-            raise as_api_error(refusal) from None
+        await _changed(self.settings.change(asked))
         return JSONResponse(self.settings.to_dict())
+
+    async def _load_adapter(self, request: Request) -> Response:
+        asked = await self._asked_adapter(request, ADAPTER_LOAD)
+        await _changed(
+            self.settings.change_adapters(
+                lambda routes, decode: routes.with_adapter(asked.lora_name, asked.lora_path, decode)
+            )
+        )
+        return self._adapters()
+
+    async def _unload_adapter(self, request: Request) -> Response:
+        asked = await self._asked_adapter(request, ADAPTER_UNLOAD)
+        try:
+            await _changed(
+                self.settings.change_adapters(lambda routes, _: routes.without(asked.lora_name))
+            )
+        except KeyError:
+            message = f"the adapter {asked.lora_name!r} is not loaded"
+            raise ApiError(404, message, param="lora_name", code="not_found") from None
+        return self._adapters()
+
+    async def _asked_adapter(self, request: Request, contract: Contract) -> Any:
+        if self.settings.adapters.directory is None:
+            message = "this service was started without --adapters DIR, so it loads no adapters"
+            raise ApiError(404, message, code="not_found")
+        return parse(contract, await _body(request, SHORT))
+
+    def _adapters(self) -> Response:
+        return JSONResponse({"success": True, "adapters": list(self.settings.adapters.loaded)})
 
     # --- what they share --------------------------------------------------------------------------
 
@@ -210,6 +239,16 @@ class Service:
         if asked.stream:
             return await running.stream(request, answer)
         return await running.whole(request, answer)
+
+
+async def _changed(change: "Future[None]") -> None:
+    """Wait for a change of settings. Raises ApiError."""
+    try:
+        await asyncio.wrap_future(change)
+    except UserError as error:
+        raise refused(error) from None
+    except Refusal as refusal:
+        raise as_api_error(refusal) from None
 
 
 async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:

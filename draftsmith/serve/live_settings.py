@@ -7,6 +7,7 @@ thread then exchanges the parts between two passes.
 import hashlib
 import json
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES, Rule, used_rule
 from decode.rules.speculative import Lenience
 from decode.settings import DecodeSettings
+from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.dynamic_lenience import DynamicLenience, require_low
 from draftsmith.serve.openai.openai_requests import SettingsChange
@@ -38,7 +40,8 @@ class Settings:
 
     drafter: the one that the batcher's decoder began with, called `name`. costs: measured with it,
     for policies. dynamic_lenience: the lower bound of l; 1: off. drafters: the directory with those
-    that a change may load, besides the first one. learner: learns new versions of the first one;
+    that a change may load, besides the first one. adapters: those that can be
+    loaded as routes of their own. learner: learns new versions of the first one;
     None: nothing is learnt.
     """
 
@@ -52,11 +55,14 @@ class Settings:
         costs: Costs | None = None,
         dynamic_lenience: float = 1.0,
         drafters: Path | None = None,
+        adapters: AdapterRoutes | None = None,
         learner: "ServiceLearner | None" = None,
     ) -> None:
         self.batcher, self.target, self.decode, self.name = batcher, target, decode, name
         self.drafters, self.learner = drafters, learner
+        self.adapters = adapters or AdapterRoutes(None, target, None)
         self._first = name
+        self._drafter = batcher.decoder.drafter  # for rows without an adapter
         self.rule = ""  # with its options, set by the first change
         self.dynamic_lenience = 1.0
         self._costs = costs
@@ -94,6 +100,7 @@ class Settings:
             "dtype": dtype_name(target.dtype),
             "drafter": self.name,
             "drafter_version": batcher.drafter_version,
+            "adapters": list(self.adapters.loaded),
             "rule": self.rule,
             "lenience": self.lenience,
             "dynamic_lenience": self.dynamic_lenience,
@@ -119,20 +126,32 @@ class Settings:
 
         def work() -> None:
             with self._changing:
-                self._change(asked)
+                self._change(asked, self.adapters)
 
         return run_in_thread(work, "settings")
 
-    def _change(self, asked: SettingsChange) -> None:
+    def change_adapters(
+        self, changed: Callable[[AdapterRoutes, DecodeSettings], AdapterRoutes]
+    ) -> Future[None]:
+        """Load or drop an adapter. changed: gives the routes after it. As `change`."""
+
+        def work() -> None:
+            with self._changing:
+                self._change(SettingsChange(), changed(self.adapters, self.decode))
+
+        return run_in_thread(work, "settings")
+
+    def _change(self, asked: SettingsChange, adapters: AdapterRoutes) -> None:
         decode, batcher = self._asked_decode(asked), self.batcher
         low = self.dynamic_lenience if asked.dynamic_lenience is None else asked.dynamic_lenience
         name = self.name if asked.drafter is None else asked.drafter
         learning = self._asked_learning(asked, name)
-        drafter, costs = batcher.decoder.drafter, self._costs
-        fresh = name != self.name
-        if fresh:
+        own, costs = self._drafter, self._costs
+        if name != self.name:
             # Costs of one drafter say nothing about another.
-            drafter, costs = self._open(name, decode), None
+            own, costs = self._open(name, decode), None
+        fresh = own is not self._drafter or adapters is not self.adapters
+        drafter = adapters.around(own)
         named = Choice.of(decode.for_drafter(drafter).rule or "")
         rule: Rule = RULES.make(named)
         dynamic = None
@@ -149,6 +168,7 @@ class Settings:
                 decoding.set(drafter=drafter if fresh else None, policy=policy, rule=rule)
                 batcher.before_pass = dynamic
             self.decode, self.name, self._costs = decode, name, costs
+            self._drafter, self.adapters = own, adapters
             self.dynamic_lenience, self.rule = low, str(named)
             batcher.lossy = None if self.lossy is None else self.lossy_for
             if self.learner is not None:

@@ -19,6 +19,7 @@ from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.http_server import HttpServer
 from draftsmith.net.listen import bind as bind
 from draftsmith.net.page import FILES
+from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.batching.request_batcher import RequestBatcher
@@ -49,15 +50,17 @@ def make_service(
     seed: int | None = None,
     dynamic_lenience: float = 1.0,
     drafters: Path | None = None,
+    adapters: Path | None = None,
     student: OnlineStudent | None = None,
     learning: "LearnOptions | None" = None,
     prefix_cache_bytes: int | None = None,
 ) -> Service:
     """A service whose batcher runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
-    for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. student:
-    the copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
-    `prefix_cache`. Raises UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
+    for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. adapters:
+    the directory with those that may be loaded; None: none may. student: the copy of the drafter
+    that learns; None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`. Raises
+    UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -93,6 +96,7 @@ def make_service(
             costs=costs,
             dynamic_lenience=dynamic_lenience,
             drafters=drafters,
+            adapters=AdapterRoutes(adapters, target, drafter),
             learner=learner,
         ),
         # Another thread uses the batcher's.

@@ -40,6 +40,11 @@ class RoutedDrafter(CompositeDrafter):
         super().start(contexts)
         self._depths = None
 
+    def prefill(self, contexts: Contexts, first: int = 0) -> None:
+        # A drafter without new rows has nothing to read.
+        for member in np.unique(self.routes[first:]):
+            self.drafters[member].prefill(contexts, first)
+
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:

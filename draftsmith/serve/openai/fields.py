@@ -159,12 +159,14 @@ REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
         "speculative.n_min": (),
         "speculative.p_min": (),
     },
-    "this service has one model, without adapters, and one class of requests": {
+    "adapters are on the drafter, and draftsmith.label chooses one": {
+        "lora": ([],),
+        "lora_path": (),
+    },
+    "this service has one model and one class of requests": {
         "service_tier": ("auto", "default"),
         "priority": (0,),
         "access_programs": (),
-        "lora": ([],),
-        "lora_path": (),
         "cache_salt": (),
         "kv_transfer_params": (),
         "vllm_xargs": ({},),

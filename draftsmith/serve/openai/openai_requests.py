@@ -21,6 +21,7 @@ from draftsmith.serve.openai.asked import (
     CHOICE,
     FEW,
     FUNCTIONS,
+    LONGEST_LABEL,
     OBJECT,
     REASONING,
     TEXT_OR_IDS,
@@ -297,6 +298,22 @@ class SettingsChange(RequestPart):
         return fields
 
 
+class AdapterUnload(RequestPart):
+    """The body of POST /v1/unload_lora_adapter, as in vLLM."""
+
+    lora_name: str = Field(
+        min_length=1, max_length=LONGEST_LABEL, description="the label of its requests"
+    )
+
+
+class AdapterLoad(AdapterUnload):
+    """The body of POST /v1/load_lora_adapter, as in vLLM."""
+
+    lora_path: str = Field(
+        min_length=1, description="the directory of an adapter, a path below `--adapters`"
+    )
+
+
 CHAT = Contract(
     ChatRequest,
     {name: why for name, why in IGNORED.items() if name not in ChatRequest.model_fields},
@@ -315,3 +332,8 @@ RESPONSES = Contract(
     },
 )
 SETTINGS = Contract(SettingsChange)
+_NUMBERED = {"lora_int_id": "adapters have names only"}
+ADAPTER_LOAD = Contract(
+    AdapterLoad, _NUMBERED, {"an adapter is dropped first": {"load_inplace": (False,)}}
+)
+ADAPTER_UNLOAD = Contract(AdapterUnload, _NUMBERED)
