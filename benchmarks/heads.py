@@ -77,6 +77,8 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "p_eagle": ({"type": "p_eagle", "tokens": 4, "layers": 2}, {"forward_kl": 1.0}),
     "pass": ({"type": "pass", "tokens": 4}, {"forward_kl": 1.0}),
     "hydra_plus": ({"type": "hydra_plus", "heads": 3, "output": "shared"}, {"forward_kl": 1.0}),
+    # SlimSpec (2605.10453).
+    "eagle1_low_rank": ({"type": "eagle1", "depth": 4, "output_rank": 128}, {"forward_kl": 0.1}),
     # EAGLE-1 without its regression.
     "eagle1_tokens": ({"type": "eagle1", "depth": 4, "regression": 0.0}, {"forward_kl": 1.0}),
     # EAGLE-3 by the losses that are made for the acceptance rate (2602.23881).
@@ -108,6 +110,7 @@ EXTRA = (
     "kangaroo",
     "mtp",
     "eagle31",
+    "eagle1_low_rank",
     "eagle1_tokens",
     "eagle3_nla",
     "eagle3_lk",
@@ -236,7 +239,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
                 "place_smoothing": SMOOTHING.get(name),
                 "replay": {} if name in REPLAYED else None,
                 "features": "states",
-                "draft_vocabulary": 8000,
+                "draft_vocabulary": 16000 if "output_rank" in heads else 8000,
                 "dev": dev,
                 "tree": {"width": 6, "prompts": 12},
                 **training,

@@ -205,15 +205,15 @@ class DFlash2Heads(DFlashHeads):
 
         states: [n, H]. before, labels: int64 [n], the token before, and the output row.
         """
-        weight, bias = self.output.of(1)
+        read, weight, bias = self.output.last_product(1, states)
         with torch.no_grad():
-            parts = (linear(part, weight, bias) for part in states.split(CHUNK))
+            parts = (linear(part, weight, bias) for part in read.split(CHUNK))
             rows = torch.cat([part.topk(self.options.candidates).indices for part in parts])
             lacking = (rows != labels[:, None]).all(1) & (labels >= 0)
             rows[:, -1] = torch.where(lacking, labels, rows[:, -1])
             found = rows == labels[:, None]
             right = torch.where(labels < 0, -100, found.long().argmax(1))
-        scores = (weight[rows] @ states[..., None])[..., 0]
+        scores = (weight[rows] @ read[..., None])[..., 0]
         if bias is not None:
             scores = scores + bias[rows]
         selector = self.candidate_selector

@@ -162,11 +162,8 @@ class HeadTraining(nn.Module):
         if prediction.confidence is not None:
             shape = len(labels), len(self.weighted_loss.names)
             values = torch.zeros(shape, device=labels.device)
-        weight, bias = self.heads.output.of(prediction.depth)
         loss, term_sums = chunked_loss(
-            prediction.states,
-            weight,
-            bias,
+            *self.heads.output.last_product(prediction.depth, prediction.states),
             self._teacher(batch, prediction.depth, prediction.positions),
             labels,
             self.weighted_loss,
@@ -205,14 +202,14 @@ class HeadTraining(nn.Module):
         ids = self.heads.vocabulary
         if ids is None:
             return 1 - values[:, list(self.weighted_loss.names).index("total_variation")]
-        own = self.heads.output.of(prediction.depth)
+        read, own, own_bias = self.heads.output.last_product(prediction.depth, prediction.states)
         weight, bias = self._all_tokens
         states = shift_left(batch.features[FINAL], prediction.depth)[prediction.positions]
         states = states.to(weight.dtype)
         accepted = states.new_zeros(len(states), dtype=torch.float32)
         for begin in range(0, len(states), self.chunk):
             part = slice(begin, begin + self.chunk)
-            logits = linear(prediction.states[part], *own)
+            logits = linear(read[part], own, own_bias)
             if prediction.added is not None:
                 rows, added = prediction.added
                 logits = logits + linear(rows[part], added)
@@ -230,8 +227,7 @@ class HeadTraining(nn.Module):
         """float32 [B, T]: the head's probability of the token that it predicts; NaN where it is
         not trained."""
         shares = label_shares(
-            prediction.states,
-            *self.heads.output.of(prediction.depth),
+            *self.heads.output.last_product(prediction.depth, prediction.states),
             self._labels(prediction, input_ids),
             chunk=self.chunk,
             added=prediction.added,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self
 
 import torch
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -48,6 +48,10 @@ class HeadOptions(Strict):
     """The output layer. `own`: one per head. `shared`: one for all heads. Both start as a copy of
     the target's output layer and are trained. `target`: the target's output layer itself, frozen
     and not stored."""
+    output_rank: int | None = Field(None, ge=1)
+    """r; an output layer is then two trained factors, [r, H] and [V', r] (SlimSpec, 2605.10453),
+    which start as near to the target's as that rank can be. With `output: target` all heads share
+    them. None: full output layers."""
 
     def for_target(self, target: Target) -> Self:
         """The options with all that depends on the target. Raises UserError for what does not fit
@@ -163,7 +167,7 @@ class Heads(nn.Module, ABC):
         layer = output_layer(model)
         self.hidden_size: int = layer.in_features
         self.rows = layer.out_features if vocabulary is None else len(vocabulary)
-        self.output = HeadOutput(options.output, depth, layer, self.rows)
+        self.output = HeadOutput(options.output, depth, layer, self.rows, options.output_rank)
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:

@@ -83,11 +83,8 @@ class DraftLoss:
             labels = labels if self._label_rows is None else self._label_rows[labels]
             of_depth = (signal_depths == depth).to(device)
             teacher = signal[of_depth]
-            weight, bias = self.heads.output.of(depth)
             loss, values = chunked_loss(
-                prediction.states,
-                weight,
-                bias,
+                *self.heads.output.last_product(depth, prediction.states),
                 teacher.__getitem__,
                 labels,
                 weighted_loss,

@@ -47,6 +47,8 @@ class PassOptions(HeadOptions):
     type: Literal["pass"] = "pass"
     output: Literal["target"] = "target"
     """The output layer: the target's, frozen and not stored."""
+    output_rank: None = None
+    """None, because the target itself drafts."""
     tokens: int = Field(6, ge=1)
     """k, the number of look-ahead tokens. A draft has at most k + 1 tokens: the first one is the
     target's own."""

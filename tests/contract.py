@@ -96,7 +96,7 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
     "hydra": {"type": "hydra", "heads": 3},
     "hydra_plus": {"type": "hydra_plus", "heads": 3, "layers": 2},
     "eagle1": {"type": "eagle1", "depth": 3},
-    "eagle3": {"type": "eagle3", "steps": 3},
+    "eagle3": {"type": "eagle3", "steps": 3, "output_rank": 3},
     "p_eagle": {"type": "p_eagle", "tokens": 3, "layers": 2},
     "pass": {"type": "pass", "tokens": 2},
     "in_tree": {"type": "pass", "tokens": 3},

@@ -34,6 +34,7 @@ from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
+from heads.layers.low_rank import expand
 from tests.stages import (
     LOOP,
     drafter_weights,
@@ -589,7 +590,20 @@ def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
         "output",
     }
     assert heads.midlayer.self_attn.q_proj.weight.shape == (32, 64)
-    assert heads.output.of(3)[0].shape == (VOCAB, 32)
+    weight = heads.output.of(3)[0]
+    assert weight.shape == (VOCAB, 32)
+    # The nearest product of rank 8, and the same logits from its factors and from it.
+    low: Any = new_heads(
+        HeadOptions.of(KINDS["eagle3"] | {"output_rank": 8}), target("eagle3"), None
+    )
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    nearest = (left[:, :8] * values[:8]) @ right[:8]
+    torch.testing.assert_close(low.output.of(3)[0], nearest, rtol=1e-4, atol=1e-5)
+    states = torch.randn(5, 32)
+    logits = low.output.at(3, states)
+    expand(low.output.layers)
+    torch.testing.assert_close(low.output.at(3, states), logits, rtol=1e-4, atol=1e-5)
+    assert [name for name, _ in low.output.named_parameters()] == ["layers.0.weight"]
 
 
 @pytest.mark.parametrize("kind", ["hydra", "hydra_plus"])
@@ -613,8 +627,15 @@ def test_hydra_starts_as_the_target(kind: str) -> None:
         ({"type": "eagle3", "output": "own"}, "output is .own."),
         ({"type": "hydra", "decay": 0.0}, "decay is 0"),
         ({"type": "eagle"}, "unknown type of heads 'eagle'"),
+        ({"type": "eagle1", "output_rank": 0}, "output_rank is 0"),
+        ({"type": "pass", "output_rank": 8}, "output_rank is 8; expected None"),
     ],
 )
 def test_bad_options_are_refused(given: Any, message: str) -> None:
     with pytest.raises(UserError, match=message):
         HeadOptions.of(given)
+
+
+def test_factors_that_save_nothing_are_refused() -> None:
+    with pytest.raises(UserError, match=r"output_rank is 31: .* layer \[300, 32\]"):
+        new_heads(HeadOptions.of({"type": "eagle1", "output_rank": 31}), target(), None)

@@ -49,6 +49,7 @@ KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "eagle3-target": (EAGLE3 | {"output": "target"}, None),
     "eagle3-reduced": (EAGLE3, KEPT),
     "eagle3-target-reduced": (EAGLE3 | {"output": "target"}, KEPT),
+    "eagle3-low-rank-reduced": (EAGLE3 | {"output": "target", "output_rank": 16}, KEPT),
     "eagle3.1-reduced": (EAGLE31, KEPT),
     "eagle3-other-reduced": (OTHER3, KEPT),
 }
@@ -109,11 +110,13 @@ def test_identity_layers_are_accepted_in_our_loop(
 def test_what_layers_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     make_heads(tmp_path / "eagle1", target, EAGLE1)
     make_heads(tmp_path / "eagle3", target, EAGLE3)
+    make_heads(tmp_path / "low", target, EAGLE1 | {"output_rank": 8})
     make_heads(tmp_path / "hydra", target, {"type": "hydra", "heads": 3})
     make_heads(tmp_path / "hydra_plus", target, {"type": "hydra_plus", "heads": 3})
     refused = {
         ("eagle1", "gguf"): r"llama\.cpp has no EAGLE-1; serve it with vLLM",
         ("eagle3", "tgi"): "cannot hold a eagle3 drafter; use --format eagle3",
+        ("low", "sglang"): "has an output layer of its own .output_rank., but readers of format",
         ("hydra", "vllm"): "no engine supports Hydra heads",
         ("hydra_plus", "vllm"): r"no engine supports Hydra\+\+ heads",
     }

@@ -62,6 +62,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "medusa": MEDUSA,
     "medusa-deep-shared": MEDUSA | {"layers": 2, "output": "shared"},
     "medusa-target": MEDUSA | {"output": "target"},
+    "medusa-low-rank": MEDUSA | {"output": "target", "output_rank": 8},
     "blockwise": BLOCKWISE,
     "blockwise-shared": BLOCKWISE | {"output": "shared"},
 }
@@ -256,7 +257,7 @@ def test_no_gradient_reaches_a_frozen_target() -> None:
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@kinds
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "low-rank" not in kind])
 def test_at_the_start_every_head_is_the_target(kind: str, reduced: bool) -> None:
     """So the loss there is the cross-entropy of the target's own next-token distribution."""
     heads = make(kind, IDS if reduced else None)
@@ -556,7 +557,8 @@ def test_what_is_borrowed_is_not_stored(kind: str, tmp_path: Path) -> None:
     drafter = open_drafter(str(tmp_path / "heads"), target())
     assert_equal(dict(drafter.heads.state_dict()), dict(heads.state_dict()))
     stored = load_file(tmp_path / "heads" / "heads.safetensors")
-    assert any(name.startswith("output.") for name in stored) == (heads.options.output != "target")
+    has_output = heads.options.output != "target" or heads.options.output_rank is not None
+    assert any(name.startswith("output.") for name in stored) == has_output
     ours = Decoder(target().model, drafter_of(heads), gamma=3).decode(PROMPTS, NEW)
     theirs = Decoder(target().model, drafter, gamma=3).decode(PROMPTS, NEW)
     assert theirs.outputs == ours.outputs

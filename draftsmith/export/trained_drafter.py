@@ -24,6 +24,7 @@ from decode.opening.directory import DRAFTER_FILE, describe_drafter
 from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadOptions, Heads
+from heads.layers.low_rank import expand
 from heads.layers.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
@@ -124,14 +125,15 @@ class TrainedDrafter:
         return is_reduced or (self.path / "draft_vocabulary.safetensors").exists()
 
     def heads(self, layout: str, target: Target) -> Heads:
-        """Return its heads in their stored dtype, with the modules that they borrow from the
-        target in float32. Raises UserError if the target's output layer has a bias, which no layout
-        of heads can hold."""
+        """Return its heads in their stored dtype, with full output layers, and with the modules
+        that they borrow from the target in float32. Raises UserError if the target's output layer
+        has a bias, which no layout of heads can hold."""
         if output_layer(target.model).bias is not None:
             raise UserError(
                 f"the output layer of {target.name} has a bias, which format {layout} cannot hold"
             )
         heads = read_heads(self.path, target)
+        expand(heads.output.layers)
         heads.borrow(target.model, torch.float32)
         return heads
 

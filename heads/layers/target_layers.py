@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
+from heads.layers.low_rank import LowRankLinear, factors
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -38,24 +39,32 @@ class HeadOutput(nn.Module):
     """The output layers of all heads.
 
     kind: `own`, one layer per head; `shared`, one for all heads; `target`, the target's layer,
-    which is not a parameter of this module.
+    which is not a parameter of this module. rank: of the layers, which are then never the
+    target's; None: full layers.
     """
 
-    def __init__(self, kind: OutputKind, depth: int, layer: nn.Linear, rows: int) -> None:
+    def __init__(
+        self, kind: OutputKind, depth: int, layer: nn.Linear, rows: int, rank: int | None = None
+    ) -> None:
         super().__init__()
-        count = {"own": depth, "shared": 1, "target": 0}[kind]
-        self.layers = nn.ModuleList(_empty(layer, rows) for _ in range(count))
+        count = {"own": depth, "shared": 1, "target": 0 if rank is None else 1}[kind]
+        self.layers = nn.ModuleList(
+            _empty(layer, rows) if rank is None else LowRankLinear(layer, rows, rank)
+            for _ in range(count)
+        )
+        self._rank = rank
         # A list hides the layer from `parameters` and from engines.
         self._borrowed: list[nn.Module] = []
         self._layer_in_use: tuple[Tensor, Tensor | None] | None = None
 
     def init_weights(self, layer: nn.Linear, vocabulary: Tensor | None) -> None:
-        """Copy the target's rows into every layer."""
+        """Copy the target's rows into every layer, or what is nearest to them."""
+        rows = _rows(layer, vocabulary)
+        if self._rank is not None:
+            rows[:1] = factors(rows[0], self._rank)
         for head_layer in self.layers:
-            assert isinstance(head_layer, nn.Linear)
-            copied = zip(head_layer.parameters(), _rows(layer, vocabulary), strict=True)
-            for parameter, rows in copied:
-                parameter.copy_(rows)
+            for parameter, values in zip(head_layer.parameters(), rows, strict=True):
+                parameter.copy_(values)
 
     def borrow(
         self,
@@ -97,8 +106,18 @@ class HeadOutput(nn.Module):
         if self._layer_in_use is not None:
             return self._layer_in_use
         layer = self._layer(depth)
+        if isinstance(layer, LowRankLinear):
+            return layer.product()
         assert isinstance(layer, nn.Linear | PackedLinear)
         return layer.weight, layer.bias
+
+    def last_product(self, depth: int, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows [n, R], weight [V', R] and bias [V']: the product that makes the logits of the head
+        at depth 1, 2, … from states [n, H]. R is H, or the rank."""
+        layer = self._layer(depth) if self._layer_in_use is None else None
+        if isinstance(layer, LowRankLinear):
+            return layer.last_product(states)
+        return states, *self.of(depth)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return logits [B, d, V'] for states [B, d, H] of the first d heads."""

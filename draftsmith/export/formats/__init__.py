@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry, import_all
@@ -246,7 +246,15 @@ def require_window(layout: Format, drafter: TrainedDrafter) -> None:
 
 def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
     """Raise UserError for heads with an option that the engine `name` does not know, although it
-    reads the layout otherwise."""
+    reads the layout otherwise, and for those with an output layer that it takes from the target."""
+    options = drafter.options
+    if getattr(options, "output_rank", None) is not None and not layout.is_ours:
+        kinds = get_args(type(options).model_fields["output"].annotation)
+        if "shared" not in kinds:
+            raise UserError(
+                f"{drafter} has an output layer of its own (output_rank), but readers of format "
+                f"{layout.name} use the target's; train it without output_rank"
+            )
     used = [option for option in layout.unread.get(name, ()) if getattr(drafter.options, option)]
     if used:
         raise UserError(

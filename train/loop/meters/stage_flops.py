@@ -27,7 +27,10 @@ def heads_flops(
     body = heads.body_flops()
     if body is None:
         return None
-    layer = output_flops(heads.rows, heads.hidden_size, trained=len(heads.output.layers) > 0)
+    width = heads.options.output_rank or heads.hidden_size
+    layer = output_flops(heads.rows, width, trained=len(heads.output.layers) > 0)
+    if heads.options.output_rank is not None:
+        layer += output_flops(width, heads.hidden_size, trained=True)
     teacher = _teacher_flops(target, heads.rows, False, reads_logits)
     for _ in heads.loss_weights(0.0):
         body = body + layer + teacher

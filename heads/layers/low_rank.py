@@ -1,0 +1,58 @@
+"""Output layers of low rank (SlimSpec, 2605.10453): states [H] → rank r → V' rows.
+
+One has r·(H + V') weights in place of H·V', and a level of a draft reads as many.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from decode.base.errors import UserError
+
+
+class LowRankLinear(nn.Module):
+    """The factors `down`, [r, H], and `up`, [V', r], in place of an output layer of V' rows like
+    `layer`. Raises UserError for a rank that saves no weights."""
+
+    def __init__(self, layer: nn.Linear, rows: int, rank: int) -> None:
+        super().__init__()
+        size = layer.in_features
+        if rank * (rows + size) >= rows * size:
+            raise UserError(
+                f"output_rank is {rank}: factors of that rank are no smaller than the output layer "
+                f"[{rows}, {size}]; expected a lower rank, or none"
+            )
+        self.down = nn.Linear(size, rank, bias=False)
+        self.up = nn.Linear(rank, rows, bias=layer.bias is not None)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[..., V'] for states [..., H]."""
+        logits: Tensor = self.up(self.down(states))
+        return logits
+
+    def product(self) -> tuple[Tensor, Tensor | None]:
+        """Weight [V', H] and bias [V'] of the full layer that computes the same."""
+        return self.up.weight @ self.down.weight, self.up.bias
+
+    def last_product(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Rows [n, r] for states [n, H], and the weight [V', r] and bias [V'] that follow."""
+        return self.down(states), self.up.weight, self.up.bias
+
+
+def factors(weight: Tensor, rank: int) -> list[Tensor]:
+    """[r, H] and [V', r], whose product is the nearest of this rank to a weight [V', H]: its
+    truncated SVD, by the eigenvectors of WᵀW, which is the smaller matrix."""
+    wide = weight.float()
+    vectors = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -rank:]
+    return [vectors.T, wide @ vectors]
+
+
+@torch.no_grad()
+def expand(layers: nn.ModuleList) -> None:
+    """Replace layers of low rank with the full layers that compute the same."""
+    for place, layer in enumerate(layers):
+        if isinstance(layer, LowRankLinear):
+            weight, bias = layer.product()
+            rows, size = weight.shape
+            full = nn.Linear(size, rows, bias=bias is not None, device="meta")
+            full.weight, full.bias = nn.Parameter(weight, requires_grad=False), layer.up.bias
+            layers[place] = full
