@@ -61,10 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 AFTER = ("glm4_moe", "deepseek_v3")  # the module's layers are numbered after the target's
 
 
-def save_mtp_target(directory: Path, family: str, layers: int = 1) -> Path:
+def save_mtp_target(directory: Path, family: str, layers: int = 1, **changes: Any) -> Path:
     """The checkpoint of a tiny target with a module of random weights. Few tokens are likely, so
-    that drafts are often right."""
-    settings = dict(FAMILIES[family])
+    that drafts are often right. changes: other settings for `tiny_model`."""
+    settings = FAMILIES[family] | changes
     if family in (*AFTER, "mellum"):
         settings["num_nextn_predict_layers"] = layers
     save_tiny(directory, family, **settings)

@@ -21,7 +21,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "speculators": {"method": "eagle3"},
     "dflash": {"method": "dflash"},
     "speculators-dflash": {"method": "dflash"},
+    "mtp": {"method": "mtp"},
 }
+# Layouts that hold the target too: vLLM reads the drafter from the target's own directory.
+WITH_TARGET = ("mtp",)
 
 
 class VLLM(LibraryEngine):
@@ -57,7 +60,7 @@ class VLLM(LibraryEngine):
         return {
             "options": place
             | {
-                "model": str(target),
+                "model": str(task.export.resolve() if _layout(task) in WITH_TARGET else target),
                 "dtype": dtype_name(task.target.dtype),
                 "max_model_len": min(room, task.target.max_positions),
                 "max_num_seqs": max([1, *task.loads]),
@@ -74,8 +77,14 @@ class VLLM(LibraryEngine):
 
     def speculative(self, task: EngineTask) -> dict[str, Any]:
         """Return the method of vLLM's speculative_config, and its options."""
-        layout = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
-        return METHODS[layout] | {"model": str(task.export.resolve())}
+        layout = _layout(task)
+        model = {} if layout in WITH_TARGET else {"model": str(task.export.resolve())}
+        return METHODS[layout] | model
+
+
+def _layout(task: EngineTask) -> str:
+    layout: str = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
+    return layout
 
 
 ENGINES.register("vllm")(VLLM())

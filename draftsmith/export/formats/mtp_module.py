@@ -60,7 +60,7 @@ class MtpModule(Format):
 
     name = "mtp"
     kinds: ClassVar[tuple[str, ...]] = ("mtp",)
-    engines: ClassVar[tuple[str, ...]] = ()
+    engines: ClassVar[tuple[str, ...]] = ("vllm",)
     needs_target = True
     depth_option = "depth"
 
