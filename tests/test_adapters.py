@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
@@ -18,6 +20,9 @@ from decode.opening.adapters import WEIGHTS
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.adapter_directory import save_adapter
 from distill.trainable_model import DrafterLora, Trainable, linear_sizes
+from draftsmith.cli.main import app
+from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.merged import write_merged
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from tests.contract import HEAD_OPTIONS
@@ -114,6 +119,19 @@ def test_an_adapter_drafts_what_the_merged_drafter_drafts(family: str, tmp_path:
     theirs = PeftModel.from_pretrained(plain, found["apart"]).eval()(ids).logits
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-4)
 
+    # Merged later, as a drafter directory and in an export.
+    apart_path, hf = found["apart"], tmp_path / "hf"
+    assert apart_path is not None
+    write_merged(apart_path, tmp_path / "later")
+    later: Any = open_drafter(str(tmp_path / "later"), target)
+    torch.testing.assert_close(logits_of(later), whole)
+    assert describe_drafter(tmp_path / "later")["kind"] == "small_lm"
+    if family == "llama":
+        export_drafter(apart_path, "hf", hf)
+        exported = AutoModelForCausalLM.from_pretrained(hf)
+        torch.testing.assert_close(exported(ids).logits, whole, rtol=1e-4, atol=1e-4)
+        assert check_export(hf)["kind"] == "small_lm"
+
     shared, own = blocks(base), blocks(apart)
     assert shared < own
     assert own & blocks(other) == shared
@@ -142,6 +160,12 @@ def test_an_adapter_needs_the_base_that_it_was_trained_on(context: StageInputs) 
         plan.memory.optimizer == 12 * plan.trained_parameters < plans["base"].memory.optimizer / 4
     )
     assert {x.name for x in path.iterdir()} >= {WEIGHTS, "adapter_config.json", "drafter.json"}
+    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    assert "an adapter on the small_lm drafter ../../base/drafter" in shown.output
+    out = context.directory / "whole"
+    assert CliRunner().invoke(app, ["merge", str(path), "--out", str(out)]).exit_code == 0
+    again = CliRunner().invoke(app, ["merge", str(out), "--out", str(context.directory / "two")])
+    assert (again.exit_code, "is a small_lm drafter and no adapter" in again.output) == (2, True)
     named = describe_drafter(path)["base"]
     assert (named["kind"], named["path"]) == ("small_lm", "../../base/drafter")
     # Both can be moved together. A base with other weights is refused, with both hashes.
@@ -243,6 +267,9 @@ def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: P
         tmp_path / "apart", trained, weights, tmp_path / "base", target=target, provenance={}
     )
     save_heads(tmp_path / "merged", merged, target=target, provenance={})
+    write_merged(tmp_path / "apart", tmp_path / "later")
+    ours, theirs = (load_file(tmp_path / x / "heads.safetensors") for x in ("later", "merged"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     base, apart, whole = (
         drafts_of(open_drafter(str(tmp_path / x), target), target)
         for x in ("base", "apart", "merged")

@@ -1,4 +1,4 @@
-"""`evaluate`, `generate` and `inspect` a drafter; `coverage` of a reduced draft vocabulary."""
+"""`evaluate`, `generate`, `merge` and `inspect` a drafter; `coverage` of a draft vocabulary."""
 
 import json
 import math
@@ -227,6 +227,19 @@ def generate(
 
 
 @shows_errors
+def merge(
+    adapter: Annotated[Path, typer.Argument(help="the directory of an adapter")],
+    out: Annotated[Path, typer.Option(help="the new drafter directory")],
+) -> None:
+    """Write an adapter and its base as one drafter."""
+    from draftsmith.export.export_directory import vacant
+    from draftsmith.export.merged import write_merged
+
+    write_merged(adapter, vacant(out, "--out"))
+    typer.echo(f"merged into {out}")
+
+
+@shows_errors
 def inspect(
     drafter: Annotated[Path, typer.Argument(help="a drafter directory")],
     json_file: Annotated[
@@ -239,7 +252,8 @@ def inspect(
     from decode.shapes.static import stored_shape
 
     description = describe_drafter(drafter)
-    config = json.loads((drafter / "config.json").read_text())
+    base = description.get("base")  # of an adapter
+    config = {} if base else json.loads((drafter / "config.json").read_text())
     files = [*drafter.glob("*.safetensors"), *drafter.glob("*.npy")]
     size = sum(file.stat().st_size for file in files)
     sizes = ", ".join(
@@ -247,6 +261,7 @@ def inspect(
         for key in ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "max_n")
         if key in config
     )
+    sizes = f"an adapter on the {base['kind']} drafter {base['path']}" if base else sizes
     what = "tokens and suffixes" if description["kind"] == "rest" else "weights"
     typer.echo(f"{drafter}: complete, {size / 1e6:.1f} MB of {what} ({sizes})")
     shape, nodes = stored_shape(drafter), config.get("tree_nodes")

@@ -12,7 +12,7 @@ from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
 from draftsmith.cli.compare import compare
 from draftsmith.cli.doctor import doctor
-from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect
+from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect, merge
 from draftsmith.cli.export import export
 from draftsmith.cli.import_drafter import import_drafter
 from draftsmith.cli.init import init, quickstart
@@ -68,6 +68,7 @@ for command in (
     calibrate_layers,
     coverage,
     inspect,
+    merge,
     export,
     import_drafter,
     serve,

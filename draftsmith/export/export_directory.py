@@ -6,19 +6,27 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-from decode.base.artifact import MANIFEST, CorruptArtifact, verify_directory, write_directory
+from decode.base.artifact import (
+    MANIFEST,
+    CorruptArtifact,
+    temporary,
+    verify_directory,
+    write_directory,
+)
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.measure.evaluation import evaluate
 from decode.model.loading import DTYPES, Target, load_target
 from decode.model.same_target import require_same_target
+from decode.opening.adapters import KIND as ADAPTER
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
@@ -32,6 +40,7 @@ from draftsmith.export.formats import (
     require_options,
     require_window,
 )
+from draftsmith.export.merged import write_merged
 from draftsmith.export.model_card import drafter_card, target_card
 from draftsmith.export.model_directory import README, find_backbone, write_backbone
 from draftsmith.export.trained_drafter import TrainedDrafter
@@ -67,7 +76,8 @@ def export_drafter(
     measuring: Measuring | None = None,
     say: Say = lambda line: None,
 ) -> None:
-    """Write a drafter directory as an export to `out`, which must be missing or empty.
+    """Write a drafter directory as an export to `out`, which must be missing or empty. An adapter
+    is merged into its base first.
 
     form: a format, or the name of an engine. A drafter that was trained together with its target is
     not exported without it (`ExportOptions.backbone`).
@@ -83,6 +93,23 @@ def export_drafter(
     if options.gamma is not None and options.gamma < 1:
         raise UserError(f"gamma is {options.gamma}; expected at least 1")
     trained = TrainedDrafter.open(drafter)
+    with ExitStack() as stack:
+        if trained.kind == ADAPTER:
+            path = stack.enter_context(temporary(out))
+            write_merged(drafter, path)
+            trained = replace(TrainedDrafter.open(path), in_run=drafter)
+        _export(trained, form, out, options, measuring, say)
+
+
+def _export(
+    trained: TrainedDrafter,
+    form: str,
+    out: Path,
+    options: ExportOptions,
+    measuring: Measuring | None,
+    say: Say,
+) -> None:
+    drafter = trained.path
     layout = format_for(form, trained.kind)
     backbone = _backbone_to_export(trained, options, out)
     evaluation = evaluation_in_run(trained)

@@ -57,11 +57,13 @@ class SmallLMSource:
 class TrainedDrafter:
     """A drafter directory that was checked against its manifest.
 
-    description: the contents of `drafter.json`.
+    description: the contents of `drafter.json`. in_run: its directory in the run that trained it,
+    if it is elsewhere.
     """
 
     path: Path
     description: dict[str, Any]
+    in_run: Path | None = None
 
     @classmethod
     def open(cls, path: Path) -> "TrainedDrafter":

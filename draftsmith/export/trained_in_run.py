@@ -12,10 +12,11 @@ from draftsmith.export.trained_drafter import TrainedDrafter, public_name
 def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     """Return the evaluation of this drafter in the run that trained it, None if there is none.
     The evaluation of …/stages/NN-NAME/drafter is under …/evaluations."""
-    run = _run_of(drafter.path)
+    path = drafter.in_run or drafter.path
+    run = _run_of(path)
     if run is None:
         return None
-    name = _stage_name(drafter.path.resolve().parent)
+    name = _stage_name(path.resolve().parent)
     for file in sorted((run / "evaluations").glob("*/evaluation.json")):
         record = json.loads(file.read_text())
         if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
@@ -31,7 +32,7 @@ def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     from, each {name}, and for answers of the target also {answers, prompts, tokens, temperature,
     self_prompts}}. Directories on this machine are left out of all names.
     """
-    run = _run_of(drafter.path)
+    run = _run_of(drafter.in_run or drafter.path)
     if run is None or not (run / "config.json").exists():
         return None
     config = json.loads((run / "config.json").read_text())
