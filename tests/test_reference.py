@@ -43,6 +43,7 @@ WITHOUT_JSON = {
     "verify-server": "its edges have the figures",
     "record": "counts nothing",
     "audit-models": "writes models",
+    "merge": "writes a drafter",
 }
 
 

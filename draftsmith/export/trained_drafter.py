@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ class TrainedDrafter:
 
     path: Path
     description: dict[str, Any]
-    in_run: Path | None = None
+    in_run: Path | None = field(default=None, kw_only=True)
 
     @classmethod
     def open(cls, path: Path) -> "TrainedDrafter":
