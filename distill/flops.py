@@ -58,11 +58,14 @@ def output_flops(rows: int, width: int, *, trained: bool | None) -> TextFlops:
     return TextFlops(per_prediction=float(passes * rows * width))
 
 
-def products_flops(*modules: nn.Module) -> float:
-    """The FLOPs of a training step for each token that goes through all of these modules once."""
+def products_flops(*modules: nn.Module, config: Any = None) -> float:
+    """The FLOPs of a training step for each token that goes through all of these modules once.
+    config: says how many experts a token goes to. None: there are none."""
     passes = FORWARD + 2 * BACKWARD
-    weights = (weight for module in modules for _, weight in _product_weights(module, None))
-    return float(passes * sum(weight.numel() for weight in weights))
+    weights = (named for module in modules for named in _product_weights(module, None))
+    return float(
+        passes * sum(weight.numel() * _active_share(name, config) for name, weight in weights)
+    )
 
 
 def _product_weights(module: nn.Module, output: nn.Module | None) -> list[tuple[str, nn.Parameter]]:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
-from distill.flops import TextFlops
+from distill.flops import TextFlops, attention_flops, products_flops
 from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.heads_module import (
     HEADS,
@@ -119,8 +119,15 @@ class MtpHeads(TokenHeads, AttendingHeads):
     def loss_weights(self, uniform: float) -> dict[int, float]:
         return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
-    def body_flops(self) -> TextFlops | None:
-        return None  # of the experts of a layer, a token goes through some
+    def body_flops(self) -> TextFlops:
+        """Each step goes through one layer, and there through some of its experts."""
+        config = self.config
+        per_token = self.depth * products_flops(self.layers[0], config=config)
+        head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if getattr(config, "kv_lora_rank", None) is not None:
+            head = config.qk_nope_head_dim + config.qk_rope_head_dim
+        width = self.depth * config.num_attention_heads * head
+        return TextFlops(per_token) + attention_flops(width, trained=True)
 
     def step(
         self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend, number: int = 0

@@ -170,6 +170,7 @@ STAGES = {
     "eagle1": ("heads", {"heads": {"type": "eagle1", "depth": 2}, "losses": {"forward_kl": 1.0}}),
     "eagle3": ("heads", {"heads": {"type": "eagle3", "steps": 3}, "losses": {"forward_kl": 1.0}}),
     "kangaroo": ("heads", {"heads": {"type": "kangaroo", "exit_layer": 2}}),
+    "mtp": ("heads", {"heads": {"type": "mtp", "depth": 2}, "losses": {"forward_kl": 1.0}}),
 }
 
 
