@@ -54,9 +54,12 @@ quickstart: install
 	$(VENV)/bin/accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no \
 		--dynamo_backend no -m train $(CONFIG)
 
+# Processes that have more threads all the same do not spin while these wait.
+ONE_THREAD = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
+
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
 test: install
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
 		-m "not engine and not client and not thorough"
 	@echo "left out: tests in inference engines (make test-engines), longer tests (make test-thorough)"
 
@@ -71,12 +74,12 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $@
 
 test-lowest: $(LOWEST)/.installed
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
+	$(ONE_THREAD) $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
 		--dist worksteal -m "not engine and not client and not thorough"
 
 # What a cheaper test in `make test` proves, on more kinds or with more power.
 test-thorough: install
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
 		-m "thorough and not engine and not client"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.

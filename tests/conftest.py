@@ -16,11 +16,11 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def one_thread(request: pytest.FixtureRequest) -> None:
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several workers with several threads each hold each other up, tenfold on two cores. Runs and
-    benchmarks set the number of threads of the process, and so of the tests after them."""
-    if hasattr(request.config, "workerinput"):
-        torch.set_num_threads(1)
+    benchmarks would set the number of threads of the process, and so of the tests after them."""
+    torch.set_num_threads(1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from benchmarks import (
     boosting,
+    common,
     context,
     device,
     drafters,
@@ -185,8 +187,16 @@ def test_a_small_model_with_another_tokenizer_is_made_of_the_target(tmp_path):
         assert drafted.tally.drafted.sum() > 0
 
 
-def test_a_fresh_process_returns_what_the_function_does():
+def test_a_fresh_process_returns_what_the_function_does(monkeypatch):
     assert in_fresh_process("json:dumps", obj={"number": [21]}) == '{"number": [21]}'
+
+    def here(command, **_):
+        """A second process would do the same as this one."""
+        monkeypatch.setattr(sys, "argv", command[2:])
+        common._run_in_fresh_process()
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(common.subprocess, "run", here)
     with pytest.raises(UserError, match="needs no-such-package"):
         in_fresh_process(
             "benchmarks.common:require",

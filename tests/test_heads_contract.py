@@ -55,7 +55,10 @@ def test_every_kind_has_options() -> None:
     assert not lacking, f"tests/contract.py lacks options of {lacking}: add them to HEAD_OPTIONS"
 
 
-@pytest.mark.parametrize("shape", [None, static()], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(None, marks=pytest.mark.thorough, id="chain"), pytest.param(static(), id="tree")],
+)
 @kinds
 def test_rows_are_their_own(kind: str, shape: Any) -> None:
     check_rows_are_their_own(lambda: heads_drafter(kind, shape))
@@ -81,35 +84,40 @@ def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
     ("kind", "rule", "draw"),
     [
         ("medusa", "block", None),
-        ("medusa", "exact", "top"),
         ("medusa, then lookup", "block", None),
-        ("medusa", "spectr", "independent"),
-        ("medusa", "multi_round", "top"),
-        ("hydra", "block", None),
         ("hydra", "multi_round", "distinct"),
-        ("blockwise", "speculative", None),
         ("blockwise", "traversal", "distinct"),
         ("hydra_plus", "spectr", "independent"),
-        ("eagle1", "block", None),
         ("eagle1", "multi_round", "distinct"),
-        ("eagle3", "speculative", None),
         ("eagle3", "traversal", "distinct"),
         ("p_eagle", "block", None),
-        ("p_eagle", "traversal", "distinct"),
-        ("pass", "block", None),
         ("pass", "traversal", "distinct"),
         ("in_tree", "block", None),
-        ("in_tree", "traversal", "distinct"),
         ("dflash", "block", None),
-        ("dflash", "traversal", "distinct"),
         ("dspark", "speculative", None),
-        ("dspark", "multi_round", "distinct"),
-        ("dflash2", "block", None),
         ("dflash2", "multi_round", "distinct"),
-        ("kangaroo", "speculative", None),
         ("kangaroo", "traversal", "distinct"),
         ("mtp", "block", None),
-        ("mtp", "multi_round", "distinct"),
+        *(
+            pytest.param(*law, marks=pytest.mark.thorough)
+            for law in (
+                ("medusa", "exact", "top"),
+                ("medusa", "spectr", "independent"),
+                ("medusa", "multi_round", "top"),
+                ("hydra", "block", None),
+                ("blockwise", "speculative", None),
+                ("eagle1", "block", None),
+                ("eagle3", "speculative", None),
+                ("p_eagle", "traversal", "distinct"),
+                ("pass", "block", None),
+                ("in_tree", "traversal", "distinct"),
+                ("dflash", "traversal", "distinct"),
+                ("dspark", "multi_round", "distinct"),
+                ("dflash2", "block", None),
+                ("kangaroo", "speculative", None),
+                ("mtp", "multi_round", "distinct"),
+            )
+        ),
     ],
 )
 def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
@@ -164,7 +172,7 @@ def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
     assert (np.bincount(drafted, minlength=4)[1:] / len(drafted) > 0.05).all()
 
 
-@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("reduced", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
 def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
     """With all weights and the draft vocabulary, and for the same target in another dtype."""

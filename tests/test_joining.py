@@ -277,7 +277,8 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 )
 def test_the_size_of_passes_changes_no_text(kind: str) -> None:
     texts, widths, widths_of_heads = [], [], []
-    for tokens in (1, 7, 60, 1 << 20):
+    by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
+    for tokens in (1, 60, 1 << 20):
         which = decoder(recipe(kind), prefill_tokens=tokens, sampling=GREEDY)
         if isinstance(which.drafter, lossless.SmallLMDrafter):
             which.drafter.lm.pass_tokens = tokens
@@ -301,12 +302,12 @@ def test_the_size_of_passes_changes_no_text(kind: str) -> None:
         texts.append(which.decode(PROMPTS, NEW).outputs)
         widths.append(max(fed))
         widths_of_heads.append(max(read, default=0))
-        assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
-    assert texts[0] == texts[1] == texts[2] == texts[3]
+        assert staggered(which, LIMITS).result().outputs == by_itself
+    assert texts[0] == texts[1] == texts[2]
     if any(widths_of_heads) and kind != "heads with windows":  # that reads only what it needs
-        assert widths_of_heads[0] < widths_of_heads[2] < widths_of_heads[3]
+        assert widths_of_heads[0] < widths_of_heads[1] < widths_of_heads[2]
     # At least one token of each row, or a step with its draft.
-    assert widths[2] <= 120 < widths[3]
+    assert widths[1] <= 120 < widths[2]
 
 
 @pytest.mark.parametrize(

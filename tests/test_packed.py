@@ -152,8 +152,8 @@ def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
     with torch.inference_mode():
         for prompt in prompts:
             ids = torch.tensor([prompt])
-            found = Decoder(target.model, DRAFTERS["ngram"](), gamma=4).decode([prompt], 32)
-            said = target.model.generate(ids, max_new_tokens=32, do_sample=False, eos_token_id=None)
+            found = Decoder(target.model, DRAFTERS["ngram"](), gamma=4).decode([prompt], 12)
+            said = target.model.generate(ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
             assert found.outputs[0] == said[0, len(prompt) :].tolist()
 
 

@@ -74,7 +74,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"layers": 3, "attn_layer_indices": [1], **MAMBA},
     "granitemoehybrid": LAYERS | MAMBA | {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
-NEW, GAMMA = 24, 4
+NEW, GAMMA = 16, 4
 PROMPTS = [
     np.random.default_rng(length).integers(3, 40, length).tolist() for length in (5, 1, 19, 9, 3, 2)
 ]

@@ -595,7 +595,7 @@ def again(draft: Draft, rng: CounterRNG, rows: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["static", "static without replacement", "chains"])
 def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
     drafter = SmallLMDrafter(model("llama", layers=1, seed=7), shape=drawn(name))
-    rows = 9000
+    rows = 3000
     random = np.random.default_rng(0)
     contexts = contexts_of(random.integers(3, 300, (rows, 4)).tolist(), room=16)
     drafter.start(contexts)
@@ -612,4 +612,4 @@ def test_q_of_a_tree_is_honest(name: str, sampling: Sampling) -> None:
         append(contexts, [[token] for token in random.integers(3, 300, rows).tolist()])
         drafter.observe(after(contexts))
     assert wrong == 0
-    assert total >= 100_000
+    assert total >= 30_000
