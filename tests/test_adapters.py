@@ -1,6 +1,7 @@
 """Adapters on a drafter: what they draft, what they share, and how stages train them."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
-from decode.drafters import Drafter
-from decode.loop.decoding import Decoder
+from decode.drafters import Drafter, NoDrafter
+from decode.loop.decoding import Decoder, Decoding
+from decode.loop.rows import RowSettings
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.loading import Target
 from decode.opening.adapters import WEIGHTS
@@ -34,6 +36,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.is_gradient_checkpointing:FutureWarning"  # peft's affair
 )
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8], [11, 12, 13]]
+LABELS = ["de", None, "fr"]
 LORA = {"r": 2, "merge": False}
 MEDUSA = {"type": "medusa", "heads": 2}
 
@@ -140,6 +143,17 @@ def test_an_adapter_drafts_what_the_merged_drafter_drafts(family: str, tmp_path:
     )
     assert adapter == 4 * size < 0.2 * sum(x.nbytes for x in base.lm.model.parameters())
     assert blocks(merged) & shared == set()
+    # Also where one name opens them all, and a label chooses.
+    names = json.dumps([str(tmp_path / "base" / "drafter"), str(apart_path)])
+    routed: Any = open_drafter(f'routed:drafters={names},by=label,labels=["all","de"]', target)
+    assert blocks(routed.drafters[0]) < blocks(routed.drafters[1])
+    decoder = Decoder(target.model, routed, gamma=3)
+    decoding = Decoding(decoder, PROMPTS, 12, settings=[RowSettings(label=x) for x in LABELS])
+    assert routed.routes.tolist() == [1, 0, 0]
+    while not decoding.finished:
+        decoding.step()
+    plain_texts = Decoder(target.model, NoDrafter()).decode(PROMPTS, 12).outputs
+    assert decoding.result().outputs == plain_texts
     # The trees of `with_shape` keep the adapter and the memory.
     assert blocks(apart.with_shape(apart.shape)) == own
 

@@ -547,6 +547,14 @@ def test_the_routed_benchmark_is_one_sound_run_and_tells_domains_apart(tmp_path)
         "one": None,
         **kinds,
     }
+    # Of the adapters, nothing but what is trained and its rate differs.
+    config = validate_config(
+        online_runs.adapters_config("code", tmp_path, settings), base_dir=tmp_path
+    )
+    full, adapter = (stage.model_dump() for stage in config.stages[1:])
+    assert {key for key in full if full[key] != adapter[key]} == {"name", "lora", "optimizer"}
+    drafters = {x: {"acceptance": 0.5, "bytes": 4e6} for x in ("base", "full", "adapter")}
+    assert routed.adapters_table({"code": drafters}).row_count == 3
     for domain in online_runs.DOMAINS:
         lines = [f'{{"id": "{domain} {row}"}}\n' for row in range(2)]
         (tmp_path / f"{domain}-stream.jsonl").write_text("".join(lines))

@@ -3,7 +3,7 @@
 The first run distils on the first domain and serves the stream with these drafters, frozen and
 learning. The second distils on all domains, with the additional tokens that the learning arm took,
 and serves the same stream. The run of `benchmarks.routed` distils as the first one, and serves a
-stream of all domains mixed.
+stream of all domains mixed. Its adapters are trained and evaluated in runs of their own.
 """
 
 import math
@@ -32,9 +32,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 START = {SMALL_LM: "small-lm", **{family: family for family in OPTIONS}}
 # OFFLINE_TOKENS: tokens of text, with padding, of an optimizer step of offline distillation.
 # ROUND_TOKENS: the same for each of the ROUND_STEPS of an online round. RATE: the learning rate of
-# online rounds.
+# online rounds, and of a full copy that is trained further.
 OFFLINE_TOKENS, ROUND_TOKENS, ROUND_STEPS = 1024, 512, 12
 RATE = 1e-3
+ADAPTER_RATE = 4e-3  # adapters start at 0 and have few weights
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,34 @@ def routed_config(settings: Settings) -> dict[str, Any]:
     stages = [*_offline({SMALL_LM: settings.start_steps}, settings), *serving]
     config = _config("routed", DOMAINS[:1], stages, settings)
     config["data"]["stream"] = f"{settings.data}/mixed-stream.jsonl"
+    return config
+
+
+def adapter_base_config(settings: Settings) -> dict[str, Any]:
+    """Return the run that distils the base of the adapters, on the first domain."""
+    stages = _offline({SMALL_LM: settings.start_steps}, settings)
+    return _config("adapters-base", DOMAINS[:1], stages, settings)
+
+
+def adapters_config(domain: str, base: Path, settings: Settings) -> dict[str, Any]:
+    """Return the run that trains a drafter further on another domain, as a full copy and as an
+    adapter, and evaluates both, and the drafter before, on the domain's stream. base: the directory
+    of that drafter."""
+    answers, student = _offline({SMALL_LM: settings.start_steps}, settings)
+    start = {"drafter": {"model": str(base)}, "draft_vocabulary": None}
+    full = student | start | {"name": "full", "optimizer": {"lr": RATE}}
+    lora = {"r": 16, "merge": False}
+    adapter = full | {"name": "adapter", "lora": lora, "optimizer": {"lr": ADAPTER_RATE}}
+    config = _config(f"adapters-{domain}", [domain], [answers, full, adapter], settings)
+    config["data"]["test"] = f"{settings.data}/{domain}-stream.jsonl"
+    config["evaluation"] = {
+        "gamma": GAMMA,
+        "max_new_tokens": settings.tokens,
+        "timed_prompts": 0,
+        "generate": False,
+        "baselines": [],
+        "in_turn": [],
+    }
     return config
 
 
