@@ -55,7 +55,7 @@ class HeadsDrafter(ShapedDrafter):
 
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(vocab_size, shape, depth_limit=heads.depth)
-        self.heads = heads.eval().requires_grad_(False)
+        self.module = self.heads = heads.eval().requires_grad_(False)
         self.captured_layers = heads.captured_layers
         require_depth(self.shape, heads)
         self.newest_features = torch.zeros(0)  # [B, F]

@@ -32,9 +32,9 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.layers.eagle_taps import auxiliary_layers
+from heads.layers.factored_output import expand
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
-from heads.layers.low_rank import expand
 from tests.stages import (
     LOOP,
     drafter_weights,

@@ -18,6 +18,7 @@ from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import refresh_packed
+from decode.model.forward.weight_bytes import MOST, use_bytes
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
 
@@ -51,21 +52,28 @@ def linear(out: int, size: int, dtype: torch.dtype, bias: bool = False) -> nn.Li
     return layer.to(dtype).requires_grad_(False)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("stored", ["whole", "rounded", "bytes"])
 @pytest.mark.parametrize("size", [2, 62, 576])
 @pytest.mark.parametrize("mode", ["none", "swish", "gelu", "add", "mul"])
 def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
-    mode: str, size: int, rounded: bool, dtype: torch.dtype
+    mode: str, size: int, stored: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(size)
     layers = linear(160, size, dtype, bias=True), linear(32, size, dtype, bias=True)
-    if rounded:
+    if stored == "rounded":
         for layer in layers:
             layer.weight.data = layer.weight.bfloat16().to(dtype)
     product = PackedLinear(*layers)
     assert product.has_blocks
     # Weights that are numbers of bfloat16 are kept as such.
-    assert product.blocks[0].dtype == (torch.bfloat16 if rounded else dtype)
+    assert product.blocks[0].dtype == (torch.bfloat16 if stored == "rounded" else dtype)
+    weights = [layer.weight.double() for layer in layers]
+    if stored == "bytes":
+        assert use_bytes(product) == 1
+        assert product.blocks[0].nbytes == 192 * (size + 4)
+        floats = [layer.weight.float() for layer in layers]
+        steps = [x.abs().amax(1, keepdim=True) / MOST[dtype] for x in floats]
+        weights = [(x / y).round() * y.double() for x, y in zip(floats, steps, strict=True)]
     x, other = (torch.randn(2, 15, n).to(dtype) for n in (size, 192))
 
     def of(rows: slice) -> torch.Tensor:
@@ -73,7 +81,8 @@ def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
             return product.combined(x[:, rows], other[:, rows], mode)
         return product(x[:, rows], mode, "tanh" if mode == "gelu" else "")
 
-    exact = torch.cat([x.double() @ y.weight.double().T + y.bias.double() for y in layers], -1)
+    pairs = zip(weights, layers, strict=True)
+    exact = torch.cat([x.double() @ y.T + layer.bias.double() for y, layer in pairs], -1)
     then = {
         "none": lambda y: y,
         "swish": nn.functional.silu,

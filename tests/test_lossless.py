@@ -27,6 +27,8 @@ from decode.drafters.swift import SwiftDrafter
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop import step
 from decode.loop.decoding import Decoder
+from decode.model.forward import few_rows
+from decode.model.forward.weight_bytes import use_bytes
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from decode.verdict import Scores
@@ -36,6 +38,7 @@ from tests.lossless import (
     DEEPER,
     LONGER,
     SAMPLING,
+    SHORT,
     VOCAB,
     Case,
     Fit,
@@ -55,8 +58,15 @@ from tests.tiny import verify
 ROWS = 25_000
 
 
+def in_bytes(drafter: SmallLMDrafter) -> SmallLMDrafter:
+    """The gate, up and output products read bytes. The others have too few outputs."""
+    assert use_bytes(drafter.module) == (0 if few_rows.library(torch.float32) is None else 3)
+    return drafter
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "drawn chain": small_lm,
+    "drawn chain of bytes": lambda: in_bytes(SmallLMDrafter(copy.deepcopy(SHORT.model(0.2)))),
     "looked up chain": lambda: NgramDrafter(1, 2),
     # Likely and unlikely tokens at each depth.
     "fixed chain": lambda: FixedDraft((0, 1)),
@@ -76,6 +86,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     [
         ("speculative", "drawn chain"),
         ("speculative", "looked up chain"),
+        ("speculative", "drawn chain of bytes"),
         # Enumeration has proven the rules; what is left is how they and the loop fit together.
         ("exact", "fixed tree"),
         ("coupled", "drawn chain"),

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from safetensors.torch import load_file
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
+from decode.model.forward import few_rows
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter, split_window
 from decode.opening.shipped import SHIPPED, shipped_drafter, shipped_names
@@ -105,6 +107,29 @@ def test_heads_with_nan_are_refused_by_the_name_of_the_weight(
     edit_weights(spoil)(path)
     with pytest.raises(UserError, match=r"weights of .* are NaN or infinite: fc\.weight;"):
         read_heads(path, target)
+
+
+@pytest.mark.skipif(few_rows.library(torch.float32) is None, reason="no products of few rows")
+def test_a_drafter_opens_with_weights_in_bytes(tmp_path: Path, target: Target) -> None:
+    """The texts are the same, nearly as much is accepted, and a quarter is read of float32."""
+    make_heads(tmp_path / "drafter", target, EAGLE, moved=0.02)
+    path = str(tmp_path / "drafter")
+    texts, accepted, read = [], [], []
+    for spec in (path, f"{path}:weights=int8", f"{path}:weights=int8:window=40"):
+        drafter: Any = open_drafter(spec, target)
+        decoded = Decoder(target.model, drafter, gamma=3).decode(PROMPTS, 12)
+        texts.append(decoded.outputs)
+        accepted.append(int(decoded.counts.accepted.sum()))
+        lean = drafter.heads.layers[0]._lean[0]
+        read.append(sum(x.blocks[0].nbytes for x in (lean.qkv, lean.out, lean.down)))
+    assert texts[0] == texts[1] == texts[2]
+    assert accepted[0] > 20
+    assert all(abs(count - accepted[0]) < 0.1 * accepted[0] for count in accepted)
+    assert read[0] / 4 < read[1] == read[2] < 0.3 * read[0]
+    with pytest.raises(UserError, match=r"weights is 'int4' after .* expected int8"):
+        open_drafter(f"ngram+{path}:weights=int4", target)
+    with pytest.raises(UserError, match="no product of ngram can read weights of one byte"):
+        open_drafter("ngram:weights=int8", target)
 
 
 def test_names_of_drafters_that_come_along() -> None:

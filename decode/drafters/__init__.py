@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from decode import row_state
 from decode.base.errors import UserError
@@ -38,10 +39,10 @@ class Drafter(ABC):
     (`decode.model.hidden_states`). They come from the target's normal passes.
     reads_cache: its drafts read the target's keys and values of the text.
     trained: the drafter can only be loaded from a directory.
-    decoder_only: it cannot draft for a target with an encoder, because it would not know the
-    source. Other drafters may read the sources in the contexts.
+    decoder_only: it cannot draft for a target with an encoder: it does not read the sources.
     vocab_size: the size of the vocabulary, equal to the target's. None: it can draft any token.
     learning: its weights are trained between the decodes.
+    module: what computes its drafts. None: nothing of its own.
     per_row: the state that it keeps of each row (`decode.row_state`).
     estimates: a draft-length policy is also told how likely the target accepts the next token.
     """
@@ -52,6 +53,7 @@ class Drafter(ABC):
     trained: bool = False
     decoder_only: bool = False
     learning: bool = False
+    module: nn.Module | None = None
     per_row: Mapping[str, Any] = MappingProxyType({})
 
     @classmethod

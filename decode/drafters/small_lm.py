@@ -39,8 +39,7 @@ class SmallLMDrafter(VerifyingDrafter):
     """Draws tokens from `model` with the given sampling parameters, in any shape.
 
     A model with an encoder drafts for a target with an encoder: its own encoder reads the source of
-    each row once, and its decoder reads the text. Without an encoder, it drafts for targets without
-    one.
+    each row once, and its decoder reads the text. Others draft for targets without an encoder.
 
     Its cache always holds a prefix of the text it reads. The missing tokens go into the next
     forward; after full acceptance the drafter's last token is one of them.
@@ -76,6 +75,7 @@ class SmallLMDrafter(VerifyingDrafter):
         rows: int = model.config.get_text_config().vocab_size
         super().__init__(vocab_size or rows, shape)
         self.lm = CachedLM(model)
+        self.module = self.lm.forward_pass
         self.decoder_only = self.lm.sources is None
         self.known = rows  # ids below this have an embedding
         self.tokens = min(rows, self.vocab_size, tokens or rows)
@@ -140,15 +140,14 @@ class SmallLMDrafter(VerifyingDrafter):
         return drafter
 
     def with_window(self, window: SlidingWindow) -> "SmallLMDrafter":
-        other = copy.copy(self)
-        other.lm = CachedLM(self.lm.model)
+        other, other.lm = copy.copy(self), CachedLM(self.lm.model)
         other.lm.narrow(window)
         return other
 
     def with_adapter(self, adapters: Mapping[str, LowRank]) -> "SmallLMDrafter":
         """The same drafter with an adapter on its model (`decode.model.forward.low_rank`)."""
-        other = copy.copy(self)
-        other.lm = CachedLM(adapted(self.lm.model, adapters, keep=self))
+        other, lm = copy.copy(self), CachedLM(adapted(self.lm.model, adapters, keep=self))
+        other.lm, other.module = lm, lm.forward_pass
         other.lm.narrow(self.lm.window)
         return other
 
@@ -171,8 +170,7 @@ class SmallLMDrafter(VerifyingDrafter):
         return logits[..., : self.rows]
 
     def attach(self, lm: CachedLM) -> None:
-        """Raises UserError for a model with an encoder, if the target has none or reads longer
-        sources."""
+        """Raises UserError for an encoder, if the target has none or reads longer sources."""
         if self.lm.sources is None:
             return
         name = type(self.lm.model).__name__

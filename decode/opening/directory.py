@@ -27,6 +27,7 @@ from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.trained import InTarget
 from decode.loop.parts import require_no_encoder
 from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.forward.weight_bytes import use_bytes
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import (
     DTYPES,
@@ -51,7 +52,8 @@ OTHER_VOCABULARIES: dict[str, type[OtherTokenizerDrafter]] = {
 }
 _VOCABULARY = ":vocabulary="
 _WINDOW = ":window="
-_OPTIONS = re.compile(f"(({_VOCABULARY}|{_WINDOW})[^:+]*)+$")  # at the end of a path or hub id
+_WEIGHTS = re.compile(":weights=([^:+]*)")
+_OPTIONS = re.compile(f"(({_VOCABULARY}|{_WINDOW}|:weights=)[^:+]*)+$")  # at the end of a name
 
 
 def save_drafter(
@@ -117,6 +119,7 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
       name (`decode.drafters.tokenizers`);
     - one of the last three with a window of the text that its layers see, such as
       `runs/x/drafter:window=512,sinks=4` (`decode.model.cache.sliding_window`);
+    - one of them with `:weights=int8` after its name (`decode.model.forward.weight_bytes`);
     - several of these joined by `+`, such as `ngram+runs/x/drafter`: they are called in that order
       (`partition_drafters`);
     - several joined by `++`: their drafts become one tree;
@@ -134,6 +137,8 @@ def open_drafter(spec: str, target: Target, *, dtype: torch.dtype | None = None)
     if _kind(spec) in COMBINATIONS and not path.exists():
         combination: Combination = COMBINATIONS.make(spec)
         return combination.open(lambda part: open_drafter(part, target, dtype=dtype), target)
+    if (weights := _WEIGHTS.search(spec)) and not path.exists():
+        return _in_bytes(_WEIGHTS.sub("", spec), weights[1], target, dtype)
     if _WINDOW in spec and _kind(spec) not in DRAFTERS and not path.exists():
         wide, window = split_window(spec)
         assert window is not None
@@ -305,6 +310,20 @@ def split_window(spec: str) -> tuple[str, SlidingWindow | None]:
             "or also a number of sinks: window=512,sinks=4"
         )
     return name, SlidingWindow(*map(int, numbers))
+
+
+def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None) -> Drafter:
+    """The drafter `name`, whose products read bytes. weights: the option, as given."""
+    if weights != "int8":
+        raise UserError(f"weights is {weights!r} after {name!r}; expected int8, or leave it out")
+    drafter = open_drafter(name, target, dtype=dtype)
+    if drafter.module is None or not use_bytes(drafter.module):
+        raise UserError(
+            f"weights=int8: no product of {name} can read weights of one byte here. That takes "
+            "trained layers on a CPU with the products of few rows (AVX2 for float32, AVX512-BF16 "
+            "without AMX for bfloat16) and a C++ compiler; leave it out"
+        )
+    return drafter
 
 
 def _kind(spec: str) -> str:

@@ -24,7 +24,7 @@ from decode.opening.directory import DRAFTER_FILE, describe_drafter
 from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadOptions, Heads
-from heads.layers.low_rank import expand
+from heads.layers.factored_output import expand
 from heads.layers.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
-from heads.layers.low_rank import LowRankLinear, factors
+from heads.layers.factored_output import LowRankLinear, factors
 
 OutputKind = Literal["own", "shared", "target"]
 

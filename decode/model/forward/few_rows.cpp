@@ -59,12 +59,12 @@ inline Floats exp_of(Floats x) {
 inline Floats silu(Floats x) { return x / (exp_of(-x) + 1.0f); }
 
 template <int M>
-void sums_of(int rows, const char* const* weights, bool half, const Number* x, int64_t in, float* y) {
+void sums_of(int rows, const char* const* weights, int form, const Number* x, int64_t in, float* y) {
   switch (rows) {
 #define ROWS(N)                                              \
   case N:                                                    \
     if constexpr (N <= MOST && M <= together(N))             \
-      return sums<N, M>(weights, half, x, in, y);            \
+      return sums<N, M>(weights, form, x, in, y);            \
     break;
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
     ROWS(12)
@@ -84,10 +84,10 @@ struct Share {
 
 enum Mode { PLAIN, ADD, MULTIPLY, SWISH };
 
-// Packed weights. half: in bfloat16 beside states in float32.
+// Packed weights. form: how they are stored, one of `few_rows.FORMS`.
 struct Weights {
   const char* blocks;
-  bool half;
+  int form;
 };
 
 // Writes a thread's blocks of y = x · W + b, with another tensor added or multiplied, or the SiLU.
@@ -102,12 +102,12 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
     if (count == 3) count = 2;
     const char* from[4];
     for (int m = 0; m < count; m++)
-      from[m] = weights.blocks + (block + m) * block_bytes(in, weights.half);
+      from[m] = weights.blocks + (block + m) * block_bytes(in, weights.form);
     for (int64_t row = 0; row < rows; row += MOST) {
       int some = int(std::min<int64_t>(MOST, rows - row));
-      if (count == 4) sums_of<4>(some, from, weights.half, x + row * in, in, found);
-      else if (count == 2) sums_of<2>(some, from, weights.half, x + row * in, in, found);
-      else sums_of<1>(some, from, weights.half, x + row * in, in, found);
+      if (count == 4) sums_of<4>(some, from, weights.form, x + row * in, in, found);
+      else if (count == 2) sums_of<2>(some, from, weights.form, x + row * in, in, found);
+      else sums_of<1>(some, from, weights.form, x + row * in, in, found);
       for (int j = 0; j < some; j++)
         for (int m = 0; m < count; m++)
           for (int half = 0; half < OUT; half += WIDTH) {
@@ -153,7 +153,7 @@ struct Layer {
   const Number *attention_norm, *mlp_norm, *query_norm, *key_norm, *qkv_bias;
   const char *qkv, *out, *gate, *up, *down;
   float attention_eps, mlp_eps, head_eps, attention_offset, mlp_offset, head_offset, scale;
-  int32_t rotates, qkv_half, out_half, gate_half, up_half, down_half;  // half: of `Weights`
+  int32_t rotates, qkv_form, out_form, gate_form, up_form, down_form;  // form: of `Weights`
   int64_t hidden, inner, query_heads, key_heads, head, input;
 };
 
@@ -237,8 +237,8 @@ static void attend(const Number* query, const Number* keys, const Number* values
 
 // x · Wᵀ + b: y [rows, out].
 void product(const Number* x, const char* blocks, const Number* bias, const Number* other, Number* y,
-             int64_t rows, int64_t in, int64_t out, int32_t mode, int32_t half) {
-  const Weights weights = {blocks, bool(half)};
+             int64_t rows, int64_t in, int64_t out, int32_t mode, int32_t form) {
+  const Weights weights = {blocks, form};
 #pragma omp parallel if (in * out > 1 << 14)
   product_share(x, weights, bias, other, y, rows, in, out, mode);
 }
@@ -257,7 +257,7 @@ void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number*
         normed(x + row * layer->hidden, layer->attention_norm, layer->attention_offset,
                layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
     }
-    product_share(input, {layer->qkv, bool(layer->qkv_half)}, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
+    product_share(input, {layer->qkv, layer->qkv_form}, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
                   PLAIN);
 #pragma omp barrier
 #pragma omp for
@@ -306,7 +306,7 @@ void layer_ends(const Layer* layer, const Pass* pass, const Number* states, cons
                pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
                size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
       }
-      product_share(pass->mixed, {layer->out, bool(layer->out_half)}, nullptr, states, attended, rows, mixed, hidden, ADD);
+      product_share(pass->mixed, {layer->out, layer->out_form}, nullptr, states, attended, rows, mixed, hidden, ADD);
 #pragma omp barrier
     }
     if (mlp) {
@@ -314,13 +314,13 @@ void layer_ends(const Layer* layer, const Pass* pass, const Number* states, cons
       for (int64_t row = 0; row < rows; row++)
         normed(between + row * hidden, layer->mlp_norm, layer->mlp_offset, layer->mlp_eps,
                pass->normed + row * hidden, 1, hidden);
-      product_share(pass->normed, {layer->gate, bool(layer->gate_half)}, nullptr, nullptr, pass->gated, rows, hidden,
+      product_share(pass->normed, {layer->gate, layer->gate_form}, nullptr, nullptr, pass->gated, rows, hidden,
                     layer->inner, SWISH);
       // The same thread has the same blocks of gate and up.
-      product_share(pass->normed, {layer->up, bool(layer->up_half)}, nullptr, pass->gated, pass->gated, rows, hidden,
+      product_share(pass->normed, {layer->up, layer->up_form}, nullptr, pass->gated, pass->gated, rows, hidden,
                     layer->inner, MULTIPLY);
 #pragma omp barrier
-      product_share(pass->gated, {layer->down, bool(layer->down_half)}, nullptr, between, y, rows, layer->inner, hidden, ADD);
+      product_share(pass->gated, {layer->down, layer->down_form}, nullptr, between, y, rows, layer->inner, hidden, ADD);
     }
   }
 }

@@ -32,6 +32,7 @@ from decode.base.device import cpu_flags
 
 logger = logging.getLogger(__name__)
 
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
@@ -161,10 +162,5 @@ def multiply(
         other = other.expand_as(result).contiguous()
     rows = x.numel() // size
     addresses = [None if t is None else t.data_ptr() for t in (x, packed, bias, other, result)]
-    found.product(*addresses, rows, size, out, MODES[mode], is_half(packed, x.dtype))
+    found.product(*addresses, rows, size, out, MODES[mode], FORMS[packed.dtype])
     return result
-
-
-def is_half(packed: Tensor, dtype: torch.dtype) -> bool:
-    """Whether packed weights have half the bytes of states in a dtype."""
-    return packed.dtype.itemsize < dtype.itemsize

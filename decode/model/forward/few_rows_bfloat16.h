@@ -1,6 +1,9 @@
 // States in bfloat16, with AVX512-BF16.
 //
 // Packed weights: [out / 32][in / 2][32][2], pairs of inputs side by side, as `vdpbf16ps` reads them.
+// In bytes: for each pair of inputs 64 bytes of weights from -63 to 63, stored as 64 more, and after
+// them 32 scales in float32. A byte b beside 0x43 is the bfloat16 number 128 + b, so one instruction
+// makes 32 numbers, and each weight is 192 too large: 192 times the sum of the states is taken off.
 
 using Number = uint16_t;  // of states, keys, values and norms
 constexpr int WIDTH = 16;  // numbers of a vector
@@ -10,7 +13,11 @@ typedef float Floats __attribute__((vector_size(64)));
 
 constexpr int together(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 
-inline int64_t block_bytes(int64_t in, bool) { return in * 2 * 2 * WIDTH; }
+constexpr int BYTES = 2;
+
+inline int64_t block_bytes(int64_t in, int form) {
+  return form == BYTES ? (in + 4) * 2 * WIDTH : in * 2 * 2 * WIDTH;
+}
 
 inline Floats load(const Number* x) {
   return (Floats)_mm512_castsi512_ps(
@@ -46,9 +53,19 @@ inline float dot(const Number* a, const Number* b, int64_t size) {
   return _mm512_reduce_add_ps(sum);
 }
 
-// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
-template <int N, int M>
-inline void sums(const char* const* weights, bool, const Number* x, int64_t in, float* y) {
+// The sum of the numbers of a row.
+inline float total(const Number* x, int64_t in) {
+  Floats sum = {};
+  int64_t k = 0;
+  for (; k + WIDTH <= in; k += WIDTH) sum += load(x + k);
+  float rest = 0;
+  for (; k < in; k++) rest += wide(x[k]);
+  return sum_of(sum) + rest;
+}
+
+template <int N, int M, bool BYTE>
+inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
+  const __m512i upper = _mm512_set1_epi8(0x43);
   __m512 low[M][N], high[M][N];
 #pragma GCC unroll 4
   for (int m = 0; m < M; m++)
@@ -57,11 +74,17 @@ inline void sums(const char* const* weights, bool, const Number* x, int64_t in, 
   for (int64_t k = 0; k < in; k += 2)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
-      const char* p = weights[m] + k * 64;
-      __m512bh first = (__m512bh)_mm512_loadu_si512(p);
-      __m512bh second = (__m512bh)_mm512_loadu_si512(p + 64);
+      const char* p = weights[m] + k * (BYTE ? 32 : 64);
+      __m512i some = _mm512_loadu_si512(p), more;
+      if constexpr (BYTE) {
+        more = _mm512_unpackhi_epi8(some, upper);
+        some = _mm512_unpacklo_epi8(some, upper);
+      } else {
+        more = _mm512_loadu_si512(p + 64);
+        _mm_prefetch(p + 1088, _MM_HINT_T0);
+      }
+      const __m512bh first = (__m512bh)some, second = (__m512bh)more;
       _mm_prefetch(p + 1024, _MM_HINT_T0);
-      _mm_prefetch(p + 1088, _MM_HINT_T0);
 #pragma GCC unroll 12
       for (int j = 0; j < N; j++) {
         int pair;
@@ -72,10 +95,24 @@ inline void sums(const char* const* weights, bool, const Number* x, int64_t in, 
       }
     }
 #pragma GCC unroll 12
-  for (int j = 0; j < N; j++)
+  for (int j = 0; j < N; j++) {
+    const __m512 over = BYTE ? _mm512_set1_ps(192 * total(x + j * in, in)) : _mm512_setzero_ps();
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
+      if constexpr (BYTE) {
+        const float* scales = (const float*)(weights[m] + in * 32);
+        low[m][j] = _mm512_mul_ps(_mm512_sub_ps(low[m][j], over), _mm512_loadu_ps(scales));
+        high[m][j] = _mm512_mul_ps(_mm512_sub_ps(high[m][j], over), _mm512_loadu_ps(scales + 16));
+      }
       _mm512_storeu_ps(y + (j * M + m) * 32, low[m][j]);
       _mm512_storeu_ps(y + (j * M + m) * 32 + 16, high[m][j]);
     }
+  }
+}
+
+// The sums of N rows x [·, in] with M blocks of weights: y [N][M · 32].
+template <int N, int M>
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
+  if (form == BYTES) sums_in<N, M, true>(weights, x, in, y);
+  else sums_in<N, M, false>(weights, x, in, y);
 }

@@ -2,7 +2,8 @@
 //
 // Packed weights: [out / 16][in][16] in float32. Or, where every weight is a number of bfloat16,
 // [out / 16][in][8][2] in bfloat16: output i beside output i + 8, so that a shift and a mask make
-// two vectors of float32. That is half of the memory to read, and the same sums.
+// two vectors of float32. That is half of the memory to read, and the same sums. In bytes:
+// [out / 16][in][16] and after them 16 scales in float32.
 
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
@@ -12,7 +13,11 @@ typedef float Floats __attribute__((vector_size(32)));
 
 constexpr int together(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
-inline int64_t block_bytes(int64_t in, bool half) { return in * 2 * WIDTH * (half ? 2 : 4); }
+constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
+
+inline int64_t block_bytes(int64_t in, int form) {
+  return 2 * WIDTH * (form == BYTES ? in + 4 : form == HALF ? in * 2 : in * 4);
+}
 
 inline Floats load(const Number* x) { return (Floats)_mm256_loadu_ps(x); }
 inline void store(Number* y, Floats x) { _mm256_storeu_ps(y, (__m256)x); }
@@ -41,7 +46,12 @@ inline float dot(const Number* a, const Number* b, int64_t size) {
   return sum_of(first + second);
 }
 
-template <int N, int M, bool HALF>
+// 8 weights in bytes.
+inline __m256 numbers_of(const char* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+
+template <int N, int M, int FORM>
 inline void sums_in(const char* const* weights, const Number* x, int64_t in, float* y) {
   __m256 low[M][N], high[M][N];
 #pragma GCC unroll 4
@@ -52,9 +62,12 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   for (int64_t k = 0; k < in; k++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
-      const char* p = weights[m] + k * (HALF ? 32 : 64);
+      const char* p = weights[m] + k * (FORM == BYTES ? 16 : FORM == HALF ? 32 : 64);
       __m256 first, second;
-      if constexpr (HALF) {
+      if constexpr (FORM == BYTES) {
+        first = numbers_of(p);
+        second = numbers_of(p + 8);
+      } else if constexpr (FORM == HALF) {
         __m256i both = _mm256_loadu_si256((const __m256i*)p);
         first = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
         second = _mm256_castsi256_ps(_mm256_and_si256(both, upper));
@@ -74,6 +87,11 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
   for (int j = 0; j < N; j++)
 #pragma GCC unroll 4
     for (int m = 0; m < M; m++) {
+      if constexpr (FORM == BYTES) {
+        const float* scales = (const float*)(weights[m] + in * 16);
+        low[m][j] = _mm256_mul_ps(low[m][j], _mm256_loadu_ps(scales));
+        high[m][j] = _mm256_mul_ps(high[m][j], _mm256_loadu_ps(scales + 8));
+      }
       _mm256_storeu_ps(y + (j * M + m) * 16, low[m][j]);
       _mm256_storeu_ps(y + (j * M + m) * 16 + 8, high[m][j]);
     }
@@ -81,7 +99,8 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
 
 // The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16].
 template <int N, int M>
-inline void sums(const char* const* weights, bool half, const Number* x, int64_t in, float* y) {
-  if (half) sums_in<N, M, true>(weights, x, in, y);
-  else sums_in<N, M, false>(weights, x, in, y);
+inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
+  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y);
+  else if (form == HALF) sums_in<N, M, HALF>(weights, x, in, y);
+  else sums_in<N, M, WHOLE>(weights, x, in, y);
 }

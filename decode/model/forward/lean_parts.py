@@ -51,6 +51,7 @@ class PackedLinear(Product, Packed):
 
     weight: Tensor
     bias: Tensor | None
+    pack: Callable[[Tensor], Tensor] = staticmethod(few_rows.packed_blocks)
 
     def __init__(self, *layers: nn.Linear | Conv1D) -> None:
         super().__init__()
@@ -78,15 +79,14 @@ class PackedLinear(Product, Packed):
         ]
         weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
         self.has_blocks = few_rows.fits(weights)
-        pack = few_rows.packed_blocks if self.has_blocks else _packed_by_torch
-        self._packed = pack(weight)
+        self._packed = (self.pack if self.has_blocks else _packed_by_torch)(weight)
         biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
         self._packed_bias = torch.cat(biases) if biases else None
         self._packed_state = state
 
     @property
     def blocks(self) -> tuple[Tensor, Tensor | None]:
-        """The weights as `few_rows.packed_blocks` makes them, and the bias."""
+        """The weights as `pack` makes them, and the bias."""
         assert self.has_blocks
         return self._packed, self._packed_bias
 
