@@ -393,7 +393,8 @@ def _load_directory(path: Path, options: LoadOptions) -> Loaded:
     if (path / "adapter_config.json").exists():
         raise UserError(
             f"{path} holds an adapter (adapter_config.json), expected a full model. Merge the "
-            "adapter into its base model (peft: merge_and_unload), save the result and name it."
+            "adapter into its base (draftsmith merge, or merge_and_unload of peft) and name the "
+            "result."
         )
     if not (path / "config.json").exists():
         raise UserError(

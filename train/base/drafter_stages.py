@@ -27,14 +27,14 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
 
 
 def require_whole(stage: str, start: str, earlier: Sequence[StageConfig]) -> None:
-    """Raise UserError if stage `start` writes only an adapter, which `stage` cannot continue."""
+    """Raise UserError if stage `start` writes only an adapter, which `stage` cannot read."""
     found: Any = next((config for config in earlier if config.name == start), None)
     lora = getattr(found, "lora", None)
     if lora is not None and not getattr(lora, "merge", True):
         raise UserError(
-            f"stage {stage} cannot continue the drafter of {start}, which is an adapter on another "
-            f"drafter; set lora.merge: true in {start}, or start from the drafter that {start} "
-            "starts from"
+            f"stage {stage} cannot read the drafter of {start}, which is an adapter on another "
+            f"drafter; set lora.merge: true in {start}, or name the drafter that {start} starts "
+            "from"
         )
 
 

@@ -36,6 +36,7 @@ from train.base.drafter_stages import (
     drafts_in_parallel,
     has_other_tokenizer,
     heads_stage,
+    require_whole,
 )
 from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
@@ -68,6 +69,7 @@ def check_boost(config: BoostConfig, earlier: Sequence[StageConfig], *, stage: s
         if name not in {other.name for other in earlier} and Path(name).is_dir():
             continue
         closest_stage(name, earlier, *DRAFTER_STAGES)
+        require_whole(stage, name, earlier)
         if (
             heads_stage(name, earlier) is not None
             or drafts_in_parallel(name, earlier)
