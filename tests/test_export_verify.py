@@ -179,6 +179,7 @@ def test_engines_by_layout() -> None:
         (["--verify", "llama-server", "--engine-python", "python"], "--engine-python is for"),
         (["--verify", "vllm", "--concurrency", "1,x"], "numbers above 0 such as 1,8,32"),
         (["--verify", "vllm", "--engine-options", "[1]"], "expected a JSON object"),
+        (["--verify", "http://gpu:8000"], "draftsmith audit http://gpu:8000 --target MODEL"),
         (
             ["--verify", "vllm", "--engine-python", "/none/bin/python"],
             "/none/bin/python has no vLL",

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from heads.layers.family_layer import run_layer
 from heads.mtp_checkpoint import INDEX
 from heads.mtp_heads import MtpHeads
 from tests.export import assert_same_counts, needs, task
-from tests.mtp_targets import change_tensors, save_mtp_target
+from tests.mtp_targets import change_tensors, save_mtp_target, write_qwen_gguf
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.training import assert_equal
@@ -207,6 +208,24 @@ def test_vllm_drafts_with_a_module_from_the_export(
     assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 30
+
+
+@pytest.mark.engine
+def test_llama_server_drafts_with_a_module_from_the_targets_file(tmp_path: Path) -> None:
+    """The text is that without drafts. A few drafts differ from ours."""
+    needs("llama-server")
+    shape = {"head_dim": 32, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    directory = save_mtp_target(tmp_path / "target", "qwen3_5_text", **shape)
+    # llama.cpp also ends a text at the padding token.
+    target = replace(load_target(str(directory)), eos_token_ids=(0, 2))
+    file = write_qwen_gguf(target, tmp_path / "target.gguf")
+    import_drafter(str(directory), target, tmp_path / "read", ImportOptions(depth=2))
+    options = ExportOptions(target=str(file))
+    export_drafter(tmp_path / "read", "mtp-gguf", tmp_path / "out", options)
+    asked = task(target, tmp_path / "out", gamma=2, target_spec=str(file))
+    found = verify_export("llama-server", asked, min_drafted=500)
+    assert found.failures == []
+    assert (found.equal, found.our_accepted > 10) == (1.0, True)
 
 
 def test_at_the_start_a_step_is_the_target() -> None:

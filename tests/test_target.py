@@ -22,6 +22,7 @@ from tests.tiny import (
     EOS_ID,
     FAMILIES,
     VOCAB,
+    add_tokenizer,
     real_target,
     save_tiny,
     tiny_llama,
@@ -347,20 +348,8 @@ def write_gguf(path: Path, **shape: Any) -> None:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_vocab_size(config.vocab_size)
 
-    vocab = tokenizer.get_vocab()
-    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(sorted(vocab, key=vocab.get))
-    writer.add_token_types(
-        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
-    )
-    writer.add_token_merges([" ".join(merge) for merge in merges])
-    writer.add_bos_token_id(tokenizer.bos_token_id)
-    writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_pad_token_id(tokenizer.pad_token_id)
+    add_tokenizer(writer, tokenizer)
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}

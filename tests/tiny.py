@@ -6,6 +6,7 @@ greedy decoding never ties, and text depends on all of its prefix.
 
 import copy
 import functools
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -73,6 +74,22 @@ def tiny_tokenizer() -> Any:
         eos_token=SPECIAL_TOKENS[EOS_ID],
         chat_template=CHAT_TEMPLATE,
     )
+
+
+def add_tokenizer(writer: Any, tokenizer: Any) -> None:
+    """Write the tiny tokenizer to a GGUF file."""
+    vocab = tokenizer.get_vocab()
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_vocab_size(len(vocab))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(vocab, key=vocab.get))
+    control, normal = 3, 1  # of llama.cpp's kinds of tokens
+    writer.add_token_types([control] * 3 + [normal] * (len(vocab) - 3))
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
 
 
 def tiny_model(

@@ -95,6 +95,11 @@ def export(
         raise UserError(
             "--verify needs --prompts FILE, with prompts the drafter was not trained on"
         )
+    if verify is not None and "://" in verify:
+        raise UserError(
+            f"--verify starts an engine, and {verify} is a running server; ask that with: "
+            f"draftsmith audit {verify} --target MODEL --drafter DIRECTORY"
+        )
     from decode.base.artifact import write_file
     from decode.model.loading import Target, load_target
     from draftsmith.export.engines import EngineTask

@@ -12,6 +12,7 @@ from decode.model.loading import target_gguf
 from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from draftsmith.export.formats import EXPORT_FILE, FORMATS
 from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
+from draftsmith.export.formats.mtp_gguf import FILE as MODEL_FILE
 from train.engines.child_process import Server, environment_of, serving
 from train.engines.programs import llama_server_program
 
@@ -28,7 +29,7 @@ class LlamaServerEngine(Engine):
     float32 throughout. A server that did not load the drafter still answers, so drafts are counted.
     """
 
-    formats = ("gguf", "eagle3-gguf")
+    formats = ("gguf", "eagle3-gguf", "mtp-gguf")
     install = "make engine-llama"
     counting = Counting(past_end=True, chooses=True)
     # llama.cpp rounds activations to 8 bits for products with a quantized matrix.
@@ -39,15 +40,17 @@ class LlamaServerEngine(Engine):
 
     def run(self, task: EngineTask) -> EngineRun:
         file = target_gguf(task.target_spec)
-        model = ["-m", str(file), *(FLOAT32 if _is_float32(file) else ())]
-        layout = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
-        assert isinstance(layout, GGUFLayout)
+        exact = FLOAT32 if _is_float32(file) else ()
+        layout: Any = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
+        files = ["-m", str(file), "-md", str(task.export / FILE)]
+        if not isinstance(layout, GGUFLayout):  # the target is in the drafter's file
+            files = ["-m", str(task.export / MODEL_FILE)]
         draft = [
-            "-md", str(task.export / FILE), "--spec-type", layout.spec_type,
+            *files, "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
         ]  # fmt: skip
-        plain, plain_seconds = self._answers(task, model, "without the drafter")
-        drafted, drafted_seconds = self._answers(task, [*model, *draft], "with the drafter")
+        plain, plain_seconds = self._answers(task, ["-m", str(file), *exact], "without the drafter")
+        drafted, drafted_seconds = self._answers(task, [*draft, *exact], "with the drafter")
         timings = [answer.get("timings", {}) for answer in drafted]
         return EngineRun(
             server_version(),

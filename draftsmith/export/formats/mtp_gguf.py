@@ -60,6 +60,7 @@ class MtpGGUF(Format):
     name = "mtp-gguf"
     kinds: ClassVar[tuple[str, ...]] = ("mtp",)
     engines = GGUFLayout.engines
+    spec_type = "draft-mtp"
     needs_target = True
     depth_option = "depth"
 
@@ -171,7 +172,7 @@ class MtpGGUF(Format):
             (
                 "llama-server",
                 "",
-                f"llama-server -m {FILE} --spec-type draft-mtp --spec-draft-n-max {gamma}",
+                f"llama-server -m {FILE} --spec-type {self.spec_type} --spec-draft-n-max {gamma}",
             )
         ]
 
