@@ -189,6 +189,8 @@ def test_an_adapter_needs_the_base_that_it_was_trained_on(context: StageInputs) 
         (context.directory / name).rename(moved / name)
     there = str(moved / "de" / "drafter")
     drafts_of(open_drafter(there, context.target), context.target)
+    with pytest.raises(UserError, match=r"would change its base, .* merge it first"):
+        open_drafter(f"{there}:weights=int8", context.target)
     (moved / "base" / "drafter").rename(moved / "kept")
     with pytest.raises(UserError, match=r"belongs to the drafter .*base/drafter, which does not"):
         open_drafter(there, context.target)

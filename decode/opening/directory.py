@@ -316,6 +316,12 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
     """The drafter `name`, whose products read bytes. weights: the option, as given."""
     if weights != "int8":
         raise UserError(f"weights is {weights!r} after {name!r}; expected int8, or leave it out")
+    path = Path(name).expanduser()
+    if path.is_dir() and describe_drafter(path)["kind"] == adapters.KIND:
+        raise UserError(
+            f"weights=int8 of the adapter {name} would change its base, which other drafters share; "
+            "merge it first (draftsmith merge), or leave it out"
+        )
     drafter = open_drafter(name, target, dtype=dtype)
     if drafter.module is None or not use_bytes(drafter.module):
         raise UserError(
