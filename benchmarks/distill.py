@@ -307,7 +307,8 @@ def plot_curves(points: dict[str, list[dict[str, Any]]], path: Path) -> None:
                 line = sorted(
                     (p[varied], p[name] / unit) for p in varied_points if p["kind"] == kind
                 )
-                axes.plot(*zip(*line, strict=True), "o-", color=colour, label=kind)
+                shown = {"eager": "all logits at once"}.get(kind, kind)
+                axes.plot(*zip(*line, strict=True), "o-", color=colour, label=shown)
             axes.set_ylim(bottom=0)
             axes.set_xlim(left=0)
             axes.xaxis.set_major_locator(MaxNLocator(5))
