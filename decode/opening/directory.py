@@ -319,8 +319,8 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
     path = Path(name).expanduser()
     if path.is_dir() and describe_drafter(path)["kind"] == adapters.KIND:
         raise UserError(
-            f"weights=int8 of the adapter {name} would change its base, which other drafters share; "
-            "merge it first (draftsmith merge), or leave it out"
+            f"weights=int8 of the adapter {name} would change its base, which other drafters "
+            "share; merge it first (draftsmith merge), or leave it out"
         )
     drafter = open_drafter(name, target, dtype=dtype)
     if drafter.module is None or not use_bytes(drafter.module):
