@@ -72,8 +72,8 @@ class Trainable:
 
     model: the same object as given; adapters are inserted into it. vocabulary: the reduced draft
     vocabulary of its output layer. layers: the names of the layers that get an adapter, for a
-    model that is none of transformers. Raises UserError if the adapters' targets match no layer,
-    or match one that cannot have an adapter that is kept.
+    model that transformers does not define. Raises UserError if the adapters' targets match no
+    layer, or match one that cannot have an adapter that is kept.
     """
 
     def __init__(

@@ -1,11 +1,16 @@
 """What all test files share."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
+from decode.model.loading import Target
+from tests.stages import stage_context
+from tests.tiny import tiny_target
 from tests.training import begin_anew
+from train.base.stage import StageInputs
 
 
 def pytest_collection_finish() -> None:
@@ -27,6 +32,18 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 def seeded() -> None:
     """Every test draws the same numbers in every run, alone and beside others."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    """For files that need no target of their own."""
+    return tiny_target()
+
+
+@pytest.fixture
+def context(tmp_path: Path, target: Target) -> StageInputs:
+    """What a stage of a run with this target is given."""
+    return stage_context(tmp_path, target)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from decode.model.loading import load_target
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
 from heads.mtp_checkpoint import named_as_stored
-from tests.tiny import add_tokenizer, save_tiny, tiny_tokenizer
+from tests.tiny import finish_gguf, gguf_writer, save_tiny
 
 _EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 16,
@@ -85,20 +85,12 @@ def save_mtp_target(directory: Path, family: str, layers: int = 1, **changes: An
 
 def write_qwen_gguf(target: Any, path: Path) -> Path:
     """A tiny Qwen3.5 and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
-    config, tokenizer = target.model.config, tiny_tokenizer()
+    config = target.model.config
     rope = config.rope_parameters
     turns = int(config.head_dim * rope["partial_rotary_factor"]) // 2
-    writer = gguf.GGUFWriter(path, "qwen35")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    writer = gguf_writer(path, "qwen35", config)
     writer.add_key_length(config.head_dim)
     writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_rope_dimension_count(2 * turns)
     sections = [turns - turns // 3 * 2, turns // 3, turns // 3, 0]
     writer.add_array("qwen35.rope.dimension_sections", sections)
@@ -108,7 +100,6 @@ def write_qwen_gguf(target: Any, path: Path) -> Path:
     writer.add_ssm_state_size(config.linear_key_head_dim)
     writer.add_ssm_time_step_rank(config.linear_num_value_heads)
     writer.add_ssm_group_count(config.linear_num_key_heads)
-    add_tokenizer(writer, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN35, config.num_hidden_layers)
     for name, x in target.model.state_dict().items():
         if name.endswith("A_log"):
@@ -118,10 +109,7 @@ def write_qwen_gguf(target: Any, path: Path) -> Path:
         name = name.replace("dt_bias", "dt_proj.bias")
         known = names.get_name(name, try_suffixes=(".weight", ".bias"))
         writer.add_tensor(known, x.squeeze(1).contiguous().numpy() if x.dim() > 2 else x.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return path
 
 

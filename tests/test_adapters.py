@@ -41,16 +41,6 @@ LORA = {"r": 2, "merge": False}
 MEDUSA = {"type": "medusa", "heads": 2}
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageInputs:
-    return stage_context(tmp_path, target)
-
-
 def drafts_of(drafter: Drafter, target: Target) -> list[Any]:
     """The tokens of all drafts while these prompts are answered, with the rows' lengths."""
     seen: list[Any] = []

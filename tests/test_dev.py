@@ -1,7 +1,6 @@
 """Figures about a drafter in training against the definition and against the loop; adapters."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,10 +17,8 @@ from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import TeacherLogits
 from distill.trainable_model import LoraConfig, Trainable
 from distill.untrained_student import student_from_layers
-from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage, stage_context
-from tests.tiny import tiny_target
+from tests.stages import DRAFTER, drafter_weights, make_stage, run_stage
 from tests.training import assert_equal, tiny_trainer
-from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import spread
 from train.loop.trainer import Trainer
@@ -30,16 +27,6 @@ pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft's affair
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageInputs:
-    return stage_context(tmp_path, target)
 
 
 # --- agreement ------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from heads.mtp_heads import MtpHeads
 from tests.export import assert_same_counts, needs, task
 from tests.mtp_targets import change_tensors, save_mtp_target, write_qwen_gguf
 from tests.stages import make_stage, run_stage, stage_context
-from tests.tiny import tiny_target
+from tests.tiny import finish_gguf, tiny_target
 from tests.training import assert_equal
 
 
@@ -263,10 +263,7 @@ def gguf_of(target: Any, path: Path, **keys: int) -> Path:
         values = numbers.normal(size=(7, 64)).astype(np.float32)
         writer.add_tensor(name, gguf.quants.quantize(values, stored), raw_dtype=stored)
     writer.add_tensor("output_norm.weight", np.ones(32, dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
     return path
 
 

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +23,9 @@ from tests.stages import (
     kill_at_step,
     make_stage,
     run_stage,
-    stage_context,
     with_examples,
 )
-from tests.tiny import padded, tiny_target
+from tests.tiny import padded
 from tests.training import Killed, assert_equal, scramble
 from train.base.stage import StageInputs
 from train.data.chat_tokens import Sample, prompt_tokens
@@ -36,16 +34,6 @@ from train.data.training_text import OnPolicyConfig, OnPolicyText
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}
 GREEDY = {"temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageInputs:
-    return stage_context(tmp_path, target)
 
 
 class Student:

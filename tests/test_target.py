@@ -22,7 +22,8 @@ from tests.tiny import (
     EOS_ID,
     FAMILIES,
     VOCAB,
-    add_tokenizer,
+    finish_gguf,
+    gguf_writer,
     real_target,
     save_tiny,
     tiny_llama,
@@ -336,21 +337,10 @@ def test_code_of_the_model_runs_only_when_asked_for(
 
 def write_gguf(path: Path, **shape: Any) -> None:
     """The tiny llama and its tokenizer as a float32 GGUF file, written as llama.cpp does."""
-    model, tokenizer = tiny_llama(**shape), tiny_tokenizer()
+    model = tiny_llama(**shape)
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf_writer(path, "llama", config)
     writer.add_name("tiny")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-
-    add_tokenizer(writer, tokenizer)
-
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
@@ -364,10 +354,7 @@ def write_gguf(path: Path, **shape: Any) -> None:
         writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor.numpy())
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", rotation_slowdowns(config).numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish_gguf(writer)
 
 
 @pytest.fixture(scope="module")

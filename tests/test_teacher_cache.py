@@ -4,7 +4,6 @@ mistaken for it."""
 import hashlib
 import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,16 +45,6 @@ from train.stages.teacher_cache import TeacherCacheStage
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 OF_ACCEPTANCE = ("total_variation", "negative_log_acceptance", "lk_hybrid")
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageInputs:
-    return stage_context(tmp_path, target)
 
 
 def cache_stage(**settings: Any) -> Any:

@@ -76,20 +76,43 @@ def tiny_tokenizer() -> Any:
     )
 
 
-def add_tokenizer(writer: Any, tokenizer: Any) -> None:
-    """Write the tiny tokenizer to a GGUF file."""
+def gguf_writer(path: Path, architecture: str, config: Any) -> Any:
+    """A writer of a GGUF file with the sizes of a model and the tiny tokenizer, as llama.cpp names
+    them."""
+    import gguf
+
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    tokenizer = tiny_tokenizer()
     vocab = tokenizer.get_vocab()
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_vocab_size(len(vocab))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(sorted(vocab, key=vocab.get))
-    control, normal = 3, 1  # of llama.cpp's kinds of tokens
-    writer.add_token_types([control] * 3 + [normal] * (len(vocab) - 3))
+    writer.add_token_types(
+        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+    )
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
+    return writer
+
+
+def finish_gguf(writer: Any) -> None:
+    """Write all that a writer was given, and close its file."""
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def tiny_model(
