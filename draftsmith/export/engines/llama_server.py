@@ -11,8 +11,6 @@ from decode.base.errors import UserError
 from decode.model.loading import target_gguf
 from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from draftsmith.export.formats import EXPORT_FILE, FORMATS
-from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
-from draftsmith.export.formats.mtp_gguf import FILE as MODEL_FILE
 from train.engines.child_process import Server, environment_of, serving
 from train.engines.programs import llama_server_program
 
@@ -42,11 +40,8 @@ class LlamaServerEngine(Engine):
         file = target_gguf(task.target_spec)
         exact = FLOAT32 if _is_float32(file) else ()
         layout: Any = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
-        files = ["-m", str(file), "-md", str(task.export / FILE)]
-        if not isinstance(layout, GGUFLayout):  # the target is in the drafter's file
-            files = ["-m", str(task.export / MODEL_FILE)]
         draft = [
-            *files, "--spec-type", layout.spec_type,
+            *layout.models(file, task.export), "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",
         ]  # fmt: skip
         plain, plain_seconds = self._answers(task, ["-m", str(file), *exact], "without the drafter")

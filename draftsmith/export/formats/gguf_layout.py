@@ -57,6 +57,11 @@ class GGUFLayout(Format):
     architectures: ClassVar[tuple[str, ...]]
     spec_type: ClassVar[str]
 
+    @staticmethod
+    def models(target: Path, directory: Path) -> list[str]:
+        """The options of llama-server for the target, a GGUF file, and an export."""
+        return ["-m", str(target), "-md", str(directory / FILE)]
+
     @abstractmethod
     def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         """Return the tensors that a file's metadata requires, with shapes in PyTorch's order."""

@@ -64,6 +64,11 @@ class MtpGGUF(Format):
     needs_target = True
     depth_option = "depth"
 
+    @staticmethod
+    def models(target: Path, directory: Path) -> list[str]:
+        """As in `GGUFLayout`. The target is in the export's own file."""
+        return ["-m", str(directory / FILE)]
+
     def target_to_load(self, job: ExportJob) -> str:
         """The target that the module was trained for. The file for serving may be quantised."""
         return str(job.drafter.target["name"])
