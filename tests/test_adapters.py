@@ -16,6 +16,7 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter, NoDrafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
+from decode.model.forward import few_rows
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.loading import Target
 from decode.opening.adapters import WEIGHTS
@@ -181,6 +182,15 @@ def test_an_adapter_needs_the_base_that_it_was_trained_on(context: StageInputs) 
     drafts_of(open_drafter(there, context.target), context.target)
     with pytest.raises(UserError, match=r"would change its base, .* merge it first"):
         open_drafter(f"{there}:weights=int8", context.target)
+    if few_rows.library(torch.float32) is not None:
+        whole: Any = open_drafter(str(moved / "base" / "drafter"), context.target)
+        adapter: Any = open_drafter(there, context.target)
+        assert blocks(adapter) & blocks(whole)
+        del adapter, whole
+        in_bytes: Any = open_drafter(f"{moved / 'base' / 'drafter'}:weights=int8", context.target)
+        adapter = open_drafter(there, context.target)
+        assert not blocks(adapter) & blocks(in_bytes)
+        del adapter, in_bytes
     (moved / "base" / "drafter").rename(moved / "kept")
     with pytest.raises(UserError, match=r"belongs to the drafter .*base/drafter, which does not"):
         open_drafter(there, context.target)

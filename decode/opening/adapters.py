@@ -49,6 +49,14 @@ def remember(drafter: Drafter, path: Path, target: Target, dtype: str) -> None:
     opened[weights_sha256(path), dtype] = drafter
 
 
+def forget(drafter: Drafter, target: Target) -> None:
+    """Let adapters that are opened from now on not share the weights of this drafter. They are no
+    longer those of its directory."""
+    opened = _opened.get(target.model, WeakValueDictionary())
+    for key in [key for key, other in opened.items() if other is drafter]:
+        del opened[key]
+
+
 def base_of(path: Path, description: dict[str, Any]) -> Path:
     """The directory of an adapter's base. Raises UserError if there is no drafter, or one with
     other weights. description: the content of the adapter's `drafter.json`."""

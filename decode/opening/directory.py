@@ -329,6 +329,7 @@ def _in_bytes(name: str, weights: str, target: Target, dtype: torch.dtype | None
             "trained layers on a CPU with the products of few rows (AVX2 for float32, AVX512-BF16 "
             "without AMX for bfloat16) and a C++ compiler; leave it out"
         )
+    adapters.forget(drafter, target)
     return drafter
 
 
