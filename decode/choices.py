@@ -17,7 +17,8 @@ from decode.draft import Contexts, Draft
 from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupTree, as_draft
 from decode.draw.sampling import CounterRNG, Sampling, draw
 from decode.loop.rows import token_ids
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.requirements import require_trees
 from decode.model.loading import Target
 from decode.verdict import Scores
 

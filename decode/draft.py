@@ -14,6 +14,13 @@ from torch import Tensor
 from decode.base.device import surely_none, to_device
 from decode.draw.constraint import Guide
 from decode.draw.penalties import Answers
+from decode.tree_structure import (
+    ancestors_of,
+    children_of,
+    counts_by_depth,
+    counts_of_children,
+    path_of,
+)
 
 # How the children of one node were drawn. independent: all from the same q, with replacement (also
 # the only child of a node in a chain). distinct: from the same q, without replacement. mixed: with
@@ -300,75 +307,39 @@ class Draft:
     def path_to(self, nodes: Tensor) -> Tensor:
         """int64 [B, N]: node nodes[b], int64 [B], and its ancestors, from the root down. Entries
         past its depth are padding. −1 means the root, which has an empty path."""
-        count = self.tokens.shape[1]
-        at = nodes.clamp(min=0)[:, None, None].expand(-1, 1, count)
-        on_path = self.ancestors().gather(1, at)[:, 0] & (nodes >= 0)[:, None]
-        # Parents come before children, so sorting the nodes of a path by index sorts them by depth.
-        order = torch.where(on_path, torch.arange(count, device=nodes.device), count)
-        return order.sort(1).values.clamp(max=max(count - 1, 0))
+        return path_of(self.ancestors(), nodes)
 
     def ancestors(self) -> Tensor:
         """bool [B, N, N]: [b, i, j] is True if node j is node i or one of its ancestors."""
-        if self._ancestors is not None:
-            return self._ancestors
-        rows, nodes = self.tokens.shape
-        device = self.tokens.device
-        if self.parents is None:
-            chain = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
-            self._ancestors = chain.expand(rows, -1, -1)
-            return self._ancestors
-        # The matrix takes each node up one step or none. Squaring it doubles the number of steps.
-        order = torch.arange(nodes, device=device)
-        up = ((self.parents[..., None] == order) | (order[:, None] == order)).float()
-        for _ in range(max(nodes - 1, 1).bit_length()):
-            up = (up @ up).clamp(max=1.0)
-        self._ancestors = up > 0
+        if self._ancestors is None:
+            rows, nodes = self.tokens.shape
+            if self.parents is None:
+                chain = torch.ones(nodes, nodes, dtype=torch.bool, device=self.tokens.device)
+                self._ancestors = chain.tril().expand(rows, -1, -1)
+            else:
+                self._ancestors = ancestors_of(self.parents)
         return self._ancestors
 
     def children(self) -> Tensor:
         """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of
         the last committed token), filled up with −1."""
         if self._children is None:
-            self._children = self._list_children()
+            valid = self.valid()
+            if self.parents is None:
+                below = torch.arange(valid.shape[1] + 1, device=valid.device)
+                ends = torch.nn.functional.pad(valid, (0, 1))
+                self._children = torch.where(ends, below, -1)[..., None]
+            else:
+                most = max(int(self.child_counts().max()), 1)
+                self._children = children_of(self.parents, valid, most)
         return self._children
-
-    def _list_children(self) -> Tensor:
-        rows, nodes = self.tokens.shape
-        device = self.tokens.device
-        above = self.parent_rows()
-        if self.parents is None:
-            below = torch.arange(nodes + 1, device=device).expand(rows, -1)
-            ends = torch.nn.functional.pad(self.valid(), (0, 1))
-            return torch.where(ends, below, -1)[..., None]
-        valid = self.valid()
-        same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
-        rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
-        children = max(int(self.child_counts().max()), 1)
-        table = torch.full((rows, (nodes + 1) * children), -1, dtype=torch.int64, device=device)
-        order = torch.arange(nodes, device=device).expand(rows, -1)
-        # Padding writes −1 to an entry that belongs to no child and is already −1.
-        entry = torch.where(valid, above * children + rank, (nodes + 1) * children - 1)
-        table.scatter_(1, entry, torch.where(valid, order, -1))
-        return table.view(rows, nodes + 1, children)
 
     def nodes_by_depth(self) -> np.ndarray:
         """int [B, D] on the host: how many nodes row b has at depth 1, 2, … D."""
-        rows, nodes = self.tokens.shape
         if self.parents is None:
-            return (np.arange(nodes)[None, :] < self.sizes[:, None]).astype(np.int64)
-        # −1 wraps around to the root. Each round doubles the distance up to `above`.
-        row, node = self._valid_on_host()
-        above = np.full((rows, nodes + 1), -1)
-        above[row, node] = self.parents_on_host()[row, node]
-        depth_BN = np.ones_like(above)
-        depth_BN[:, -1] = 0
-        while (above >= 0).any():
-            depth_BN = depth_BN + np.take_along_axis(depth_BN, above % (nodes + 1), 1)
-            above = np.take_along_axis(above, above % (nodes + 1), 1)
-        depths = depth_BN[row, node]
-        counts = np.zeros((rows, int(depths.max(initial=0))), dtype=np.int64)
-        np.add.at(counts, (row, depths - 1), 1)
-        return counts
+            inside = np.arange(self.tokens.shape[1])[None, :] < self.sizes[:, None]
+            return inside.astype(np.int64)
+        return counts_by_depth(self.parents_on_host(), self.sizes)
 
     def levels(self) -> int:
         """The depth of the deepest nodes. Known to the host, as the sizes are."""
@@ -379,11 +350,7 @@ class Draft:
     def child_counts(self) -> np.ndarray:
         """int [B, N+1] on the host: how many valid children node i−1 of row b has (i = 0: the last
         committed token)."""
-        rows, nodes = self.tokens.shape
-        counts = np.zeros((rows, nodes + 1), dtype=np.int64)
-        row, node = self._valid_on_host()
-        np.add.at(counts, (row, self.parents_on_host()[row, node] + 1), 1)
-        return counts
+        return counts_of_children(self.parents_on_host(), self.sizes)
 
     def parents_on_host(self) -> np.ndarray:
         """int [B, N]: `parents` on the host. Waits for a device if the shape did not know them."""
@@ -394,8 +361,3 @@ class Draft:
             else:
                 self._host_parents = self.parents.cpu().numpy()
         return self._host_parents
-
-    def _valid_on_host(self) -> tuple[np.ndarray, np.ndarray]:
-        """The (row, node) of each node that is not padding."""
-        row, node = np.nonzero(np.arange(self.tokens.shape[1]) < self.sizes[:, None])
-        return row, node

@@ -1,4 +1,4 @@
-"""The nodes of token trees: which ones are kept, and what their numbers are then.
+"""The nodes of token trees: how likely they are, which are kept, and what their numbers are then.
 
 Shapes: B rows, N nodes, n kept nodes.
 """
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.base.errors import UserError
 from decode.draft import Draft, Drawn
 
 
@@ -98,3 +99,23 @@ def best(scores: Tensor, allowed: Tensor, count: int) -> Tensor:
     )
     taken = torch.zeros_like(allowed).scatter_(1, order[:, :count], True)
     return taken & allowed
+
+
+def likeliest(logits: Tensor, count: int) -> Tensor:
+    """int64 [..., count]: the drafter's likeliest tokens (rows of its vocabulary), best first.
+
+    Raises UserError if its vocabulary has fewer than `count` tokens.
+    """
+    if count > logits.shape[-1]:
+        raise UserError(
+            f"a node of the tree has {count} children, but the drafter's vocabulary has only "
+            f"{logits.shape[-1]} tokens; make the tree narrower"
+        )
+    return logits.topk(count, dim=-1).indices
+
+
+def log_q(logits: Tensor, tokens: Tensor) -> Tensor:
+    """float32 [..., k] ≤ 0: log q of tokens [..., k] at temperature 1. logits: [..., V']."""
+    scores = logits.float()
+    # Rounding must not make a path likelier than its prefix.
+    return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).clamp(max=0.0)

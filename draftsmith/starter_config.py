@@ -20,8 +20,8 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import configs
 import train
-from decode.base.device import computes_bfloat16
 from decode.base.errors import UserError
+from decode.base.processor import computes_bfloat16
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
 from heads.layers.eagle_taps import auxiliary_layers

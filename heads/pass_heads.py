@@ -23,7 +23,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
-from decode.model.cache.cached_model import CachedLM, LayerView, require_trees
+from decode.model.cache.cached_model import CachedLM, LayerView
+from decode.model.cache.requirements import require_trees
 from decode.model.forward.sublayers import Sublayers
 from decode.model.hidden_states import FINAL
 from decode.model.kinds.layer_kinds import require_no_states

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from decode.base.device import run_in_thread
+from decode.base.threads import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.loop.parts import Part

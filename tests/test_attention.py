@@ -19,8 +19,8 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import round_up_slots
 from decode.model.forward import attention_mask, few_rows
 from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.lean_parts import products_keep_bits
 from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
 from decode.model.loading import Target
 from heads.heads_directory import new_heads

@@ -363,7 +363,7 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """One line per turn; the answers alone are on standard output."""
     path = save_tiny(tmp_path / "target", max_positions=512)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("decode.base.device.CPU_FLAGS", tmp_path / "no flags")
+    monkeypatch.setattr("decode.base.processor.CPU_FLAGS", tmp_path / "no flags")
     command = ["chat", "--target", str(path), "--max-new-tokens", str(TOKENS), "--device", "cpu"]
     lines = f"{QUESTION}\n\n".encode() + b"caf\xe9\n" + b"And the cat?\n/quit\nnever asked\n"
     result = CliRunner().invoke(
@@ -397,7 +397,7 @@ def test_bfloat16_is_taken_where_the_processor_multiplies_in_it(
     ):
         flags = tmp_path / "cpuinfo"
         flags.write_text("flags : amx_bf16" if computes else "flags : avx2")
-        monkeypatch.setattr("decode.base.device.CPU_FLAGS", flags)
+        monkeypatch.setattr("decode.base.processor.CPU_FLAGS", flags)
         assert ChatTarget(target=path, device="cpu", **named).load().dtype == dtype
 
 

@@ -15,7 +15,7 @@ from decode.measure import check_lossless as checks
 from decode.measure import machine
 from decode.measure.check_lossless import SHAPE, check_loop, distance, random_llama
 from decode.measure.time_passes import pass_seconds, weight_bytes
-from decode.model.cache import cached_model
+from decode.model import trials
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import prepare_model
 from decode.model.forward.prepare_model import has_products, reason_against_packing
@@ -165,7 +165,7 @@ def test_a_target_that_is_wrong_for_several_tokens_is_found(
         return checks.check_lossless(random_llama(WrongForSeveral, **SHAPE), random_llama(**SHAPE))
 
     # The trial before a decode would refuse it.
-    monkeypatch.setattr(cached_model, "reason_against", lambda *_: None)
+    monkeypatch.setattr(trials, "reason_against", lambda *_: None)
     check = check_wrong(CPU)
     assert set(check.failures) == {
         f"{what} text, {how}" for what in ("greedy", "sampled") for how in ("chain", "tree")

@@ -21,7 +21,8 @@ from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.measure.check_lossless import FAR, distance
 from decode.measure.evaluation import evaluate
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.requirements import require_trees
 from decode.model.generation_config import padded_prompts
 from decode.model.hidden_states import FINAL
 from decode.model.identity import fingerprint

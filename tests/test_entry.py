@@ -143,7 +143,7 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
     """seconds: of a wide product in bfloat16 and in float32."""
     flags = base / "cpuinfo"
     flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2")
-    monkeypatch.setattr("decode.base.device.CPU_FLAGS", flags)
+    monkeypatch.setattr("decode.base.processor.CPU_FLAGS", flags)
     clock = [0]
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> None:

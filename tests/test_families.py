@@ -12,8 +12,9 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.model import small_copy
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache
+from decode.model.cache.requirements import require_trees
 from decode.model.forward import recognition
 from decode.model.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.model.memory import slot_bytes

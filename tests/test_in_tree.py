@@ -14,7 +14,8 @@ from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoded, Decoder
 from decode.loop.parts import room
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.requirements import require_trees
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads.heads_directory import save_heads

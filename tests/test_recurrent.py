@@ -25,8 +25,9 @@ from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.loop.decoding import Decoder, Decoding
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache, prefix_cache
+from decode.model.cache.requirements import require_trees
 from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.model.memory import slot_bytes
 from decode.opening.directory import open_drafter

@@ -1,26 +1,17 @@
-"""What differs between a CPU and an accelerator: copies to it, checks that wait for it, times, and
-which thread computes.
+"""What differs between a CPU and an accelerator: copies to it, checks that wait for it, and times.
 
 The host prepares work for an accelerator while that computes. It must then wait for nothing. A read
 of a value waits until all work before it is done, and so does an ordinary copy to the device.
 """
 
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
-T = TypeVar("T")
-
-CPU_FLAGS = Path("/proc/cpuinfo")  # Linux only
 
 
 def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
@@ -41,22 +32,6 @@ def reads_are_free(device: torch.device) -> bool:
     return device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def computes_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies bfloat16 itself. Others are faster in float32."""
-    if device.type != "cpu":
-        return device.type == "cuda"
-    try:
-        return bool({"avx512_bf16", "amx_bf16"} & cpu_flags())
-    except OSError:
-        return False
-
-
-def cpu_flags() -> set[str]:
-    """The words of the processors' description, among them their instructions. Raises OSError
-    elsewhere than on Linux."""
-    return set(CPU_FLAGS.read_text().split())
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """The name that settings and reports use.
 
@@ -72,26 +47,6 @@ def surely_none(rows: Tensor) -> bool:
     False where a read is not free, because the check costs more than the pass.
     """
     return reads_are_free(rows.device) and not rows.any()
-
-
-def run_in_thread(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
-    """Do `work` in a thread that ends with it. name: of the thread.
-
-    For what prepares a decode that another thread runs. A thread that has computed on a CPU keeps
-    its OpenMP threads until it ends. While two threads have some, there are more of them than
-    cores, so GCC's OpenMP lets them sleep between two operations. A step of a small model on two
-    cores then takes nearly twice as long.
-    """
-    done: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return done
 
 
 @dataclass

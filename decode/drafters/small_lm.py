@@ -19,7 +19,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.draw.sampling import CounterRNG, Sampling
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.requirements import require_trees
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.low_rank import LowRank, adapted
 from decode.model.loading import Target, load_model_and_tokenizer

@@ -5,7 +5,8 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.lengths import POLICIES, Watcher, require_threshold
+from decode.lengths import POLICIES
+from decode.lengths.watcher import Watcher, require_threshold
 from decode.verification import Verification
 
 

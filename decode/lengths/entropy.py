@@ -9,7 +9,8 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.lengths import POLICIES, Watcher
+from decode.lengths import POLICIES
+from decode.lengths.watcher import Watcher
 from decode.verification import Verification
 
 

@@ -3,7 +3,8 @@
 import numpy as np
 
 from decode.base.errors import UserError
-from decode.lengths import POLICIES, Policy, require_min_depth
+from decode.lengths import POLICIES, Policy
+from decode.lengths.watcher import require_min_depth
 from decode.verification import Verification
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from decode.lengths import POLICIES, Watcher, require_threshold
+from decode.lengths import POLICIES
+from decode.lengths.watcher import Watcher, require_threshold
 
 
 @POLICIES.register("reach")

@@ -10,8 +10,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
-from decode.base.device import run_in_thread
 from decode.base.errors import UserError
+from decode.base.threads import run_in_thread
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.verification import Verification

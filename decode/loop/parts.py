@@ -14,7 +14,8 @@ from decode.draft import Siblings
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES, Policy
-from decode.model.cache.cached_model import CachedLM, require_trees
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.requirements import require_trees
 from decode.rules import RULES, Rule, default_rule, require_fitting, used_rule
 from decode.shapes import SHAPES, Shape
 

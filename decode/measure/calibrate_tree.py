@@ -21,7 +21,7 @@ from decode.measure.tree_acceptance import (
     probe,
     require_shaped,
 )
-from decode.model.cache.cached_model import require_trees
+from decode.model.cache.requirements import require_trees
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from decode.shapes import Chain, Shape

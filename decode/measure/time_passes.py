@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from decode.base.device import computes_bfloat16
 from decode.base.errors import UserError
+from decode.base.processor import computes_bfloat16
 from decode.model.cache.cached_model import CachedLM
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from decode.base.device import computes_bfloat16
 from decode.base.errors import UserError, nearest
+from decode.base.processor import computes_bfloat16
 from decode.base.registry import Registry
 from decode.model import gguf_file
 from decode.model.chat_template import set_template_args

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
+from decode.model.kinds.layer_kinds import recurrent_layers, require_slots
 from decode.model.small_copy import small_model
 
 # The largest difference of logits, as a share of the largest logit. In 16 bits only a model is
@@ -120,6 +121,43 @@ def _tried(lm: Tried, trial: Trial, kind: tuple[Any, ...]) -> str | None:
     if small is not lm.model:
         _REASONS[kind] = reason
     return reason
+
+
+def require_chains(lm: Tried) -> None:
+    """Check that a model decodes chains in rows of different lengths. Raises UserError."""
+    require_slots(lm.model)
+    reason = reason_against(lm, chains)
+    if reason is not None:
+        raise UserError(
+            f"{type(lm.model).__name__} cannot be decoded here, with drafts or without: over a "
+            f"cache of slots it {reason}. Use its generate(), or another model"
+        )
+
+
+def require_tree_masks(lm: Tried) -> None:
+    """Check that a model verifies token trees. Raises UserError."""
+    name = type(lm.model).__name__
+    if recurrent_layers(lm.model):
+        raise UserError(
+            f"{name} keeps a running state in its layers with linear attention, so it verifies "
+            "chains and no token trees; draft chains (shape chain), with a drafter that can"
+        )
+    reason = reason_against(lm, trees)
+    if reason is not None:
+        raise UserError(
+            f"{name} does not honour 4-D attention masks and position_ids, which token trees "
+            f"need: it {reason}. Draft chains (shape chain) or use another model"
+        )
+
+
+def require_skipping(lm: Tried, skipped: Sublayers) -> None:
+    """Check that drafts can skip these sublayers of a model. Raises UserError."""
+    reason = reason_against(lm, Without.of(skipped, lm.layers))
+    if reason is not None:
+        raise UserError(
+            f"drafts cannot skip layers of {type(lm.model).__name__}: without some it "
+            f"{reason}. Use a drafter that does not run the target's layers"
+        )
 
 
 def chains(lm: Tried) -> str | None:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from decode.base.device import reads_are_free, to_device
-from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import change_drafts
 from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
+from decode.tree_structure import grown_ancestors
 
 
 class Growth(ABC):
@@ -72,11 +72,10 @@ class Growth(ABC):
         depth k.
         """
         count = tokens.shape[1]
-        before = self.fed.shape[1]
         self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
         if parents is not None:
             self.depth += 1
-            self.ancestors = self._grown_ancestors(parents, before)
+            self.ancestors = grown_ancestors(self.ancestors, parents)
         return self._processed(self._extend(count), count)
 
     def ids(self, drawn: Tensor) -> Tensor:
@@ -101,20 +100,6 @@ class Growth(ABC):
         fed = self.fed.shape[1]
         chain = torch.ones(fed, fed, dtype=torch.bool, device=self.device).tril()
         return chain[-count:].expand(self.rows, -1, -1)
-
-    def _grown_ancestors(self, parents: Tensor, before: int) -> Tensor:
-        """bool [B, m, m]: `ancestors` with the new nodes, whose parents are int64 [B, n]."""
-        rows, count = parents.shape
-        total = before + count
-        seen = torch.zeros(rows, total, total, dtype=torch.bool, device=self.device)
-        if before:
-            assert self.ancestors is not None
-            seen[:, :before, :before] = self.ancestors
-            above = seen.gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, total))
-            seen[:, before:] = above & (parents >= 0)[..., None]
-        new = torch.arange(before, total, device=self.device)
-        seen[:, new, new] = True
-        return seen
 
     def _processed(self, logits: Tensor, count: int) -> Tensor:
         """Applies the penalties and the constraints, if there are any, to logits
@@ -163,26 +148,6 @@ class Shape(ABC):
         Draws come from `rng.uniforms(CounterRNG.DRAFT, position, …)`. Each position is used once in
         a round, so that a row's draft does not depend on the other rows.
         """
-
-
-def likeliest(logits: Tensor, count: int) -> Tensor:
-    """int64 [..., count]: the drafter's likeliest tokens (rows of its vocabulary), best first.
-
-    Raises UserError if its vocabulary has fewer than `count` tokens.
-    """
-    if count > logits.shape[-1]:
-        raise UserError(
-            f"a node of the tree has {count} children, but the drafter's vocabulary has only "
-            f"{logits.shape[-1]} tokens; make the tree narrower"
-        )
-    return logits.topk(count, dim=-1).indices
-
-
-def log_q(logits: Tensor, tokens: Tensor) -> Tensor:
-    """float32 [..., k] ≤ 0: log q of tokens [..., k] at temperature 1. logits: [..., V']."""
-    scores = logits.float()
-    # Rounding must not make a path likelier than its prefix.
-    return (scores.gather(-1, tokens) - scores.logsumexp(-1, keepdim=True)).clamp(max=0.0)
 
 
 SHAPES: Registry[type[Shape]] = Registry("shape")

@@ -11,8 +11,8 @@ from decode.base.device import to_device
 from decode.base.errors import require_whole
 from decode.draft import Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling, draw
-from decode.shapes import SHAPES, Growth, Shape, greedy_among, likeliest, log_q
-from decode.tree_nodes import best, first_equal, pack, renumbered
+from decode.shapes import SHAPES, Growth, Shape, greedy_among
+from decode.tree_nodes import best, first_equal, likeliest, log_q, pack, renumbered
 
 
 @SHAPES.register("chains")

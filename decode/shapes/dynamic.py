@@ -10,8 +10,8 @@ from decode.base.device import to_device
 from decode.base.errors import require_whole
 from decode.draft import Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling
-from decode.shapes import SHAPES, Growth, Shape, likeliest, log_q
-from decode.tree_nodes import best, pack
+from decode.shapes import SHAPES, Growth, Shape
+from decode.tree_nodes import best, likeliest, log_q, pack
 
 
 @SHAPES.register("dynamic")

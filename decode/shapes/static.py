@@ -21,9 +21,9 @@ from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Draft, Limits, Siblings
 from decode.draw.sampling import CounterRNG, Sampling, draw
-from decode.shapes import SHAPES, Growth, Shape, greedy_among, likeliest
+from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.shapes.structure import Structure
-from decode.tree_nodes import pack
+from decode.tree_nodes import likeliest, pack
 
 TREE = "tree.json"  # the tree of a drafter directory
 

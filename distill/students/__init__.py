@@ -21,7 +21,7 @@ from decode.drafters.draft_vocabulary import (
 )
 from decode.drafters.pard import stored_mask_token
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.model.cache.cached_model import require_decoding
+from decode.model.cache.requirements import require_decoding
 from decode.model.loading import Target
 from decode.opening.directory import save_drafter
 from distill.choose_vocabulary import most_frequent

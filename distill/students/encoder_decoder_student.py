@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.model.cache.cached_model import require_decoding
+from decode.model.cache.requirements import require_decoding
 from decode.model.loading import Target
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss

@@ -20,7 +20,7 @@ from decode.drafters.pard import (
     stored_mask_token,
     unused_token,
 )
-from decode.model.cache.cached_model import require_trees
+from decode.model.cache.requirements import require_trees
 from decode.model.loading import Target
 from distill.agreement import Agreement
 from distill.distillation_loss import Distillation

@@ -213,7 +213,7 @@ def serve(
     if drain_seconds < 0:
         raise UserError(f"--drain-seconds is {drain_seconds}; expected seconds ≥ 0")
     require_packages("prometheus_client", "starlette", "uvicorn")
-    from decode.base.device import run_in_thread
+    from decode.base.threads import run_in_thread
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
     from draftsmith.net.listen import address_of, bind

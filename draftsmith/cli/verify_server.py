@@ -52,7 +52,7 @@ def verify_server(
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
     require_packages("prometheus_client", "starlette", "uvicorn", "websockets", "msgpack")
-    from decode.base.device import run_in_thread
+    from decode.base.threads import run_in_thread
     from draftsmith.edge.arrived_drafts import make_verified_rule
     from draftsmith.edge.server import VerifyServer
     from draftsmith.edge.sessions import SessionBounds

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from decode.base.device import dtype_name, run_in_thread
+from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.base.registry import Choice
+from decode.base.threads import run_in_thread
 from decode.costs import Costs
 from decode.drafters import DRAFTERS, Drafter
 from decode.draw.sampling import Sampling

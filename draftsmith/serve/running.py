@@ -13,7 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.device import run_in_thread
+from decode.base.threads import run_in_thread
 from decode.draw.constraint import Constraint
 from decode.text_stream import decode
 from draftsmith.net.events import EVENT_HEADERS

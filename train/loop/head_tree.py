@@ -14,7 +14,7 @@ from decode.measure.calibrate_tree import (
     calibrate_tree,
 )
 from decode.measure.ranks import Ranks
-from decode.model.cache.cached_model import require_trees
+from decode.model.cache.requirements import require_trees
 from decode.model.kinds.layer_kinds import require_slots
 from decode.model.loading import Target
 from heads.heads_module import Heads

@@ -24,7 +24,7 @@ from accelerate.utils import set_seed
 from decode.base.artifact import recover, remove_directory, require_space, write_file
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.model.cache.cached_model import require_decoding, require_trees
+from decode.model.cache.requirements import require_decoding, require_trees
 from decode.model.chat_template import set_template_args
 from decode.model.loading import Target, load_target
 from decode.model.pretrained import decoder_start

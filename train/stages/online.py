@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
-from decode.model.cache.cached_model import require_trees
+from decode.model.cache.requirements import require_trees
 from decode.opening.directory import save_drafter
 from decode.rules import RULES
 from distill.losses import WeightedLoss

@@ -3,8 +3,8 @@
 Shapes: B rows (sequences), n tokens fed per row, V vocabulary.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.base.device import to_device
-from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Contexts, Draft
+from decode.model.cache.cached_rows import CachedRows
 from decode.model.cache.long_read import LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
@@ -23,19 +23,10 @@ from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import Forward, prepare, refresh_packed
 from decode.model.forward.sublayers import Sublayers, changed_forward
 from decode.model.forward.transformers_forward import TransformersForward
-from decode.model.hidden_states import captured_modules
-from decode.model.kinds.decoder_positions import Positions, at_positions
-from decode.model.kinds.encoder_decoder import DecoderForward, Sources
-from decode.model.kinds.layer_kinds import (
-    layer_windows,
-    recurrent_layers,
-    require_no_states,
-    require_slots,
-)
+from decode.model.kinds.decoder_positions import NodePositions, at_positions
+from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.kinds.recurrent_states import RecurrentStates
-from decode.model.memory import require_memory
-from decode.model.pretrained import input_device, is_sharded, longest_text
-from decode.model.trials import Without, chains, reason_against, trees
+from decode.model.trials import require_chains, require_skipping, require_tree_masks
 
 # How many tokens of a prompt a pass feeds, over all rows. More make a pass longer and its masks and
 # activations larger, but not cheaper per token.
@@ -50,52 +41,7 @@ SHORT_PASS_TOKENS = 512
 MASK_SIZE = 1 << 26
 
 
-def require_trees(model: PreTrainedModel) -> None:
-    """Check that a model can verify token trees, by a trial (`decode.model.trials`) of its kind.
-
-    Call it before expensive work for a drafter that drafts trees. Raises UserError if the model
-    keeps running states (siblings would share one) or ignores 4-D attention masks or positions,
-    and as `CachedLM`.
-    """
-    _require_trees(CachedLM(model))
-
-
-def _require_trees(lm: "CachedLM") -> None:
-    model = lm.model
-    if lm.states is not None:
-        raise UserError(
-            f"{type(model).__name__} keeps a running state in its layers with linear attention, so "
-            "it verifies chains and no token trees; draft chains (shape chain), with a drafter "
-            "that can"
-        )
-    reason = reason_against(lm, trees)
-    if reason is not None:
-        raise UserError(
-            f"{type(model).__name__} does not honour 4-D attention masks and position_ids, which "
-            f"token trees need: it {reason}. Draft chains (shape chain) or use another model"
-        )
-
-
-def require_decoding(model: PreTrainedModel) -> None:
-    """Check that a model can be decoded, as `CachedLM` does. The model may have no weights. Call it
-    before expensive work whose result it decodes. A sharded model is not checked, because this
-    process cannot decode it. Raises UserError."""
-    if not is_sharded(model):
-        CachedLM(model)
-
-
-def _require_chains(lm: "CachedLM") -> None:
-    """Check that a model decodes chains in rows of different lengths, by a trial of its kind."""
-    require_slots(lm.model)
-    reason = reason_against(lm, chains)
-    if reason is not None:
-        raise UserError(
-            f"{type(lm.model).__name__} cannot be decoded here, with drafts or without: over a "
-            f"cache of slots it {reason}. Use its generate(), or another model"
-        )
-
-
-class CachedLM:
+class CachedLM(CachedRows):
     """A causal LM and the slots of the sequences it is decoding.
 
     Works with any model that takes a 4-D attention mask, `position_ids` and a `transformers` cache.
@@ -117,20 +63,14 @@ class CachedLM:
     Each forward stores them in `features`, [B, n, H]. pass_tokens: see `read`. exact_bits: keep the
     bits of plain decoding in chains also where that takes longer; see `keeps_bits`. trial: it
     serves a trial (`decode.model.trials`), so it needs none itself. forward: what runs the model;
-    None: its prepared form. repeats_rows: `keep_rows` may name a row more than once. Its copies are
-    then rows too. watch: called before the attention of each layer, with the layer's number and the
-    arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
-    model's config says. See `narrow`. kept_layers: those whose hidden states the slots keep of all
-    tokens of all rows. See `reset`.
+    None: its prepared form. watch: called before the attention of each layer, with the layer's
+    number and the arguments of `attention_mask.Watch`. window: what all layers see of the text;
+    None: what the model's config says. See `narrow`. How rows begin, join and leave is in
+    `CachedRows`.
     """
 
-    repeats_rows: bool = True
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
     window: SlidingWindow | None = None
-    kept_layers: tuple[int, ...] = ()
-
-    sources: Sources | None = None
-    states: RecurrentStates | None = None
 
     def __init__(
         self,
@@ -144,30 +84,13 @@ class CachedLM:
     ) -> None:
         self.model, self.exact_bits = model, exact_bits
         self.capture(captured_layers)
-        self.forward_pass = forward or prepare(model)
+        super().__init__(model, forward or prepare(model), pass_tokens)
         self.features: Mapping[int, Tensor] = {}
-        self.device = input_device(model)
-        config = model.config.get_text_config()
-        self.vocab_size: int = config.vocab_size
-        self.max_positions = longest_text(config)
-        windows = layer_windows(model)
-        self._windows = [None if size is None else SlidingWindow(size) for size in windows]
-        self._slots: Slots | None = None
-        self.drafter_bytes = 0  # what a drafter keeps of each token beside this model
-        self.pass_tokens = pass_tokens
         self._trial = trial
         self._takes_trees = trial  # known after the first tree
-        # The positions of the nodes of the tree that was fed last, [B, m].
-        self._nodes: Tensor | None = None
-        if isinstance(self.forward_pass, DecoderForward):
-            self.sources = Sources(model, self.forward_pass, len(self._windows))
-        numbers = recurrent_layers(model)
-        if numbers:
-            require_slots(model)
-            assert isinstance(self.forward_pass, TransformersForward)
-            self.states = RecurrentStates(self.forward_pass.model, numbers)
+        self._nodes = NodePositions()
         if not trial:
-            _require_chains(self)
+            require_chains(self)
 
     def like(self, model: PreTrainedModel) -> "CachedLM":
         """For a trial: another model, or this one, with a forward of the same kind."""
@@ -179,41 +102,6 @@ class CachedLM:
             else:
                 forward = prepare(model, lean=None if lean else False)
         return CachedLM(model, trial=True, forward=forward)
-
-    @property
-    def max_prompt(self) -> int:
-        """Prompts must have fewer tokens."""
-        return self.max_positions if self.sources is None else self.sources.max_prompt
-
-    def texts_and_sources(
-        self, prompts: Sequence[Sequence[int]]
-    ) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]] | None]:
-        """The first tokens of the texts of these prompts, and the sources that an encoder reads.
-        Without an encoder the texts begin with the prompts, and sources is None."""
-        if self.sources is None:
-            return prompts, None
-        return [[self.sources.start_id]] * len(prompts), prompts
-
-    def encode(self, sources: Sequence[Sequence[int]], first: int) -> None:
-        """Let the encoder read the sources (token ids) of the rows from `first` on, before their
-        first `forward`. Raises UserError if memory is missing."""
-        assert self.sources is not None
-        self.sources.read(sources, first, self.pass_tokens)
-
-    def capture(self, layers: Sequence[int]) -> None:
-        """Capture these layers from now on. Raises UserError for a layer that the model lacks."""
-        captured_modules(self.model, layers)
-        self.captured_layers = tuple(layers)
-        if self.captured_layers != self.kept_layers:
-            self.kept_layers = ()  # the texts would have holes
-
-    @property
-    def shared_layers(self) -> tuple[int, ...] | None:
-        """The layers whose hidden states texts in the slots have, if those of all tokens are kept
-        there and no others. None: such texts are of no use to other decodes."""
-        layers = self.kept_layers
-        whole = layers == self.captured_layers and len(layers) == self.slots.states
-        return layers if whole else None
 
     @property
     def keeps_bits(self) -> bool:
@@ -236,77 +124,8 @@ class CachedLM:
         require_no_states(self.model)
         view = LayerView(self, skipped, embedding)
         if len(skipped) and not self._trial:
-            self._require_skipping(skipped)
+            require_skipping(self, skipped)
         return view
-
-    def _require_skipping(self, skipped: Sublayers) -> None:
-        reason = reason_against(self, Without.of(skipped, self.layers))
-        if reason is not None:
-            raise UserError(
-                f"drafts cannot skip layers of {type(self.model).__name__}: without some it "
-                f"{reason}. Use a drafter that does not run the target's layers"
-            )
-
-    def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
-        """Start `rows` empty sequences of at most `capacity` slots. keep_states: keep the captured
-        hidden states of all tokens beside their keys (`kept_layers`). Raises as `require_slots` and
-        `require_memory`."""
-        require_slots(self.model)
-        self._slots = None  # the memory of the old slots is free again
-        self.kept_layers = self.captured_layers if keep_states else ()
-        require_memory(self.model, rows, capacity, drafter_bytes=self._other_bytes)
-        self.refresh()
-        self._slots = Slots(
-            len(self._windows) - len(recurrent_layers(self.model)),
-            rows,
-            capacity,
-            self.device,
-            step=self.forward_pass.slot_step,
-            static=self.forward_pass.static_slots,
-            states=len(self.kept_layers),
-        )
-        if self.sources is not None:
-            self.sources.reset(rows)
-        if self.states is not None:
-            self.states.reset(rows, self._slots.allocated[1])
-
-    @property
-    def _other_bytes(self) -> int:
-        """What each token takes beside the model's keys and values."""
-        width = self.model.config.get_text_config().hidden_size * self.model.dtype.itemsize
-        return self.drafter_bytes + len(self.kept_layers) * width
-
-    def add_rows(self, count: int, capacity: int) -> None:
-        """Append empty sequences to those that run. `capacity` is as for `reset`, for all rows.
-        Raises as `reset` does, and then changes nothing."""
-        slots, drafter = self._slots, self._other_bytes
-        assert slots is not None
-        rows, least, held = slots.rows + count, False, slots.allocated
-        try:
-            require_memory(self.model, *slots.grown(rows, capacity), held, drafter_bytes=drafter)
-        except MemoryShortage:
-            # Rows that nobody uses need not get longer too.
-            least = True
-            require_memory(self.model, *slots.least(rows, capacity), held, drafter_bytes=drafter)
-        slots.add_rows(count, capacity, least=least)
-        if self.sources is not None:
-            self.sources.add_rows(count)
-        if self.states is not None:
-            self.states.add_rows(count, slots.allocated[1])
-
-    def only(self, first: int, end: int) -> AbstractContextManager[None]:
-        """See `Slots.only`."""
-        return self._only(first, end)
-
-    @contextmanager
-    def _only(self, first: int, end: int) -> Iterator[None]:
-        with ExitStack() as contexts:
-            contexts.enter_context(self.slots.only(first, end))
-            if self.sources is not None:
-                contexts.enter_context(self.sources.only(first, end))
-            if self.states is not None:
-                contexts.enter_context(self.states.only(first, end))
-            yield
 
     def narrow(self, window: SlidingWindow | None) -> None:
         """Let all layers see only this much of the text from now on, at positions of the text as
@@ -350,7 +169,7 @@ class CachedLM:
         Raises UserError if a tree is fed to a model that ignores masks or positions.
         """
         if ancestors_BNM is not None and not self._takes_trees:
-            _require_trees(self)
+            require_tree_masks(self)
             self._takes_trees = True
         feeding: AbstractContextManager[None] = nullcontext()
         if self.states is not None:
@@ -409,7 +228,7 @@ class CachedLM:
         positions = self.positions(base_B1, depth_BN)
         with ExitStack() as contexts:
             if self.forward_pass.reads_positions:
-                at = self._positions(positions, base_B1, ancestors_BNM)
+                at = self._nodes.of_pass(positions, base_B1, ancestors_BNM)
                 contexts.enter_context(at_positions(at))
             if self.sources is not None:
                 contexts.enter_context(self.sources.reading())
@@ -428,22 +247,6 @@ class CachedLM:
         # Only padding can be past the last position. It must not index past the end of a learned
         # table.
         return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
-
-    def _positions(
-        self, positions_BN: Tensor, base_B1: Tensor, ancestors_BNM: Tensor | None
-    ) -> Positions:
-        """Where the fed tokens are, and the nodes of their tree that were fed before."""
-        if ancestors_BNM is None:
-            self._nodes = None
-            return Positions(positions_BN, base_B1, None)
-        before = ancestors_BNM.shape[2] - positions_BN.shape[1]
-        fed = positions_BN.expand(len(base_B1), -1)
-        # What was fed as a chain is in the slots of its positions.
-        known = base_B1 + torch.arange(before, device=self.device)
-        if before and self._nodes is not None:
-            known = self._nodes[:, :before]
-        self._nodes = torch.cat([known, fed], 1)
-        return Positions(fed, base_B1, self._nodes)
 
     def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
@@ -517,16 +320,6 @@ class CachedLM:
         """See `Slots.commit`."""
         assert self._slots is not None
         self._slots.commit(start, columns_BM, counts)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied;
-        there must be as many rows as are named (`add_rows`)."""
-        assert self._slots is not None
-        self._slots.keep_rows(rows)
-        if self.sources is not None:
-            self.sources.keep_rows(rows)
-        if self.states is not None:
-            self.states.keep_rows(rows.cpu().numpy())
 
 
 class LayerView(CachedLM):

@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from decode.base.device import cpu_flags
+from decode.base.processor import cpu_flags
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from decode.model.forward.attention_mask import (
     SlotAttention,
 )
 from decode.model.forward.few_rows_layers import FewRowsPass
+from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_layer import LeanLayer, Rotation, rotation_of
-from decode.model.forward.lean_parts import LayerParts, LeanNorm, product, products_keep_bits
+from decode.model.forward.lean_parts import LayerParts, LeanNorm, product
 from decode.model.hidden_states import FINAL
 
 # Not on a CPU, keys are padded to a multiple of this. Then many steps of a growing text have

@@ -20,8 +20,9 @@ from transformers.masking_utils import sdpa_mask
 
 from decode.model.cache.slots import SlotLayer
 from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
+from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_forward import columns_of
-from decode.model.forward.lean_parts import PackedLinear, products_keep_bits
+from decode.model.forward.lean_parts import PackedLinear
 from decode.model.hidden_states import Recorder
 from decode.model.kinds.decoder_positions import reads_positions
 from decode.model.kinds.layer_kinds import RECURRENT

@@ -50,6 +50,30 @@ class Positions:
         return keys.repeat(len(self.nodes), 1).scatter(1, columns, self.nodes)
 
 
+class NodePositions:
+    """Knows the positions of the nodes of the tree that was fed last."""
+
+    def __init__(self) -> None:
+        self._nodes: Tensor | None = None  # int64 [B, m]
+
+    def of_pass(self, fed_BN: Tensor, first_B1: Tensor, ancestors_BNM: Tensor | None) -> Positions:
+        """Where the fed tokens are, and the nodes of their tree that were fed before.
+
+        fed_BN: int64 [B or 1, n], the positions of the fed tokens. first_B1: as in `Positions`.
+        ancestors_BNM: as for `CachedLM.forward`."""
+        if ancestors_BNM is None:
+            self._nodes = None
+            return Positions(fed_BN, first_B1, None)
+        before = ancestors_BNM.shape[2] - fed_BN.shape[1]
+        fed = fed_BN.expand(len(first_B1), -1)
+        # What was fed as a chain is in the slots of its positions.
+        known = first_B1 + torch.arange(before, device=fed.device)
+        if before and self._nodes is not None:
+            known = self._nodes[:, :before]
+        self._nodes = torch.cat([known, fed], 1)
+        return Positions(fed, first_B1, self._nodes)
+
+
 _positions: ContextVar[Positions] = ContextVar("positions")
 
 

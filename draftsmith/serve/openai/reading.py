@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerBase
 
-from decode.base.device import run_in_thread
 from decode.base.errors import UserError
+from decode.base.threads import run_in_thread
 from decode.draw.sampling import Sampling
 from decode.grammars import Grammar, Grammars
 from decode.text import Prompt, prompt_ids

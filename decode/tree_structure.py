@@ -1,0 +1,98 @@
+"""What follows from the parents of the nodes of token trees.
+
+Shapes: B rows, N nodes, K children of a node. Parents come before their children. The parent −1 is
+the root, which is no node.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def ancestors_of(parents: Tensor) -> Tensor:
+    """bool [B, N, N]: [b, i, j] is True if node j is node i or one of its ancestors. parents: int64
+    [B, N]."""
+    nodes = parents.shape[1]
+    # The matrix takes each node up one step or none. Squaring it doubles the number of steps.
+    order = torch.arange(nodes, device=parents.device)
+    up = ((parents[..., None] == order) | (order[:, None] == order)).float()
+    for _ in range(max(nodes - 1, 1).bit_length()):
+        up = (up @ up).clamp(max=1.0)
+    return up > 0
+
+
+def grown_ancestors(ancestors: Tensor | None, parents: Tensor) -> Tensor:
+    """bool [B, N, N]: `ancestors_of` trees that got new nodes. ancestors: before that; None: there
+    were no nodes. parents: int64 [B, n], those of the new nodes."""
+    rows, count = parents.shape
+    before = 0 if ancestors is None else ancestors.shape[1]
+    total = before + count
+    seen = torch.zeros(rows, total, total, dtype=torch.bool, device=parents.device)
+    if ancestors is not None:
+        seen[:, :before, :before] = ancestors
+        above = seen.gather(1, parents.clamp(min=0)[..., None].expand(-1, -1, total))
+        seen[:, before:] = above & (parents >= 0)[..., None]
+    new = torch.arange(before, total, device=parents.device)
+    seen[:, new, new] = True
+    return seen
+
+
+def path_of(ancestors: Tensor, nodes: Tensor) -> Tensor:
+    """int64 [B, N]: node nodes[b], int64 [B], and its ancestors, from the root down. Entries past
+    its depth are padding. −1 means the root, which has an empty path."""
+    count = ancestors.shape[1]
+    at = nodes.clamp(min=0)[:, None, None].expand(-1, 1, count)
+    on_path = ancestors.gather(1, at)[:, 0] & (nodes >= 0)[:, None]
+    # Parents come before children, so sorting the nodes of a path by index sorts them by depth.
+    order = torch.where(on_path, torch.arange(count, device=nodes.device), count)
+    return order.sort(1).values.clamp(max=max(count - 1, 0))
+
+
+def children_of(parents: Tensor, valid: Tensor, most: int) -> Tensor:
+    """int64 [B, N+1, K]: row r lists the valid children of node r−1 in order (row 0: of the root),
+    filled up with −1. parents: int64 [B, N]. valid: bool [B, N]. most: K, no node has more."""
+    rows, nodes = parents.shape
+    device, above = parents.device, parents + 1
+    same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
+    rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
+    table = torch.full((rows, (nodes + 1) * most), -1, dtype=torch.int64, device=device)
+    order = torch.arange(nodes, device=device).expand(rows, -1)
+    # Padding writes −1 to an entry that belongs to no child and is already −1.
+    entry = torch.where(valid, above * most + rank, (nodes + 1) * most - 1)
+    table.scatter_(1, entry, torch.where(valid, order, -1))
+    return table.view(rows, nodes + 1, most)
+
+
+def counts_by_depth(parents: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int [B, D]: how many of its first sizes[b] nodes row b has at depth 1, 2, … D. parents: int64
+    [B, N]."""
+    rows, nodes = parents.shape
+    row, node = _inside(parents, sizes)
+    above = np.full((rows, nodes + 1), -1)
+    above[row, node] = parents[row, node]
+    depth_BN = np.ones_like(above)
+    depth_BN[:, -1] = 0
+    # −1 wraps around to the root. Each round doubles the distance up to `above`.
+    while (above >= 0).any():
+        depth_BN = depth_BN + np.take_along_axis(depth_BN, above % (nodes + 1), 1)
+        above = np.take_along_axis(above, above % (nodes + 1), 1)
+    depths = depth_BN[row, node]
+    counts = np.zeros((rows, int(depths.max(initial=0))), dtype=np.int64)
+    np.add.at(counts, (row, depths - 1), 1)
+    return counts
+
+
+def counts_of_children(parents: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int [B, N+1]: how many of its first sizes[b] nodes are children of node i−1 of row b (i = 0:
+    of the root). parents: int64 [B, N]."""
+    rows, nodes = parents.shape
+    counts = np.zeros((rows, nodes + 1), dtype=np.int64)
+    row, node = _inside(parents, sizes)
+    np.add.at(counts, (row, parents[row, node] + 1), 1)
+    return counts
+
+
+def _inside(parents: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The (row, node) of each node that is not padding."""
+    row, node = np.nonzero(np.arange(parents.shape[1]) < sizes[:, None])
+    return row, node
