@@ -8,16 +8,17 @@ every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
 machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
 same time. On a slow machine, answers and times take longest: --prompts has fewer answers, and with
---timed 0 no speed is measured, and no prompt lookup. With --more, the run also uses your own
-prompts for training. Some arms, which compare losses or draft in one pass, run only if --arms names
-them.
+--timed 0 no speed is measured, no prompt lookup, and all trees have 8 nodes. With --more, the run
+also uses your own prompts for training. Some arms, which compare losses or ways to train, or draft
+in one pass, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
 compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
 bootstrap intervals over prompts; and the speed-up over plain decoding in the same loop, greedy, in
 bfloat16. In float32 every arm's greedy
-text must equal plain decoding's, token by token, and the benchmark checks that. Runs are kept and
-continue where they stopped.
+text must equal plain decoding's, token by token, and the benchmark checks that. From these texts
+it also takes the gain: an arm's tokens per step over the first arm's on the same prompts, with its
+interval. Runs are kept and continue where they stopped.
 """
 
 from dataclasses import dataclass
@@ -47,7 +48,8 @@ from benchmarks.common import (
 )
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
-from decode.loop.decoding import Decoder
+from decode.loop.decoding import Decoded, Decoder
+from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
@@ -94,12 +96,26 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
     "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
 }
-# Arms with D-PACE's weights (2605.18810).
-SMOOTHING = {"eagle3_dpace": 0.5, "hydra_dpace": 0.5, "dflash_dpace": 0.5}
-HEADS |= {name: HEADS[name.removesuffix("_dpace")] for name in SMOOTHING}
-# Arms that also replay their own drafts (Draft-OPD, 2605.29343).
-REPLAYED = ("eagle1_opd", "eagle3_opd", "mtp_opd")
-HEADS |= {name: HEADS[name.removesuffix("_opd")] for name in REPLAYED}
+# Arms that train the heads of another arm otherwise: settings of their stage.
+TRAINED: dict[str, dict[str, Any]] = {
+    # D-PACE's weights (2605.18810).
+    "eagle3_dpace": {"place_smoothing": 0.5},
+    "hydra_dpace": {"place_smoothing": 0.5},
+    "dflash_dpace": {"place_smoothing": 0.5},
+    # Drafts of their own, replayed (Draft-OPD, 2605.29343).
+    "eagle1_opd": {"replay": {}},
+    "eagle3_opd": {"replay": {}},
+    "mtp_opd": {"replay": {}},
+    "eagle1_last_layer": {"copy_last_layer": True},
+    "eagle3_last_layer": {"copy_last_layer": True},
+    # At first, AdamW steps are five times as large as those that Muon is scaled to.
+    "eagle1_muon": {"optimizer": {"muon": {"lr_ratio": 5.0}}},
+    "eagle3_muon": {"optimizer": {"muon": {"lr_ratio": 5.0}}},
+    "eagle1_large_batch": {"loop": {"tokens_per_batch": 2048}},
+    # Three steps, each on the states of the one before (HASS, 2408.15766).
+    "eagle1_hass": {"heads": {"steps": 3}},
+}
+HEADS |= {name: HEADS[name.partition("_")[0]] for name in TRAINED}
 # Small LMs, of the target's first two layers. "pard" drafts all tokens in one pass.
 SMALL_LM, PARD = "small_lm", "pard"
 KNOWN = (SMALL_LM, PARD, *HEADS)
@@ -114,8 +130,7 @@ EXTRA = (
     "eagle1_tokens",
     "eagle3_nla",
     "eagle3_lk",
-    *SMOOTHING,
-    *REPLAYED,
+    *TRAINED,
 )
 ARMS = tuple(name for name in KNOWN if name not in EXTRA)
 
@@ -162,8 +177,8 @@ def main(
     settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
-    identical = identical_shares(run, reporter, prompts=3 if quick else 12)
-    reporter.table(arms_table(figures, identical))
+    texts = float32_figures(run, reporter, prompts=6 if quick else 42)
+    reporter.table(arms_table(figures, texts))
     if plots:
         plot_arms(figures, plots / "heads.png")
     if json_file:
@@ -172,7 +187,7 @@ def main(
             {
                 "ratios": ratios(figures),
                 "arms": figures,
-                "identical_in_float32": identical,
+                "float32_texts": texts,
                 "settings": run.config.model_dump(mode="json"),
                 "machine": describe_machine(),
             },
@@ -230,21 +245,20 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             stages.append(small_lm | distilled)
             continue
         heads, losses = HEADS[name]
-        stages.append(
-            {
-                "name": name,
-                "kind": "heads",
-                "heads": heads,
-                "losses": losses,
-                "place_smoothing": SMOOTHING.get(name),
-                "replay": {} if name in REPLAYED else None,
-                "features": "states",
-                "draft_vocabulary": 16000 if "output_rank" in heads else 8000,
-                "dev": dev,
-                "tree": {"width": 6, "prompts": 12},
-                **training,
-            }
-        )
+        stage: dict[str, Any] = {
+            "name": name,
+            "kind": "heads",
+            "heads": heads,
+            "losses": losses,
+            "features": "states",
+            "draft_vocabulary": 16000 if "output_rank" in heads else 8000,
+            "dev": dev,
+            "tree": {"width": 6, "prompts": 12, "nodes": None if settings.timed else 8},
+            **training,
+        }
+        for key, value in TRAINED.get(name, {}).items():
+            stage[key] = stage[key] | value if isinstance(stage.get(key), dict) else value
+        stages.append(stage)
     parts = ["heads"]
     if settings.arms != ARMS:
         parts += settings.arms
@@ -305,25 +319,32 @@ def figures_by_arm(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 @torch.inference_mode()
-def identical_shares(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, float]:
-    """Return by arm the share of test prompts whose greedy float32 text equals plain decoding's."""
+def float32_figures(run: Run, reporter: Reporter, *, prompts: int) -> dict[str, dict[str, Any]]:
+    """Return by arm, of greedy float32 texts of this number of test prompts: `identical`, the share
+    that equals plain decoding's, and `gain`, the tokens per step over the first arm's with the
+    interval over prompts."""
     target = load_target(TARGET, dtype="float32", device="cpu")
     texts = run.prompts(spread(run.read_data()["test"], prompts))
-    plain = _decode(target, "none", texts)
-    shares = {}
+    plain = _decode(target, "none", texts).outputs
+    figures: dict[str, dict[str, Any]] = {}
+    first: Decoded | None = None
     for stage in run.config.stages:
         if stage.name in KNOWN:
             drafted = _decode(target, str(run.stage_directory(stage.name) / "drafter"), texts)
-            equal = [ours == theirs for ours, theirs in zip(drafted, plain, strict=True)]
-            shares[stage.name] = sum(equal) / len(equal)
-            reporter.say(f"{stage.name}: {shares[stage.name]:.0%} of float32 texts identical")
-    return shares
+            first = first or drafted
+            equal = [ours == theirs for ours, theirs in zip(drafted.outputs, plain, strict=True)]
+            ours, theirs = drafted.tally, first.tally
+            gain = ratio_of_totals(ours.emitted, theirs.emitted, per=(ours.steps, theirs.steps))
+            share = sum(equal) / len(equal)
+            figures[stage.name] = {"identical": share, "gain": gain}
+            reporter.say(f"{stage.name}: {share:.0%} of float32 texts identical")
+    return figures
 
 
-def _decode(target: Target, spec: str, texts: list[list[int]]) -> list[list[int]]:
+def _decode(target: Target, spec: str, texts: list[list[int]]) -> Decoded:
     drafter = DRAFTERS[spec]() if spec == "none" else open_drafter(spec, target)
     decoder: Decoder = DecodeSettings().decoder(target, drafter)[0]
-    return decoder.decode(texts, 48).outputs
+    return decoder.decode(texts, 48)
 
 
 def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -343,8 +364,8 @@ def ratios(figures: dict[str, dict[str, Any]]) -> dict[str, float]:
     return values
 
 
-def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) -> Table:
-    """Return the table of all arms. identical: shares of equal texts in float32, by arm."""
+def arms_table(figures: dict[str, dict[str, Any]], texts: dict[str, dict[str, Any]]) -> Table:
+    """Return the table of all arms. texts: what `float32_figures` returns."""
     title = "heads on the target's hidden states"
     if heads := next((row for row in figures.values() if row["bigram_top1"] is not None), None):
         title += (
@@ -353,8 +374,9 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
         )
 
     rows = []
+    first = next(iter(texts), "")
     for name, row in figures.items():
-        speedup = row["speedup"]
+        of_texts = texts.get(name, {"gain": None, "identical": None})
         cells = {
             "drafter": name,
             "trained": format_figure(row["trained_parameters"], ",d"),
@@ -363,13 +385,18 @@ def arms_table(figures: dict[str, dict[str, Any]], identical: dict[str, float]) 
             "top-5": format_figure(row["top5"], ".1%"),
             "drafts": row["drafts"],
             "tokens/step": with_interval(row, "tokens_per_step", 2),
+            f"over {first}": _ratio(None if name == first else of_texts["gain"]),
             "c": with_interval(row, "c", 3),
             "v": format_figure(row["v"], ".2f"),
-            "speed-up": "–" if speedup is None else format_interval(speedup, 2),
-            "same text, float32": format_figure(identical.get(name), ".0%"),
+            "speed-up": _ratio(row["speedup"]),
+            "same text, float32": format_figure(of_texts["identical"], ".0%"),
         }
         rows.append(cells)
     return rows_table(title, rows, left=len(rows[0]) if rows else 1)
+
+
+def _ratio(ratio: dict[str, float] | None) -> str:
+    return "–" if ratio is None else format_interval(ratio, 2)
 
 
 def plot_arms(figures: dict[str, dict[str, Any]], file: Path) -> None:

@@ -55,6 +55,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
     """
 
     replayed_from = "text"
+    computed_once = "fc"  # the others are computed in each step
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None
@@ -101,9 +102,10 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         return self.advance(states, embedded, self._rotary(positions, states), attend)
 
     def body_flops(self) -> TextFlops:
-        """Each of the `parts` steps goes through all weights but those of `fuse`."""
-        parts = [part for name, part in self.named_children() if name not in ("output", "fc")]
-        per_token = products_flops(self.get_submodule("fc")) + self.parts * products_flops(*parts)
+        """Each of the `parts` steps goes through all weights but those of `computed_once`."""
+        parts = {name: part for name, part in self.named_children() if name != "output"}
+        once = parts.pop(self.computed_once, nn.Identity())
+        per_token = products_flops(once) + self.parts * products_flops(*parts.values())
         width = self.parts * self.config.num_attention_heads * self.config.head_dim
         return TextFlops(per_token) + attention_flops(width, trained=True)
 
@@ -130,7 +132,9 @@ class Eagle1Options(AutoregressiveOptions):
     output: Literal["target"] = "target"
     """The output layer: the target's, frozen and not stored."""
     depth: int = Field(7, ge=1)
-    """The max depth of a draft, also used to evaluate on dev text. Training uses one step."""
+    """The max depth of a draft, also used to evaluate on dev text. At least `steps`."""
+    steps: int = Field(1, ge=1)
+    """The steps that are trained, each on the states of the one before. HASS (2408.15766) has 3."""
     regression: float = Field(1.0, ge=0)
     """w_reg, the loss weight of the feature loss."""
     noise: float = Field(0.1, ge=0)
@@ -140,7 +144,7 @@ class Eagle1Options(AutoregressiveOptions):
 
     @property
     def longest_draft(self) -> int:
-        return self.depth
+        return max(self.depth, self.steps)
 
 
 @HEADS.register("eagle1")
@@ -159,20 +163,20 @@ class Eagle1Heads(AutoregressiveHeads):
     """
 
     Options = Eagle1Options
+    computed_once = ""
 
     def __init__(
         self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
     ) -> None:
-        super().__init__(options, options.depth, model, vocabulary)
-        self.parts = 1  # training uses one step
+        super().__init__(options, options.longest_draft, model, vocabulary)
+        self.parts = options.steps
         self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=options.bias)
         self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
 
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
-        layer = self.layers[0]
-        assert isinstance(layer, DraftLayer)
+        layer: Any = self.layers[0]
         layer.init_weights(self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
@@ -180,7 +184,7 @@ class Eagle1Heads(AutoregressiveHeads):
             self.fc.bias.zero_()
 
     def loss_weights(self, uniform: float) -> dict[int, float]:
-        return {1: 1.0}
+        return dict.fromkeys(range(1, self.parts + 1), 1.0)
 
     def advance(
         self,

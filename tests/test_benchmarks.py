@@ -330,6 +330,43 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
 
 
+def test_arms_change_one_thing_of_the_training_and_have_trees_of_one_size(tmp_path):
+    arms = ("eagle1", "eagle1_muon", "eagle1_hass", "eagle1_large_batch", "eagle1_last_layer")
+    settings = heads.Settings(False, arms, 2, None, 0, tmp_path, prompts=10, timed=0)
+    stages = validate_config(heads.heads_config(settings), base_dir=PROMPTS).stages
+    plain, *changed = (stage for stage in stages if stage.name in arms)
+    assert {stage.tree.nodes for stage in (plain, *changed)} == {8}
+    differences = [
+        {
+            key
+            for key, value in stage.model_dump().items()
+            if value != plain.model_dump()[key] and key != "name"
+        }
+        for stage in changed
+    ]
+    assert differences == [{"optimizer"}, {"heads"}, {"loop"}, {"copy_last_layer"}]
+    assert changed[0].optimizer.lr == plain.optimizer.lr
+    assert changed[1].heads.depth == plain.heads.depth
+    assert changed[2].loop.max_minutes == plain.loop.max_minutes
+
+
+def test_the_gain_over_the_first_arm_is_that_of_the_same_prompts():
+    figures = {
+        name: {
+            **dict.fromkeys(("trained_parameters", "seconds", "top1", "top5", "c", "v")),
+            **{"speedup": None, "bigram_top1": None, "drafts": "chain", "tokens_per_step": 1.5},
+        }
+        for name in ("eagle1", "eagle1_muon")
+    }
+    texts = {
+        "eagle1": {"identical": 1.0, "gain": {"value": 1.0}},
+        "eagle1_muon": {"identical": 0.5, "gain": {"value": 1.25, "low": 1.1, "high": 1.4}},
+    }
+    table = heads.arms_table(figures, texts)
+    (gains,) = [[*column.cells] for column in table.columns if column.header == "over eagle1"]
+    assert gains == ["–", "1.25 [1.10, 1.40]"]
+
+
 def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     target = tiny_target()
     asked = Example("1", ({"role": "user", "content": "Why?"},), "Why?", None, None, "here")

@@ -256,11 +256,8 @@ def hand_logits(
 
 
 @pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "smoothing"),
-    # A batch trains one place of EAGLE-1.
-    [(kind, a) for kind in KINDS for a in (None, 0.3) if a is None or kind != "eagle1"],
-)
+@pytest.mark.parametrize("smoothing", [None, 0.3])
+@kinds
 def test_the_loss_is_that_of_each_token_by_hand(
     kind: str, reduced: bool, smoothing: float | None
 ) -> None:
@@ -454,6 +451,25 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
     }
 
 
+def test_eagle1_trains_as_many_steps_as_are_asked_for(tmp_path: Path) -> None:
+    """One, or those of HASS with the same weight. It can then draft as deep, and D-PACE has places
+    to weigh."""
+    one, three = (
+        new_heads(HeadOptions.of(KINDS["eagle1"] | {"depth": 2, "steps": steps}), target(), None)
+        for steps in (1, 3)
+    )
+    assert (one.depth, one.loss_weights(0.0)) == (2, {1: 1.0})
+    assert (three.depth, three.loss_weights(0.0)) == (3, {1: 1.0, 2: 1.0, 3: 1.0})
+    flops = [heads.body_flops().per_token for heads in (one, three)]
+    assert flops[1] == 3 * flops[0]
+    context = stage_context(tmp_path, target())
+    settings: Any = STAGE | {"place_smoothing": 0.5, "gradient_checkpointing": True}
+    make = functools.partial(make_stage, "heads", "heads", **settings)
+    run_stage(context, make(heads=KINDS["eagle1"] | {"steps": 2}))
+    with pytest.raises(UserError, match="train one only"):
+        plan_stage(context, make(heads=KINDS["eagle1"]))
+
+
 def test_features_are_noisy_only_while_they_are_trained_on() -> None:
     heads = make("eagle1")
     features = torch.zeros(4, 50, 32)
@@ -622,7 +638,7 @@ def test_hydra_starts_as_the_target(kind: str) -> None:
     [
         ({"type": "eagle1", "output": "own"}, "output is .own."),
         ({"type": "eagle1", "noise": -0.1}, "noise is -0.1"),
-        ({"type": "eagle1", "steps": 3}, "have no option 'steps'"),
+        ({"type": "eagle1", "decay": 0.5}, "have no option 'decay'"),
         ({"type": "eagle3", "steps": 0}, "steps is 0"),
         ({"type": "eagle3", "output": "own"}, "output is .own."),
         ({"type": "hydra", "decay": 0.0}, "decay is 0"),
