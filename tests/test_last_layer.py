@@ -15,9 +15,11 @@ from heads.heads_module import HeadBatch, HeadOptions
 from heads.last_layer import copy_last_layer, require_last_layer
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import VOCAB, tiny_target
+from train.stages import STAGES
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
+EAGLE1 = {"type": "eagle1", "depth": 2}
 EAGLE3 = {"type": "eagle3", "steps": 2}
 
 
@@ -59,7 +61,7 @@ def test_eagle1_computes_the_targets_last_layer_in_the_scale_of_features() -> No
     target = scaled_target(2)
     with torch.no_grad():  # a scale for each number would move the size, which a norm divides by
         target.model.model.norm.weight.fill_(1.7)
-    heads: Any = new_heads(HeadOptions.of({"type": "eagle1"}), target, None)
+    heads: Any = new_heads(HeadOptions.of(EAGLE1), target, None)
     ids = torch.randint(3, VOCAB, (1, 9), generator=torch.Generator().manual_seed(1))
     copy_last_layer(heads, target.model, ids)
     states: list[torch.Tensor] = []
@@ -83,10 +85,13 @@ def test_eagle1_computes_the_targets_last_layer_in_the_scale_of_features() -> No
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
 
 
-def test_a_stage_trains_from_there_and_the_drafter_opens_as_any_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("heads", "layer"), [(EAGLE1, "layers.0"), (EAGLE3, "midlayer")])
+def test_a_stage_trains_from_there(heads: Any, layer: str, tmp_path: Path) -> None:
+    """What reads and writes the residual stream inside the layer is the target's, but for one tiny
+    step. A sharded target is refused."""
     target = scaled_target()
     settings: Any = {
-        "heads": EAGLE3,
+        "heads": heads,
         "losses": {"forward_kl": 1.0},
         "loop": LOOP | {"max_steps": 1},
         "optimizer": {"lr": 1e-9, "warmup_steps": 0},
@@ -96,12 +101,13 @@ def test_a_stage_trains_from_there_and_the_drafter_opens_as_any_other(tmp_path: 
     plan_stage(context, stage)
     weights = drafter_weights(run_stage(context, stage))
     last = target.model.model.layers[-1].state_dict()
-    for name in ("mlp.down_proj", "mlp.gate_proj", "self_attn.o_proj", "post_attention_layernorm"):
-        found, expected = (
-            weights[f"heads.safetensors midlayer.{name}.weight"],
-            last[f"{name}.weight"],
-        )
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    same = {"mlp.gate_proj", "mlp.up_proj"}
+    if heads is EAGLE3:
+        same |= {"mlp.down_proj", "self_attn.o_proj", "post_attention_layernorm"}
+    for name in same:
+        found = weights[f"heads.safetensors {layer}.{name}.weight"]
+        torch.testing.assert_close(found, last[f"{name}.weight"], rtol=0, atol=1e-6)
+    assert STAGES["heads"].needs_complete_target(stage) == "copy_last_layer"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_a_stage_trains_from_there_and_the_drafter_opens_as_any_other(tmp_path: 
         ({"type": "medusa"}, "llama", "is for eagle1 and eagle3 heads, but these are medusa"),
         (EAGLE3, "qwen3", r"has self_attn.k_norm.weight \[\d+\]; expected nothing"),
         (EAGLE3, "gemma", "SiLU, a final RMS norm and plain weights, but GemmaForCausalLM"),
-        ({"type": "eagle1"}, "gpt2", "one list of layers, .* but GPT2LMHeadModel is of another"),
+        (EAGLE1, "gpt2", "one list of layers, .* but GPT2LMHeadModel is of another"),
         (
             EAGLE3 | {"layer": {"intermediate_size": 48}},
             "llama",

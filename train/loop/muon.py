@@ -31,7 +31,9 @@ class MuonConfig(Strict):
     """Muon for matrices. AdamW still trains embeddings, output layers, norms and biases."""
 
     lr_ratio: float = Field(1.0, gt=0)
-    """The learning rate of the matrices divided by the one that AdamW would have for them."""
+    """The learning rate of the matrices divided by the one that AdamW would have for them. Muon's
+    steps are as large as AdamW's are late in a training. AdamW's first steps are five times as
+    large, so a training of a few hundred steps may need 5."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """The decay of the mean of the gradients. Steps look ahead by Nesterov's rule."""
 
