@@ -333,9 +333,9 @@ def learning_controls() -> list[LearningControl]:
         LearningControl(
             f"{name}, medusa",
             100_000,
-            test_online_heads.learning,
+            lambda kind, seed: test_online_heads.learning("medusa", seed, kind),
             MedusaDrafter,
-            test_online_heads.OldQ,
+            test_online_heads.declaring_old_q(MedusaDrafter),
         ),
     ]
 

@@ -759,6 +759,7 @@ def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypa
     assert {
         *("plain_vs_generate", "speculative_vs_assisted", "pass_10_vs_1_ctx_20"),
         *("speculative_vs_plain_batch8", "mixed_lengths_1_vs_apart"),
+        *("mixed_lengths_reading_vs_apart", "mixed_lengths_memory_vs_apart"),
         *("draft_cost_small_lm", "draft_cost_eagle", "lean_vs_transformers_5_ctx_10"),
     } <= set(written["ratios"])
     assert all(isinstance(value, float) for value in written["ratios"].values())

@@ -23,6 +23,7 @@ from decode.lengths import POLICIES
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings, compacted
 from decode.model import memory
+from decode.model.cache import cached_model, long_read
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.hidden_states import FINAL
@@ -275,7 +276,8 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     "kind",
     ["none", "chain", "tree", "hydra_plus", "eagle1", "kangaroo", "dflash", "heads with windows"],
 )
-def test_the_size_of_passes_changes_no_text(kind: str) -> None:
+def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_read, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
     by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
     for tokens in (1, 60, 1 << 20):
@@ -405,15 +407,20 @@ def test_a_prompt_of_many_texts_is_read_once(kind: str) -> None:
     assert [decoding.outputs[row] for row in rows[1:]] == expected[1:]
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 30])
-def test_passes_give_the_logits_and_states_of_one(tokens: int) -> None:
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (3, 1, 2, 0)])
+@pytest.mark.parametrize(("tokens", "padding"), [(1, 64), (7, 64), (30, 64), (1000, 0), (1000, 12)])
+def test_passes_give_the_logits_and_states_of_one(
+    tokens: int, padding: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ragged rows, which begin at different slots."""
+    for module in (long_read, cached_model):
+        monkeypatch.setattr(module, "PADDING", padding)
     one, other = (
         CachedLM(tiny_model("llama"), captured_layers=(0, FINAL), pass_tokens=size)
         for size in (1 << 20, tokens)
     )
     g = torch.Generator().manual_seed(0)
-    counts = np.array([19, 4, 11, 1])
+    counts = np.array([19, 4, 11, 1])[list(order)]
     found = []
     for lm in (one, other):
         g.manual_seed(0)
@@ -422,13 +429,43 @@ def test_passes_give_the_logits_and_states_of_one(tokens: int) -> None:
         ids = torch.randint(3, 300, (4, 19), generator=g)
         with torch.inference_mode():
             lm.forward(before, np.zeros(4, dtype=np.int64))
-            logits = lm.read(ids, np.array([5, 3, 0, 5]), counts)
+            if lm is one:
+                last = counts[:, None] - 1
+                logits = lm.forward(ids, np.array([5, 3, 0, 5]), columns=last)
+            else:
+                logits = lm.read(ids, np.array([5, 3, 0, 5]), counts)
         states = [
             lm.features[layer][row, :n] for layer in (0, FINAL) for row, n in enumerate(counts)
         ]
         found.append([logits, *states])
     for mine, yours in zip(*found, strict=True):
         torch.testing.assert_close(mine, yours)
+
+
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_a_short_prompt_is_not_padded_to_a_long_one(
+    place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 300, size).tolist() for size in (5, 9, 6)]
+    prompts.insert(place, rng.integers(3, 300, 250).tolist())
+    model = tiny_model("llama")
+    apart = [Decoder(model, DRAFTERS["none"]()).decode([p], 4).outputs[0] for p in prompts]
+    fed, forward = [], CachedLM.forward
+
+    def count(self: CachedLM, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        fed.append(ids.numel())
+        return forward(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(CachedLM, "forward", count)
+    decoding = Decoding(Decoder(model, DRAFTERS["none"]()))
+    decoding.begin(prompts, 4)
+    decoding.read(decoding.waiting[0])
+    # 4 times 9 tokens, and then the rest of the long prompt alone.
+    assert fed == [36, 241]
+    while not decoding.finished:
+        decoding.step()
+    assert list(decoding.outputs.values()) == apart
 
 
 # --- memory ---------------------------------------------------------------------------------------
@@ -449,6 +486,8 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     which = decoder(recipe("none"), gamma=1)
+    # Models are tried out here, with enough memory.
+    with_drafts = [decoder(recipe(kind), gamma=1) for kind in ("chain", "eagle1")]
     decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
     expected = which.decode(PROMPTS[:1], NEW, seed=3).outputs[0]
     decoding = Decoding(which, PROMPTS[:1], NEW, seed=3)
@@ -467,8 +506,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
     with pytest.raises(UserError, match="keys and values of LlamaForCausalLM for 8 rows of"):
         which.decode(PROMPTS, NEW)
     # What the drafter keeps counts too, before the target reads anything.
-    for kind in ("chain", "eagle1"):
-        drafted = decoder(recipe(kind), gamma=1)
+    for drafted in with_drafts:
         slots = drafted.slots(len(PROMPTS[0]), NEW)
         enough = (slots + 1) * each
         monkeypatch.setattr(memory, "free_bytes", lambda device, free=enough: free)

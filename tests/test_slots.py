@@ -1,6 +1,8 @@
 """Slots against lists of tokens: what a row has after rounds of feeding, committing and leaving."""
 
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,9 +28,9 @@ def test_growth_frees_old_keys_before_it_takes_memory_for_values(
     keys, values = slots._stores
     old, reserve = weakref.ref(keys._tensors[0]), values.reserve
 
-    def take(rows: int, capacity: int) -> None:
+    def take(*args: Any) -> None:
         assert old() is None
-        reserve(rows, capacity)
+        reserve(*args)
 
     monkeypatch.setattr(values, "reserve", take)
     slots.add_rows(2, 2 * CAPACITY)
@@ -114,3 +116,43 @@ def test_rows_leave_without_a_second_cache(rows: list[int]) -> None:
         assert torch.equal(layer.values, values[rows])
         assert layer.keys.untyped_storage().data_ptr() == memory[0]
         assert layer.values.untyped_storage().data_ptr() == memory[1]
+
+
+def resident(tensors: list[torch.Tensor]) -> int:
+    """The bytes that are in memory of the mappings that these tensors are in."""
+    places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors]
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if mapping := re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+)", words[0]):
+            first, end = (int(x, 16) for x in mapping.groups())
+            counts = any(first < last and begin < end for begin, last in places)
+        elif counts and words[0] == "Rss:":
+            found += int(words[1]) * 1024
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="needs Linux")
+def test_a_row_takes_memory_for_what_it_has_written() -> None:
+    """Also after rows have moved and more slots were allocated: 384 MiB are, and one long text and
+    six short ones take 27."""
+    layers, heads, size, long, short = 6, 4, 32, 4096, 96
+    slots = Slots(layers, 8, long, torch.device("cpu"))
+    lengths = np.array([long] + [short] * 7)
+    for row, length in enumerate(lengths):
+        with slots.only(row, row + 1):
+            slots.place(np.zeros(1, dtype=np.int64), int(length))
+            for layer in slots.layers:
+                layer.update(*torch.full((2, 1, heads, int(length), size), float(row + 1)))
+    held = sum(lengths[:-1]) * layers * heads * size * 4 * 2
+    slots.keep_rows(torch.tensor([0, 7, 2, 3, 4, 5, 6]))
+    slots.add_rows(1, 2 * long)
+    for layer in slots.layers:
+        for row, value in enumerate((1, 8, 3, 4, 5, 6, 7)):
+            end = lengths[row]
+            assert layer.keys[row, :, :end].eq(value).all()
+            assert not layer.keys[row, :, end:].any()
+        assert not layer.keys[7].any()
+    memory = [x for store in slots._stores for x in store._tensors]
+    assert sum(x.nbytes for x in memory) == 8 * 2 * long * layers * heads * size * 4 * 2
+    assert held <= resident(memory) < 1.1 * held

@@ -1,6 +1,8 @@
 """What `benchmarks.device` measures: the models it makes, and one function for each part."""
 
+import gc
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -20,6 +22,7 @@ from benchmarks.shared.decode_contestants import Models
 from benchmarks.shared.decode_measurements import Setting, hold_contest, timed
 from benchmarks.shared.distill_contestants import fit, measure_training
 from benchmarks.shared.distill_settings import Meter, Settings
+from benchmarks.shared.process_memory import resident_memory
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -261,8 +264,9 @@ def pass_times(bench: Bench) -> dict[str, Any]:
 
 @torch.no_grad()
 def mixed_lengths(bench: Bench) -> dict[str, Any]:
-    """Seconds of a pass over seven short texts and a long one in one batch, and of one pass over
-    the seven and one over the long one. The model says no script."""
+    """Seven short texts and a long one in one batch, beside the seven in one and the long one
+    alone: the seconds of a pass, and of reading all of the texts, and the memory that these take.
+    The model says no script."""
     model = random_llama(dtype=DTYPE, device=bench.device, **bench.sizes.target)
     short, long = [CONTEXTS[0]] * 7, [CONTEXTS[-1]]
     widths, values = (1, bench.sizes.gamma + 1), {}
@@ -272,7 +276,25 @@ def mixed_lengths(bench: Bench) -> dict[str, Any]:
             passes, turns=bench.sizes.turns, device=bench.device
         )
         values[f"mixed_lengths_{width}_vs_apart"] = together / (apart + alone)
+    long = [CONTEXTS[1]]
+    _reading(model, short)  # packs the weights
+    costs = np.array([_reading(model, lengths) for lengths in (short, long, short + long)])
+    seconds, memory = (costs[2] / np.maximum(costs[0] + costs[1], 1e-9)).tolist()
+    values |= {"mixed_lengths_reading_vs_apart": seconds, "mixed_lengths_memory_vs_apart": memory}
     return {"ratios": values}
+
+
+def _reading(model: Any, lengths: Sequence[int]) -> tuple[float, float]:
+    """The seconds of reading texts of these lengths in one batch, and the bytes that they take."""
+    lm, counts = CachedLM(model), np.array(lengths)
+    gc.collect()
+    before, begin = resident_memory(lm.device.type), time.perf_counter()
+    lm.reset(len(lengths), max(lengths))
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64, device=lm.device)
+    lm.read(ids, np.zeros_like(counts), counts).sum().item()
+    seconds = time.perf_counter() - begin
+    gc.collect()
+    return seconds, float(resident_memory(lm.device.type) - before)
 
 
 def _pass_over(model: Any, lengths: Sequence[int], width: int) -> Callable[[], object]:

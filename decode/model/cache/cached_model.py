@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.long_read import LongRead
+from decode.model.cache.long_read import PADDING, LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.forward.attention_mask import LONGEST_CHAIN, AttentionMask
@@ -270,15 +270,15 @@ class CachedLM(CachedRows):
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
 
-        counts: int [B], row b has that many tokens, the rest of its ids is padding. A pass takes at
-        most `pass_tokens` tokens of all rows together, in a long text fewer (`MASK_SIZE`), and at
-        least one of each row. The slots of padding are overwritten later. `features` has the hidden
-        states of all passes, [B, n, H].
-        For a row without tokens the logits mean nothing.
+        counts: int [B], row b has that many tokens, the rest of its ids is padding, whose slots are
+        overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
+        (`MASK_SIZE`), at least one of each row, and little padding (`PADDING`). `features` has the
+        hidden states of all passes, [B, n, H]. A row without tokens has logits without a meaning.
         """
-        if ids_BN.numel() <= self.pass_limit(int((start + counts).max())):
-            last = np.maximum(counts - 1, 0)
-            return self.forward(ids_BN, start, columns=last[:, None], ends=start + counts)
+        fed, ends = ids_BN.numel(), start + counts
+        if fed - counts.sum() <= PADDING and fed <= self.pass_limit(int(ends.max())):
+            last = np.maximum(counts, 1) - 1
+            return self.forward(ids_BN, start, columns=last[:, None], ends=ends)
         read = LongRead(self, ids_BN, start, counts)
         while not read.done:
             read.read_on(self.pass_tokens)

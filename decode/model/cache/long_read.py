@@ -1,4 +1,5 @@
-"""Long texts are read in passes, and other passes may come in between.
+"""Texts are read in passes: long ones, and texts of different lengths. Other passes may come in
+between.
 
 Shapes: B rows, n tokens of the longest text, V vocabulary, H hidden size.
 """
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
+
+# The most padding of a pass, in tokens of all rows together. More passes cost about as much.
+PADDING = 64
 
 
 class FeedsSlots(Protocol):
@@ -43,7 +47,7 @@ class LongRead:
         self._lm, self._ids, self._start, self._counts = lm, ids_BN, start, counts
         self._last = np.maximum(counts - 1, 0)
         self._begin = 0  # the column of the next pass
-        self._parts: list[Mapping[int, Tensor]] = []
+        self._parts: list[tuple[int, Mapping[int, Tensor]]] = []  # each with its first row
         self.logits: Tensor | None = None
 
     @property
@@ -58,45 +62,67 @@ class LongRead:
 
     def read_on(self, tokens: int) -> int:
         """One pass over at most this number of tokens of all rows together, but at least one of
-        each row that has some left, and at most `CachedLM.pass_limit`. Returns how many were fed,
-        with the padding of shorter rows."""
+        each row that has some left, and at most `CachedLM.pass_limit`. It ends where a shorter row
+        ends if more than `PADDING` tokens would be padding. Returns how many were fed, with the
+        padding."""
         lm, begin, last = self._lm, self._begin, self._last
-        # The rows up to the last one that has tokens left.
-        live = int(np.flatnonzero(last >= begin)[-1]) + 1
+        # From the first row that has tokens left to the last one.
+        live = np.flatnonzero(last >= begin)
+        rows = slice(int(live[0]), int(live[-1]) + 1)
+        count = rows.stop - rows.start
         limit = lm.pass_limit(int((self._start + self._counts).max()))
-        width = max(min(tokens, limit) // live, 1)
-        end = min(begin + width, self._ids.shape[1])
-        with lm.only(0, live) if live < len(last) else nullcontext():
+        left = last[rows] + 1 - begin
+        width = width_of_pass(left, max(min(tokens, limit) // count, 1))
+        end = begin + width
+        with lm.only(rows.start, rows.stop) if count < len(last) else nullcontext():
             logits = lm.forward(
-                self._ids[:live, begin:end],
-                self._start[:live] + begin,
-                columns=np.clip(last[:live, None] - begin, 0, end - begin - 1),
-                ends=self._start[:live] + np.clip(self._counts[:live], begin, end),
+                self._ids[rows, begin:end],
+                self._start[rows] + begin,
+                columns=np.clip(last[rows, None] - begin, 0, width - 1),
+                ends=self._start[rows] + np.clip(self._counts[rows], begin, end),
             )
-        self._parts.append(lm.features)
+        self._parts.append((rows.start, lm.features))
         self._begin = end
         if self.done and len(self._parts) == 1:
             self.logits = logits
-            return live * (end - begin)
+            return count * width
         if self.logits is None:
             self.logits = logits.new_zeros(len(last), 1, logits.shape[2])
-        reached = np.flatnonzero((begin <= last[:live]) & (last[:live] < end))
-        at = to_device(reached, logits.device)
-        self.logits[at] = logits[at]
-        return live * (end - begin)
+        reached = np.flatnonzero((begin <= last[rows]) & (last[rows] < end))
+        self.logits[to_device(rows.start + reached, logits.device)] = logits[
+            to_device(reached, logits.device)
+        ]
+        return count * width
 
     def features(self) -> Mapping[int, Tensor]:
         """The hidden states of all passes, of each captured layer, [B, n, H]."""
-        first, *others = self._parts
-        if not others:
+        rows, (_, first) = len(self._last), self._parts[0]
+        if len(self._parts) == 1:
             return first
-        rows = len(self._last)
         return {
-            layer: torch.cat([_with_rows(part[layer], rows) for part in self._parts], 1)
+            layer: torch.cat([_with_rows(part[layer], at, rows) for at, part in self._parts], 1)
             for layer in first
         }
 
 
-def _with_rows(x: Tensor, rows: int) -> Tensor:
-    """x with this number of rows. Rows of zeros are added."""
-    return x if len(x) == rows else torch.cat([x, x.new_zeros(rows - len(x), *x.shape[1:])])
+def width_of_pass(left: np.ndarray, most: int) -> int:
+    """How many tokens of each row a pass feeds: at most `most`, and as many as the longest row has
+    left, or as the longest one has of which at most `PADDING` tokens are padding.
+
+    left: int [B], the tokens that each row has left; one has some.
+
+    >>> width_of_pass(np.array([100, 90, 400]), 1000)
+    100
+    """
+    ends = np.unique(np.minimum(left[left > 0], most))
+    padding = np.maximum(ends[:, None] - left, 0).sum(1)
+    return int(ends[max(int((padding <= PADDING).sum()) - 1, 0)])
+
+
+def _with_rows(x: Tensor, first: int, rows: int) -> Tensor:
+    """x as the rows from `first` on, of `rows` rows. The others are zeros."""
+    if len(x) == rows:
+        return x
+    whole = x.new_zeros(rows, *x.shape[1:])
+    whole[first : first + len(x)] = x
+    return whole

@@ -1,16 +1,27 @@
 """The memory of slots, and copies of rows out of it.
 
+On a CPU, a row takes memory for the slots that its text has reached, not for all that it may reach:
+the system gives a page of memory when it is written first, and until then it reads as zeros. So
+nothing here writes further than a text.
+
 Shapes: R allocated rows, N or M slots of a row, C slots in all, H heads, D head size.
 """
 
+import math
+import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import zip_longest
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from decode.base.device import to_device
+
+# Rows whose lengths are in the same block of slots are moved together.
+MOVED_SLOTS = 256
 
 
 class SlotMemory:
@@ -27,16 +38,15 @@ class SlotMemory:
     def make(self, layer: int, like: Tensor) -> None:
         """Allocate memory for a layer. like: keys or values of this layer, [·, H, ·, D]."""
         shape = (self._rows, like.shape[1], self._capacity, like.shape[3])
-        # Zeros, not empty: a masked slot is multiplied by a weight of 0, and 0·NaN is NaN.
         if not self._tensors:
-            self._tensors.append(like.new_zeros(self._layers, *shape))
+            self._tensors.append(_zeros(like, self._layers, *shape))
         first = self._tensors[0]
         alike = first.shape[1:] == shape and first.dtype == like.dtype
         if layer < self._layers and alike and first.device == like.device:
             self._index[layer] = 0, layer
         else:
             self._index[layer] = len(self._tensors), 0
-            self._tensors.append(like.new_zeros(1, *shape))
+            self._tensors.append(_zeros(like, 1, *shape))
 
     @property
     def states(self) -> int:
@@ -57,18 +67,28 @@ class SlotMemory:
             rows, source, target = (y.to(x.device) for y in (rows_B1, source_BM, target_BM))
             x[:, rows, :, target] = x[:, rows, :, source]
 
-    def keep_rows(self, rows: np.ndarray, written: int) -> None:
-        """Move the rows that stay to the front, where they are not there already, with their first
-        `written` slots. This copies one layer at a time: a copy of all layers would be a second
-        cache in memory."""
+    def keep_rows(self, rows: np.ndarray, written: np.ndarray) -> None:
+        """Move the rows that stay to the front, where they are not there already. written: int [R],
+        how many slots each row has written; the others of a moved row are zeros after that.
+
+        This copies one layer at a time: a copy of all layers would be a second cache in memory."""
         moved = np.flatnonzero(rows != np.arange(len(rows)))
         if not len(moved):
             return
+        ends, old = written[rows[moved]], written[moved]
+        blocks = -(-ends // MOVED_SLOTS)
+        groups = [np.flatnonzero(blocks == block) for block in np.unique(blocks)]
         for x in self._tensors:
-            source, target = (to_device(y, x.device) for y in (rows[moved], moved))
-            for number in range(len(x)):
-                layer = x[number, :, :, :written]
-                layer.index_copy_(0, target, layer.index_select(0, source))
+            parts = [
+                (to_device(rows[moved[of]], x.device), to_device(moved[of], x.device), ends[of])
+                for of in groups
+            ]
+            for layer in x:
+                copies = [layer[:, :, : end.max()].index_select(0, s) for s, _, end in parts]
+                for (_, target, end), copied in zip(parts, copies, strict=True):
+                    layer[:, :, : end.max()].index_copy_(0, target, copied)
+            for row, begin, end in zip(moved, ends, old, strict=True):
+                x[:, row, :, begin:end] = 0
 
     def copy(self, rows_B1: Tensor, slots_BN: Tensor) -> list[Tensor]:
         """A copy of these slots."""
@@ -80,23 +100,22 @@ class SlotMemory:
             assert isinstance(x, Tensor)
             x[:, rows_B1.to(x.device), :, slots_BN.to(x.device)] = old
 
-    def reserve(self, rows: int, capacity: int) -> None:
-        """Have memory for this number of rows and slots. `capacity` never gets smaller."""
-        old_rows, old_capacity = self._rows, self._capacity
+    def reserve(self, rows: int, capacity: int, kept: int, written: np.ndarray) -> None:
+        """Have memory for this number of rows and slots. The first `kept` rows stay, and the others
+        get zeros: a row that left may have had NaN, and 0·NaN is NaN. `capacity` never gets
+        smaller. written: as for `keep_rows`."""
+        grows = (rows, capacity) != (self._rows, self._capacity)
         self._rows, self._capacity = rows, capacity
-        if (rows, capacity) == (old_rows, old_capacity):
-            return
         for i, x in enumerate(self._tensors):
+            if not grows:
+                for row in range(kept, rows):
+                    x[:, row, :, : written[row]] = 0
+                continue
             layers, _, heads, _, size = x.shape
-            new, kept = x.new_zeros(layers, rows, heads, capacity, size), min(rows, old_rows)
-            new[:, :kept, :, :old_capacity] = x[:, :kept]
+            new = _zeros(x, layers, rows, heads, capacity, size)
+            for row in range(kept):
+                new[:, row, :, : written[row]] = x[:, row, :, : written[row]]
             self._tensors[i] = new
-
-    def clear(self, first: int, end: int, written: int) -> None:
-        """Overwrite the first `written` slots of these rows with zeros: a row that left may have
-        had NaN, and 0·NaN is NaN."""
-        for x in self._tensors:
-            x[:, first:end, :, :written] = 0
 
     def take(self, row: int, count: int) -> "RowStates":
         """A copy of the first `count` slots of a row."""
@@ -108,7 +127,7 @@ class SlotMemory:
             for x in states.tensors:
                 layers, heads, _, size = x.shape
                 shape = layers, self._rows, heads, self._capacity, size
-                self._tensors.append(x.new_zeros(shape))
+                self._tensors.append(_zeros(x, *shape))
             self._index = dict(states.index)
         for x, new in zip(self._tensors, states.tensors, strict=True):
             x[:, row, :, :count] = new[:, :, :count]
@@ -142,3 +161,17 @@ class SlotStates:
     @property
     def nbytes(self) -> int:
         return sum(x.nbytes for states in (self.keys, self.values) for x in states.tensors)
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    """Zeros in memory of their own. Zeros, not empty: a masked slot is multiplied by a weight of 0,
+    and 0·NaN is NaN."""
+    size = math.prod(shape) * like.element_size()
+    if like.device.type != "cpu" or not size or not hasattr(mmap, "MAP_PRIVATE"):
+        return like.new_zeros(shape)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A huge page has thousands of slots.
+        with suppress(OSError):
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(pages, dtype=like.dtype).view(shape)

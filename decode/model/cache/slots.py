@@ -12,8 +12,8 @@ for another one, without a new allocation.
 
 Layers may be on different devices. A layer's keys and values are on the device of the layer.
 
-Static slots are for passes that are one graph of tensors (`CachedLM.run`). The host knows only how
-many slots attention gets, in steps. Where the tokens go is a tensor on the device.
+Static slots are for passes that are one graph of tensors (`CachedLM.run`): the host knows how many
+slots attention gets, in steps, and a tensor on the device says where tokens go.
 """
 
 from collections.abc import Iterator, Sequence
@@ -145,8 +145,8 @@ class Slots(FedRows):
         capacity = round_up_slots(capacity, step)
         self.rows = rows  # those in use
         self.allocated = rows, capacity  # rows, and slots of each
-        # No row has written a slot from this one on. Rows that move or join need not touch them.
-        self._written = 0
+        # How many slots each allocated row has written. Copies need not touch the others.
+        self._written = np.zeros(rows, dtype=np.int64)
         self._window = _Window()
         # bool [2 C]: what a token sees of the slots is a part of it, C times True and then False.
         self._past = torch.zeros(0, dtype=torch.bool)
@@ -178,7 +178,7 @@ class Slots(FedRows):
         window.fresh = not last and not ahead
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         end = last + n
-        self.wrote(end)
+        self.wrote(start + n)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
@@ -194,10 +194,11 @@ class Slots(FedRows):
         else:
             self.locate(to_device(start, self.device)[:, None], n)
 
-    def wrote(self, end: int) -> None:
-        """The slots below this one may have been written. `place` and the copies in this class call
-        it. Code that writes into the layers directly must call it too."""
-        self._written = max(self._written, end)
+    def wrote(self, ends: np.ndarray | int) -> None:
+        """The fed rows may have written the slots below these, int or int [B]. What writes into the
+        layers without `place` must call it."""
+        written = self._written[self._fed]
+        np.maximum(written, ends, out=written)
 
     def locate(self, first_B1: Tensor, n: int) -> None:
         """The next n fed tokens go to the slots from `first_B1`, int64 on the device."""
@@ -290,6 +291,7 @@ class Slots(FedRows):
         for store in self._stores:
             store.keep_rows(kept, self._written)
         self.rows = len(kept)
+        self._written[: self.rows] = self._written[kept]
         self._look_up(0, self.rows)
 
     def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:
@@ -299,9 +301,9 @@ class Slots(FedRows):
         self.rows = first + count
         self.allocated = (self.least if least else self.grown)(self.rows, capacity)
         for store in self._stores:
-            store.reserve(*self.allocated)
-            store.clear(first, self.rows, self._written)
-            self._look_up(0, self.rows)  # the old memory is free before more is taken
+            store.reserve(*self.allocated, first, self._written)
+            self._look_up(0, self.rows)  # frees the old memory before more is taken
+        self._written = np.pad(self._written[:first], (0, self.allocated[0] - first))
 
     def grown(self, rows: int, capacity: int) -> tuple[int, int]:
         """How many rows and slots are allocated if these are needed. A step of growth is at least
@@ -330,7 +332,7 @@ class Slots(FedRows):
 
     def put(self, row: int, states: SlotStates) -> None:
         """Write the first slots of a row."""
-        self.wrote(states.count)
+        self._written[row] = max(int(self._written[row]), states.count)
         for store, new in zip(self._stores, (states.keys, states.values), strict=True):
             store.put(row, new, states.count)
         for layer in (*self.layers, *self._states):
@@ -342,7 +344,7 @@ class Slots(FedRows):
         """Copy slots of other slots with the same rows and layers: of row b, slot source_BN[b, i]
         goes to slot target_BN[b, i] here, int [B, N] each. All layers have been written before.
         Hidden states are not copied."""
-        self.wrote(int(target_BN.max(initial=-1)) + 1)
+        self.wrote(target_BN.max(1, initial=-1) + 1)
         rows_B1 = torch.arange(len(source_BN), device=self.device)[:, None]
         source, target = (to_device(x, self.device) for x in (source_BN, target_BN))
         for store, from_ in zip(self._stores, other._stores, strict=True):
