@@ -8,17 +8,16 @@ every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE
 a small LM of the target's first two layers. Each is stored with the tree that pays at this
 machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
 same time. On a slow machine, answers and times take longest: --prompts has fewer answers, and with
---timed 0 no speed is measured, no prompt lookup, and all trees have 8 nodes. With --more, the run
-also uses your own prompts for training. Some arms, which compare losses or ways to train, or draft
-in one pass, run only if --arms names them.
+--timed 0 no speed is measured, no prompt lookup, and all arms draft chains of 4. With --more, the
+run also uses your own prompts for training. Some arms, which compare losses or ways to train, or
+draft in one pass, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
 compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
 bootstrap intervals over prompts; and the speed-up over plain decoding in the same loop, greedy, in
-bfloat16. In float32 every arm's greedy
-text must equal plain decoding's, token by token, and the benchmark checks that. From these texts
-it also takes the gain: an arm's tokens per step over the first arm's on the same prompts, with its
-interval. Runs are kept and continue where they stopped.
+bfloat16. In float32 every arm's greedy text must equal plain decoding's, token by token, and the
+benchmark checks that. From these texts it also takes the gain: an arm's tokens per step over the
+first arm's on the same prompts, with its interval. Runs are kept and continue where they stopped.
 """
 
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ class Settings:
     all. more: a file of prompts; its first more_prompts are used for training with
     the shipped ones. runs: the directory for runs. prompts: the training prompts that the target
     answers; None: all. timed: the test prompts whose speed is measured; 0: no speed is measured,
-    and prompt lookup has no row."""
+    prompt lookup has no row, and no tree is calibrated."""
 
     quick: bool
     arms: tuple[str, ...]
@@ -253,7 +252,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             "features": "states",
             "draft_vocabulary": 16000 if "output_rank" in heads else 8000,
             "dev": dev,
-            "tree": {"width": 6, "prompts": 12, "nodes": None if settings.timed else 8},
+            "tree": {"width": 6, "prompts": 12} if settings.timed else None,
             **training,
         }
         for key, value in TRAINED.get(name, {}).items():

@@ -330,12 +330,12 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
     assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
 
 
-def test_arms_change_one_thing_of_the_training_and_have_trees_of_one_size(tmp_path):
+def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp_path):
     arms = ("eagle1", "eagle1_muon", "eagle1_hass", "eagle1_large_batch", "eagle1_last_layer")
     settings = heads.Settings(False, arms, 2, None, 0, tmp_path, prompts=10, timed=0)
     stages = validate_config(heads.heads_config(settings), base_dir=PROMPTS).stages
     plain, *changed = (stage for stage in stages if stage.name in arms)
-    assert {stage.tree.nodes for stage in (plain, *changed)} == {8}
+    assert {stage.tree for stage in (plain, *changed)} == {None}
     differences = [
         {
             key
