@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.grammar import GrammarDrafter
@@ -33,10 +34,12 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.cache.sliding_window import SlidingWindow
+from decode.model.loading import Target
 from decode.rules import RULES
 from decode.shapes import SHAPES, Chain, Shape
 from decode.shapes.static import Static
 from heads import HEADS
+from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
 from tests.lossless import (
@@ -112,6 +115,23 @@ HEAD_OPTIONS: dict[str, dict[str, Any]] = {
 
 def static(draw: Any = "distinct") -> Static:
     return Static(widths=[2, 2, 1], draw=draw)
+
+
+def options_for_tokens(kind: str) -> dict[str, Any]:
+    """`HEAD_OPTIONS` for a target that has ids that are no tokens, of which one is the mask."""
+    return {name: x for name, x in HEAD_OPTIONS[kind].items() if name != "mask_token"}
+
+
+def moved_heads(
+    options: dict[str, Any], target: Target, ids: Tensor | None = None, by: float = 0.2
+) -> Any:
+    """Heads that are no longer as they start: every weight counts. ids: the draft vocabulary."""
+    torch.manual_seed(3)
+    heads = new_heads(HeadOptions.of(options), target, ids)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter += by * torch.randn(parameter.shape)
+    return heads
 
 
 def heads_drafter(kind: str, shape: Shape | None = None, case: Case = LONGER) -> Drafter:

@@ -26,9 +26,9 @@ from distill.trainable_model import DrafterLora, Trainable, linear_sizes
 from draftsmith.cli.main import app
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.export.merged import write_merged
-from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
-from tests.contract import HEAD_OPTIONS
+from heads.heads_directory import save_heads
+from heads.heads_module import HeadBatch
+from tests.contract import HEAD_OPTIONS, moved_heads, options_for_tokens
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import VOCAB, tiny_target
 from train.base.stage import StageInputs
@@ -253,12 +253,7 @@ def test_a_heads_stage_trains_an_adapter(context: StageInputs) -> None:
 def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: Path) -> None:
     """In training and while they draft."""
     target = tiny_target(vocab=VOCAB + 4, layers=7)
-    options = {name: x for name, x in HEAD_OPTIONS[kind].items() if name != "mask_token"}
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(options), target, None)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(options_for_tokens(kind), target)
     save_heads(tmp_path / "base", heads, target=target, provenance={})
     lora = DrafterLora(r=2, alpha=4.0, merge=False)
     layers = lora.layers(linear_sizes(heads, heads.read_directly))

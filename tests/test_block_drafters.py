@@ -36,13 +36,10 @@ from heads.heads_module import HeadBatch, HeadOptions, shift_left
 from heads.layers import block_layer
 from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
 from heads.layers.llama_layer import Rotary
+from tests.contract import moved_heads
 from tests.stages import (
-    LOOP,
-    drafter_weights,
     make_stage,
     plan_stage,
-    run_killed,
-    run_stage,
     stage_context,
 )
 from tests.tiny import after, tiny_target
@@ -70,12 +67,7 @@ def target() -> Target:
 
 
 def make(kind: str, *, dtype: Any = torch.float32, **options: Any) -> Any:
-    """Heads that are no longer as they start: every weight counts."""
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(KINDS[kind] | options), target(), None)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(KINDS[kind] | options, target())
     heads.to(dtype).borrow(target().model, dtype)
     return heads.eval()
 
@@ -597,25 +589,6 @@ def test_a_trained_confidence_is_the_acceptance_on_other_text(coverage: float) -
 
 
 # --- the stage ------------------------------------------------------------------------------------
-
-STAGE: dict[str, Any] = {"losses": LOSSES, "loop": LOOP, "place_smoothing": 0.5}
-
-
-@kinds
-def test_a_killed_stage_ends_with_the_same_weights(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Few anchors, so that the same ones must be drawn again."""
-    context = stage_context(tmp_path, target())
-    options = KINDS[kind] | {"anchors": 2}
-    plan = plan_stage(context, make_stage("heads", "plan", heads=options, **STAGE))
-    once = run_stage(context, make_stage("heads", "once", heads=options, **STAGE))
-    assert plan.trained_parameters == once.summary["trained_parameters"]
-    history = once.summary["training"]["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    stage = make_stage("heads", "killed", heads=options, **STAGE)
-    again = run_killed(context, stage, monkeypatch, 4)
-    assert_equal(drafter_weights(again), drafter_weights(once))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -39,11 +39,6 @@ NOUNS = ("dog", "fox", "sea", "shell")
 AFTER = {"dog": ("sells", "jumps"), "fox": ("two", "of"), "sea": ("a", "it"), "shell": ("of", "a")}
 
 
-@pytest.fixture
-def context(tmp_path: Path) -> Any:
-    return stage_context(tmp_path, tiny_target())
-
-
 def ambiguous(split: str, count: int) -> list[Example]:
     """Text in which two words can follow a noun. One guess per place cannot be right in all."""
     draws = random.Random(split)

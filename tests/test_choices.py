@@ -10,15 +10,9 @@ from decode.draw.constraint import Guide
 from decode.draw.sampling import Sampling
 from decode.grammars import Grammars
 from decode.model.loading import Target
-from tests.tiny import tiny_target
 
 TEXTS = ["a", "b", "c", "ab"]
 PROMPT = [5, 6, 7]
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 def law(target: Target, sampling: Sampling, masked: bool) -> np.ndarray:

@@ -509,19 +509,15 @@ def test_a_composite_gives_its_shape_to_those_that_have_one() -> None:
         CompositeDrafter([NgramDrafter()]).with_shape(SHAPES["chain"]())
 
 
-@pytest.mark.parametrize("temperature", [0.8])
-def test_a_row_of_a_composite_says_the_same_alone(temperature: float) -> None:
+def test_a_row_of_a_composite_says_the_same_alone() -> None:
     both = CompositeDrafter(
         [NgramDrafter(1, 3), Recording(tiny_model("llama", layers=1, seed=7, max_positions=30))]
     )
-    decoder = Decoder(model("llama"), both, gamma=3, sampling=Sampling(temperature))
+    decoder = Decoder(model("llama"), both, gamma=3, sampling=Sampling(0.8))
     prompts = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14] * 3]
     together = decoder.decode(prompts, 24)
     for row, prompt in enumerate(prompts):
         assert decoder.decode([prompt], 24, row_ids=[row]).outputs == [together.outputs[row]]
-    if not temperature:
-        plain = Decoder(model("llama"), DRAFTERS["none"]()).decode(prompts, 24)
-        assert together.outputs == plain.outputs
     assert together.counts.accepted.sum() > 0
 
 

@@ -22,7 +22,6 @@ from decode.loop.decoding import Decoder
 from decode.model.features import Features
 from decode.model.hidden_states import FINAL, Recorder
 from decode.model.loading import Target
-from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
@@ -35,19 +34,9 @@ from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.factored_output import expand
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
-from tests.stages import (
-    LOOP,
-    drafter_weights,
-    make_stage,
-    plan_stage,
-    run_killed,
-    run_stage,
-    stage_context,
-)
+from tests.contract import moved_heads
+from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import VOCAB, after, tiny_target
-from tests.training import assert_equal
-
-pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 DEPTH = 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -67,12 +56,7 @@ def target(kind: str = "eagle1") -> Target:
 
 
 def make(kind: str, ids: torch.Tensor | None = None, *, dtype: Any = torch.float32) -> Any:
-    """Heads that are no longer as they start: every weight counts."""
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(kind), ids)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(KINDS[kind], target(kind), ids)
     heads.to(dtype).borrow(target(kind).model, dtype)
     return heads
 
@@ -451,6 +435,7 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
     }
 
 
+@pytest.mark.usefixtures("fresh_accelerate")
 def test_eagle1_trains_as_many_steps_as_are_asked_for(tmp_path: Path) -> None:
     """One, or those of HASS with the same weight. It can then draft as deep, and D-PACE has places
     to weigh."""
@@ -463,7 +448,13 @@ def test_eagle1_trains_as_many_steps_as_are_asked_for(tmp_path: Path) -> None:
     flops = [heads.body_flops().per_token for heads in (one, three)]
     assert flops[1] == 3 * flops[0]
     context = stage_context(tmp_path, target())
-    settings: Any = STAGE | {"place_smoothing": 0.5, "gradient_checkpointing": True}
+    settings: dict[str, Any] = {
+        "losses": {"forward_kl": 0.1},
+        "loop": LOOP,
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "place_smoothing": 0.5,
+        "gradient_checkpointing": True,
+    }
     make = functools.partial(make_stage, "heads", "heads", **settings)
     run_stage(context, make(heads=KINDS["eagle1"] | {"steps": 2}))
     with pytest.raises(UserError, match="train one only"):
@@ -495,52 +486,6 @@ def test_a_target_with_narrow_embeddings_is_refused() -> None:
     other.model.set_input_embeddings(torch.nn.Embedding(VOCAB, 16))
     with pytest.raises(UserError, match="has embeddings of size 16 and hidden states"):
         new_heads(HeadOptions.of(KINDS["eagle1"]), other, None)
-
-
-# --- the stage ------------------------------------------------------------------------------------
-
-STAGE: dict[str, Any] = {
-    "losses": {"forward_kl": 0.1},
-    "loop": LOOP,
-    "optimizer": {"lr": 1e-2, "warmup_steps": 2},
-}
-DEV = {"every": 8, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
-
-
-@pytest.mark.parametrize("kind", ["eagle3", "hydra_plus"])
-def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(kind: str, tmp_path: Path) -> None:
-    context = stage_context(tmp_path, target(kind))
-    before = {name: x.clone() for name, x in target(kind).model.state_dict().items()}
-    stage = make_stage(
-        "heads",
-        "heads",
-        heads=KINDS[kind],
-        **STAGE | {"loop": LOOP | {"epochs": 6}, "dev": DEV, "remember_features": True},
-    )
-    plan = plan_stage(context, stage)
-    outcome = run_stage(context, stage)
-    assert_equal(dict(target(kind).model.state_dict()), before)
-    assert not any(p.requires_grad for p in target(kind).model.parameters())
-    drafter: Any = open_drafter(str(outcome.drafter), target(kind))
-    own = sum(p.numel() for p in drafter.heads.parameters())
-    assert plan.trained_parameters == outcome.summary["trained_parameters"] == own
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    last = outcome.summary["training"]["dev"][-1]
-    assert {f"head{d}/top1" for d in range(1, DEPTH + 1)} < set(last)
-    assert last["tokens_per_step"] >= 1
-
-
-@pytest.mark.parametrize("kind", ["eagle1", "hydra"])
-def test_a_killed_stage_ends_with_the_same_weights(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """EAGLE's noise is drawn again where it was."""
-    context = stage_context(tmp_path, target(kind))
-    whole = run_stage(context, make_stage("heads", "whole", heads=KINDS[kind], **STAGE))
-    stage = make_stage("heads", "killed", heads=KINDS[kind], **STAGE)
-    again = run_killed(context, stage, monkeypatch, 4)
-    assert_equal(drafter_weights(again), drafter_weights(whole))
 
 
 def test_the_weights_of_places_by_hand() -> None:

@@ -34,7 +34,6 @@ from tests.stages import (
 )
 from tests.tiny import tiny_target
 from tests.training import Killed, assert_equal, forked, in_new_process, status_of, two_ranks
-from train.base.stage import StageInputs
 from train.data.batches import collate
 from train.data.chat_tokens import Sample
 from train.loop.live_window import LiveWindow
@@ -49,16 +48,6 @@ HEADS = {
     "optimizer": {"lr": 1e-2, "warmup_steps": 2},
 }
 CAPTURED_LAYERS = [FINAL, 0]
-
-
-@pytest.fixture
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture
-def context(tmp_path: Path, target: Target) -> StageInputs:
-    return stage_context(tmp_path, target)
 
 
 def cache_stage(**settings: Any) -> Any:

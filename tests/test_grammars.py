@@ -55,11 +55,6 @@ PERSON = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
 def grammars(target: Target) -> Grammars:
     return Grammars.of(target)
 

@@ -664,25 +664,6 @@ def context(tmp_path: Path) -> StageInputs:
     return stage_context(tmp_path, target())
 
 
-@pytest.mark.parametrize("kind", ["medusa", "blockwise"])
-def test_a_stage_trains_heads_and_leaves_the_target_as_it_is(context: Any, kind: str) -> None:
-    before = {name: x.clone() for name, x in target().model.state_dict().items()}
-    settings = STAGE | {"loop": LOOP | {"epochs": 10}, "remember_features": True}
-    stage = make_stage("heads", "heads", heads=KINDS[kind], draft_vocabulary=150, **settings)
-    plan = plan_stage(context, stage)
-    outcome = run_stage(context, stage)
-    assert_equal(dict(target().model.state_dict()), before)
-    assert not any(p.requires_grad for p in target().model.parameters())
-    drafter: Any = open_drafter(str(outcome.drafter), target())
-    own = sum(p.numel() for p in drafter.heads.parameters())
-    assert plan.trained_parameters == outcome.summary["trained_parameters"] == own
-    assert drafter.heads.rows == outcome.summary["draft_vocabulary"] == 150
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["head1/top1"] > history[0]["head1/top1"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    assert history[-1]["tokens_per_step"] > history[0]["tokens_per_step"]
-
-
 def test_remembering_changes_nothing(context: Any) -> None:
     found = [
         drafter_weights(
@@ -696,11 +677,8 @@ def test_remembering_changes_nothing(context: Any) -> None:
     assert_near(*found)
 
 
-@pytest.mark.parametrize("sub_loss", ["mean", "random"])
-def test_a_killed_stage_ends_with_the_same_weights(
-    context: Any, sub_loss: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = BLOCKWISE | {"sub_loss": sub_loss}
+def test_a_killed_stage_draws_the_same_heads(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = BLOCKWISE | {"sub_loss": "random"}
     whole = run_stage(context, make_stage("heads", "whole", heads=heads, **STAGE))
     stage = make_stage("heads", "killed", heads=heads, **STAGE)
     again = run_killed(context, stage, monkeypatch, 4)

@@ -21,8 +21,7 @@ from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes import SHAPES
 from heads import HEADS
-from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.heads_directory import save_heads
 from tests.contract import (
     HEAD_OPTIONS,
     WINDOW,
@@ -31,9 +30,20 @@ from tests.contract import (
     check_rows_are_their_own,
     check_stored,
     heads_drafter,
+    moved_heads,
+    options_for_tokens,
     static,
 )
 from tests.lossless import LONGER, decode_runs, through_transformers
+from tests.stages import (
+    LOOP,
+    drafter_weights,
+    make_stage,
+    plan_stage,
+    run_killed,
+    run_stage,
+    stage_context,
+)
 from tests.tiny import VOCAB, tiny_target
 from tests.training import assert_equal
 
@@ -44,7 +54,7 @@ kinds = pytest.mark.parametrize("kind", HEAD_OPTIONS)
 def two_layers_for_three(request: pytest.FixtureRequest) -> Iterator[None]:
     """The targets of the contract have two layers, which stand for EAGLE-3's three."""
     with pytest.MonkeyPatch.context() as patch:
-        if "stored" not in request.node.name:
+        if not {"stored", "stage"} & set(request.node.name.split("_")):
             patch.setattr("heads.layers.eagle_taps.auxiliary_layers", lambda layers: (0, 0, 1))
         yield
 
@@ -177,13 +187,8 @@ def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
 def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
     """With all weights and the draft vocabulary, and for the same target in another dtype."""
     target = tiny_target(vocab=VOCAB + 4, layers=7)  # the last ids are no tokens, as masks need
-    options = {name: x for name, x in HEAD_OPTIONS[kind].items() if name != "mask_token"}
     ids = torch.arange(0, VOCAB, 2) if reduced else None
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(options), target, ids)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(options_for_tokens(kind), target, ids)
     save_heads(tmp_path / "heads", heads, target=target, provenance={})
     stored: Any = open_drafter(str(tmp_path / "heads"), target)
     assert_equal(dict(stored.heads.state_dict()), dict(heads.state_dict()))
@@ -196,3 +201,42 @@ def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> Non
     halved.model = copy.deepcopy(target.model).bfloat16()
     lower: Any = open_drafter(str(tmp_path / "heads"), halved)
     assert {parameter.dtype for parameter in lower.heads.parameters()} == {torch.bfloat16}
+
+
+@pytest.mark.usefixtures("fresh_accelerate")
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
+def test_a_stage_trains_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the target as it is. A killed stage ends with the same weights, because what is
+    drawn in a training, such as noise and anchors, is drawn again where it was."""
+    target = tiny_target(vocab=VOCAB + 4, layers=7)
+    before = {name: x.clone() for name, x in target.model.state_dict().items()}
+    context = stage_context(tmp_path, target)
+    options = options_for_tokens(kind)
+    if "block" in options:
+        options["anchors"] = 2  # few, so that the same ones must be drawn again
+    smoothed = {"place_smoothing": 0.5} if "block" in options else {}
+    settings: dict[str, Any] = {
+        "heads": options,
+        "losses": {"forward_kl": 1.0, "total_variation": 1.0},
+        "loop": LOOP | {"epochs": 4},
+        "optimizer": {"lr": 1e-2, "warmup_steps": 2},
+        "draft_vocabulary": 150,
+        **smoothed,
+        "dev": {"every": 8, "samples": 3, "decode_prompts": 2, "gamma": 3, "max_new_tokens": 8},
+    }
+    stage = make_stage("heads", "whole", **settings)
+    plan, whole = plan_stage(context, stage), run_stage(context, stage)
+    assert_equal(dict(target.model.state_dict()), before)
+    assert not any(parameter.requires_grad for parameter in target.model.parameters())
+    drafter: Any = open_drafter(str(whole.drafter), target)
+    own = sum(parameter.numel() for parameter in drafter.heads.parameters())
+    assert plan.trained_parameters == whole.summary["trained_parameters"] == own
+    assert drafter.heads.rows == whole.summary["draft_vocabulary"] == 150
+    losses = [entry["loss"] for entry in whole.summary["training"]["history"]]
+    assert sum(losses[-4:]) < sum(losses[:4])  # of an epoch
+    last = whole.summary["training"]["dev"][-1]
+    depths = drafter.heads.loss_weights(0.0)
+    assert {f"head{depth}/top1" for depth in depths} | {"acceptance_rate"} <= set(last)
+    assert last["tokens_per_step"] >= 1
+    again = run_killed(context, make_stage("heads", "killed", **settings), monkeypatch, 4)
+    assert_equal(drafter_weights(again), drafter_weights(whole))

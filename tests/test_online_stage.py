@@ -29,7 +29,7 @@ from tests.stages import (
 )
 from tests.test_on_policy import LOOP as DISTILL_LOOP
 from tests.test_run import command
-from tests.tiny import save_tiny, tiny_target
+from tests.tiny import save_tiny
 from tests.training import (
     Killed,
     ask_to_stop,
@@ -68,11 +68,6 @@ STAGE: dict[str, Any] = {
     "seed": 3,
 }
 REQUESTS = 22
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 @pytest.fixture

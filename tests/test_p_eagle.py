@@ -18,7 +18,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.p_eagle_heads import PEagleDrafter
-from tests.stages import LOOP, make_stage, run_stage, stage_context
+from tests.contract import moved_heads
 from tests.test_distill import batch_of
 from tests.test_drafters import drafted
 from tests.tiny import VOCAB, tiny_target
@@ -43,12 +43,7 @@ def target() -> Target:
 
 
 def make(moved: float = 0.2, **options: Any) -> Any:
-    """Heads that are no longer as they start: every weight counts."""
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(OPTIONS | options), target(), None)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += moved * torch.randn(parameter.shape)
+    heads = moved_heads(OPTIONS | options, target(), by=moved)
     heads.borrow(target().model, torch.float32)
     return heads
 
@@ -162,21 +157,6 @@ def test_published_options_survive_their_directory(tmp_path: Any) -> None:
         for which in (heads, loaded)
     ]
     assert drafts[0] == drafts[1]
-
-
-def test_the_stage_trains_them(tmp_path: Any) -> None:
-    context = stage_context(tmp_path, target())
-    stage = make_stage(
-        "heads",
-        "p",
-        heads=OPTIONS,
-        losses={"forward_kl": 1.0},
-        loop=LOOP,
-        dev={"samples": 4, "every": 2, "decode_prompts": 2, "gamma": 3},
-    )
-    outcome = run_stage(context, stage)
-    last = outcome.summary["training"]["dev"][-1]
-    assert {"head4/top1", "tokens_per_step", "acceptance_rate"} <= set(last)
 
 
 def test_trained_embeddings_need_a_row_for_the_stand_in() -> None:

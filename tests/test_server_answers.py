@@ -24,7 +24,7 @@ from tests.answer_server import (
     dripping_answer,
     without_reason,
 )
-from tests.stages import make_stage, plan_stage, run_stage, stage_context
+from tests.stages import make_stage, plan_stage, run_stage
 from tests.tiny import EOS_ID, tiny_target
 from tests.training import Killed
 from tests.upstream import served
@@ -38,11 +38,6 @@ from train.engines.server_config import ServerConfig
 @pytest.fixture(autouse=True)
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ask_servers, "LONGEST_WAIT", 0.0)
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageInputs:
-    return stage_context(tmp_path, tiny_target())
 
 
 @pytest.fixture

@@ -33,7 +33,6 @@ from tests.answer_server import (
 from tests.export import save_target
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.test_target import write_gguf
-from tests.tiny import tiny_target
 from tests.upstream import served
 from train.base.stage import StageInputs
 from train.data.batches import collate, inputs
@@ -45,12 +44,6 @@ from train.engines.child_process import python_of
 from train.engines.launch import launched
 from train.engines.programs import find_vllm, llama_server_program
 from train.engines.server_config import ServerConfig
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageInputs:
-    return stage_context(tmp_path, tiny_target())
-
 
 # --- log-probabilities ----------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from tests.stages import (
     with_examples,
 )
 from tests.state_server import StatesEngine, Tensors
-from tests.tiny import tiny_target
 from tests.training import assert_equal
 from tests.upstream import served
 from train.base.stage import StageInputs
@@ -52,11 +51,6 @@ HEADS: dict[str, Any] = {
 def _no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (ask_servers, ask_states):
         monkeypatch.setattr(module, "LONGEST_WAIT", 0.0)
-
-
-@pytest.fixture
-def context(tmp_path: Path) -> StageInputs:
-    return stage_context(tmp_path, tiny_target())
 
 
 def engine_of(

@@ -34,11 +34,6 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
-
-
 def _write(directory: Path) -> None:
     save_tiny(directory, **DRAFTER)
 

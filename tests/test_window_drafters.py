@@ -30,6 +30,7 @@ from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
+from tests.contract import moved_heads
 from tests.test_long_context import assert_close, drawn, gradients
 from tests.tiny import tiny_model, tiny_target
 
@@ -62,13 +63,9 @@ def target() -> Target:
 
 
 def make(kind: str, window: SlidingWindow | None = None) -> Any:
-    """Heads that are no longer as they start, with attention that looks far: every key counts."""
-    torch.manual_seed(3)
+    """With attention that looks far: every key counts."""
     changes = {} if window is None else {"window": window.size, "sinks": window.sinks}
-    heads: Any = new_heads(HeadOptions.of(KINDS[kind] | changes), target(), None)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(KINDS[kind] | changes, target())
     make_ready(heads, target(), torch.float32)
     return heads.eval()
 
