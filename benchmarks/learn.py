@@ -50,7 +50,6 @@ from draftsmith.export import ExportOptions
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
-from draftsmith.export.formats.gguf_layout import FILE, GGUFLayout
 from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
@@ -282,11 +281,9 @@ def engine_config(engine: str, target: str, work: Path, loaded: Target) -> Engin
         words = serve_command(target, "{drafter}", "--gamma", "{gamma}", "--port", "{port}")
         return EngineConfig(command=words)
     if engine == "llama-server":
-        layout = FORMATS[FORMS[engine]]
-        assert isinstance(layout, GGUFLayout)
+        layout: Any = FORMATS[FORMS[engine]]
         words = [
-            str(llama_server_program()), "-m", str(target_gguf(target)),
-            "-md", f"{{drafter}}/{FILE}",
+            str(llama_server_program()), *layout.models(target_gguf(target), Path("{drafter}")),
             "--spec-type", layout.spec_type, "--spec-draft-n-max", "{gamma}",
             "--spec-draft-p-min", "0", "--metrics", "--port", "{port}", "-t", threads,
             "-np", "4", "-c", "8192",

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from decode.base.errors import UserError
 from decode.rules import Rule
-from decode.rules.speculative import Lenience, SpeculativeSampling
+from decode.rules.lossy_speculative import Lenience
+from decode.rules.speculative import SpeculativeSampling
 
 BEGINS = 0.5  # waiting texts per row at which a spike of traffic begins
 ENDS = 0.1  # … and at which it ends

@@ -25,7 +25,7 @@ from decode.loop.parts import Parts
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, partition_drafters
 from decode.rules import RULES, Rule, used_rule
-from decode.rules.speculative import Lenience
+from decode.rules.lossy_speculative import Lenience
 from decode.settings import DecodeSettings
 from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
