@@ -46,7 +46,7 @@ from benchmarks.shared.process_memory import forget_peak, peak_resident_memory, 
 from decode.model.hidden_states import FINAL
 from decode.model.loading import resolve_device
 from distill.losses import WeightedLoss
-from heads.eagle_heads import Eagle3Heads, Eagle3Options
+from heads.eagle3_heads import Eagle3Heads, Eagle3Options
 from heads.head_training import HeadTraining
 from heads.layers.llama_layer import DraftLayer
 from heads.layers.unrolled_attention import causal_attention, merged_attention

@@ -49,7 +49,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.command import tokenized_prompts
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
-from heads.eagle_heads import Eagle3Options
+from heads.eagle3_heads import Eagle3Options
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from train.data.read import read_examples

@@ -16,7 +16,7 @@ from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
-from heads.eagle_heads import AutoregressiveHeads
+from heads.autoregressive_heads import AutoregressiveHeads
 from heads.heads_drafter import AttendingDrafter
 from heads.layers.llama_layer import Attend
 

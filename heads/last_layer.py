@@ -23,7 +23,8 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.recognition import is_wrapped
 from decode.model.hidden_states import layer_list_name
-from heads.eagle_heads import Eagle1Heads, Eagle3Heads
+from heads.eagle1_heads import Eagle1Heads
+from heads.eagle3_heads import Eagle3Heads
 from heads.heads_module import Heads
 from heads.layers.target_layers import norm_scale
 

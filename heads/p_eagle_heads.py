@@ -32,7 +32,7 @@ from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.masked_copies import copies_of_anchors, copies_of_depths, kept_share
 from heads.attending_heads import AttendingHeads, AttendingOptions
-from heads.eagle_heads import Eagle3Layer
+from heads.eagle3_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
 from heads.layers.eagle_taps import captured_outputs

@@ -167,24 +167,12 @@ def test_a_vertical_cascade_takes_fewer_passes_of_its_model(
     assert done.counts.drafted.sum() > 3 * len(passes)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    [
-        ("vertical", "speculative"),
-        ("vertical", "exact"),
-        ("vertical", "coupled"),
-        ("horizontal", "speculative"),
-        ("measured", "speculative"),
-    ],
-)
-def test_a_row_says_the_same_alone(kind: str, rule: str) -> None:
-    makes: dict[str, Callable[[], Drafter]] = {
-        "vertical": lambda: VerticalCascade(middle(), INNER["model"](), rule=rule),
-        "horizontal": lambda: HorizontalCascade(middle(), NgramDrafter(1, 2), depth=2),
-        "measured": lambda: MeasuredComposite([NgramDrafter(1, 2), middle()], [0.0, 0.2]),
-    }
+@pytest.mark.parametrize("rule", ["exact", "coupled"])
+def test_a_row_says_the_same_alone(rule: str) -> None:
+    """With inner rules that the contract does not try."""
+    drafter = VerticalCascade(middle(), INNER["model"](), rule=rule)
     sampling = Sampling(0.8, repetition_penalty=1.1)
-    decoder = Decoder(model("llama"), makes[kind](), gamma=5, sampling=sampling)
+    decoder = Decoder(model("llama"), drafter, gamma=5, sampling=sampling)
     together = decoder.decode(PROMPTS, 20)
     assert together.counts.acceptance_rate > 0.05
     for row, prompt in enumerate(PROMPTS):

@@ -51,7 +51,7 @@ def test_rooms_of_a_package_use_each_other_one_way() -> None:
     [
         (walk_of_a_decode_step, 4320),
         (walk_of_a_distillation_step, 2000),
-        (walk_of_a_heads_step, 3520),
+        (walk_of_a_heads_step, 3440),
     ],
 )
 def test_a_reader_of_a_typical_step_opens_few_lines(

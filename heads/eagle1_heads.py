@@ -1,0 +1,114 @@
+"""EAGLE-1 (2401.15077): heads that predict the target's next feature, and a token from it.
+
+Shapes: B rows, n tokens, H hidden size.
+"""
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import smooth_l1_loss
+from transformers import PreTrainedModel
+
+from decode.model.hidden_states import FINAL
+from distill.row_numbers import row_numbers
+from heads.autoregressive_heads import AutoregressiveHeads, AutoregressiveOptions
+from heads.heads_module import (
+    HEADS,
+    HeadBatch,
+    shift_left,
+)
+from heads.layers.llama_layer import Attend, DraftLayer
+
+
+class Eagle1Options(AutoregressiveOptions):
+    """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
+    paper's w_cls: `forward_kl: 0.1`)."""
+
+    type: Literal["eagle1"] = "eagle1"
+    output: Literal["target"] = "target"
+    """The output layer: the target's, frozen and not stored."""
+    depth: int = Field(7, ge=1)
+    """The max depth of a draft, also used to evaluate on dev text. At least `steps`."""
+    steps: int = Field(1, ge=1)
+    """The steps that are trained, each on the states of the one before. HASS (2408.15766) has 3."""
+    regression: float = Field(1.0, ge=0)
+    """w_reg, the loss weight of the feature loss."""
+    noise: float = Field(0.1, ge=0)
+    """a; training adds noise from U(−a, a) to the features."""
+    bias: bool = False
+    """A bias in `fc`. vLLM reads no drafter with one; SGLang reads only those."""
+
+    @property
+    def longest_draft(self) -> int:
+        return max(self.depth, self.steps)
+
+
+@HEADS.register("eagle1")
+class Eagle1Heads(AutoregressiveHeads):
+    """One decoder layer over fc(embedding of the next token ; feature) (section 4.1).
+
+    The layer has no norm before attention. Its output is the next feature. The target's output
+    layer reads it. Features are the target's hidden states after its final norm.
+
+    The loss of section 4.2 has two parts: regression · smooth L1 against the target's next feature
+    (the mean over the H numbers of a feature), and the stage's losses on the token.
+
+    The paper does not give the init weights. Here fc first copies the feature and the layer changes
+    nothing. So each step starts as the target's distribution one token earlier. Tensors have the
+    names that engines use.
+    """
+
+    Options = Eagle1Options
+    computed_once = ""
+
+    def __init__(
+        self, options: Eagle1Options, model: PreTrainedModel, vocabulary: Tensor | None = None
+    ) -> None:
+        super().__init__(options, options.longest_draft, model, vocabulary)
+        self.parts = options.steps
+        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size, bias=options.bias)
+        self.layers = nn.ModuleList([DraftLayer(self.config, self.hidden_size)])
+
+    @torch.no_grad()
+    def init_weights(self, model: PreTrainedModel) -> None:
+        super().init_weights(model)
+        layer: Any = self.layers[0]
+        layer.init_weights(self.config.initializer_range)
+        self.fc.weight.zero_()
+        self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
+        if self.options.bias:
+            self.fc.bias.zero_()
+
+    def loss_weights(self, uniform: float) -> dict[int, float]:
+        return dict.fromkeys(range(1, self.parts + 1), 1.0)
+
+    def advance(
+        self,
+        states: Tensor,
+        embedded: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attend: Attend,
+    ) -> Tensor:
+        mixed = self.fc(torch.cat([embedded, states], -1))
+        next_states: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
+        return next_states
+
+    def with_noise(self, features: Tensor) -> Tensor:
+        if not self.training or not self.options.noise:
+            return features
+        rows, length, size = features.shape
+        dtype, device = features.dtype, features.device
+        uniform = row_numbers(rows, length * size, device=device, dtype=dtype).view_as(features)
+        return features + self.options.noise * (2 * uniform - 1)
+
+    def extra_loss(
+        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
+    ) -> Tensor | None:
+        if not self.options.regression:
+            return None
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
+        losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
+        return self.options.regression * losses.mean(-1)
