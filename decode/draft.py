@@ -83,12 +83,12 @@ class Contexts:
         same = np.take_along_axis(self.tokens, columns, axis=1) == tokens
         return np.minimum(lengths + same.cumprod(1).sum(1), self.lengths)
 
-    def rows_from(self, first: int) -> "Contexts":
-        """The rows from `first` on. Shares the memory of the tokens."""
-        sources = None if self.sources is None else self.sources[first:]
-        labels = None if self.labels is None else self.labels[first:]
-        guides = None if self.guides is None else self.guides[first:]
-        some = slice(first, None)
+    def rows_from(self, first: int, end: int | None = None) -> "Contexts":
+        """The rows first … end−1, or all from `first` on. Shares the memory of the tokens."""
+        some = slice(first, end)
+        sources = None if self.sources is None else self.sources[some]
+        labels = None if self.labels is None else self.labels[some]
+        guides = None if self.guides is None else self.guides[some]
         answers = None if self.answers is None else self.answers.of_rows(some)
         return Contexts(self.tokens[some], self.lengths[some], sources, labels, guides, answers)
 

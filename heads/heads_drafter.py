@@ -24,6 +24,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.long_read import PADDING
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features
@@ -185,37 +186,46 @@ class AttendingDrafter(HeadsDrafter):
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
         rows, capacity = contexts.tokens.shape
-        parameter = next(self.heads.parameters())
-        self.states = parameter.new_zeros(rows, capacity, self.heads.hidden_size)
-        heads = self.heads
+        heads, device = self.heads, next(self.heads.parameters()).device
+        self._inputs = Slots(0, rows, capacity, device, states=1)
         self.slots = Slots(
             heads.attending_layers,
             rows,
             capacity + heads.spare_slots,
-            parameter.device,
+            device,
             step=self._static_step or 1,
             static=self._static_step is not None,
         )
 
+    @property
+    def states(self) -> Tensor:
+        """[B, C, H]: the input states of all entries, in slots of their own."""
+        return self._inputs.state_slots
+
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         rows, capacity = contexts.tokens.shape
-        before = len(self.stored_features)
-        new = rows - before
+        new = rows - len(self.stored_features)
         self.slots.add_rows(new, capacity + self.heads.spare_slots)
-        wider = (0, 0, 0, max(capacity - self.states.shape[1], 0), 0, new)
-        self.states = torch.nn.functional.pad(self.states, wider)
+        self._inputs.add_rows(new, capacity)
         super().add_rows(contexts, verification)
 
     def read(self, features: Features, first: int = 0) -> None:
-        fused = self.heads.fuse(features.of(self.captured_layers).to(self.states.dtype))
-        stored = self.stored_features[first:]
-        rows_B1 = first + torch.arange(len(stored), device=fused.device)[:, None]
-        first_B1 = to_device(stored, fused.device)[:, None]
-        # Values past a row's count are overwritten before they are read.
-        columns_BN = first_B1 + torch.arange(fused.shape[1], device=fused.device)
-        self.states[rows_B1, columns_BN] = fused
-        self.stored_features[first:] += features.counts
+        dtype = next(self.heads.parameters()).dtype
+        fused = self.heads.fuse(features.of(self.captured_layers).to(dtype))
+        stored, counts = self.stored_features[first:], features.counts
+        if fused.shape[:2].numel() - counts.sum() <= PADDING:  # it is overwritten later
+            self._keep(fused, stored, first)
+        else:
+            for row, count in enumerate(counts):
+                self._keep(fused[row : row + 1, :count], stored[row : row + 1], first + row)
+        stored += counts
         self._has_features = self.stored_features > 0
+
+    def _keep(self, states: Tensor, stored: np.ndarray, first: int) -> None:
+        """Store the input states of the next entries, [B', n, H], of the rows from `first` on."""
+        with self._inputs.only(first, first + len(states)):
+            self._inputs.place(stored, states.shape[1])
+            self._inputs.keep_states([states])
 
     def with_window(self, window: SlidingWindow) -> Self:
         heads = copy.copy(self.heads)  # shares all weights
@@ -232,8 +242,7 @@ class AttendingDrafter(HeadsDrafter):
         """As `HeadsDrafter.take_weights`. Keys and values are computed again with the new weights,
         and input states of the texts so far stay."""
         super().take_weights(weights)
-        if self.states.numel():
-            self.cached_entries[:] = 0
+        self.cached_entries[:] = 0
 
     @abstractmethod
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
@@ -244,12 +253,17 @@ class AttendingDrafter(HeadsDrafter):
         """
 
     def prefill(self, contexts: Contexts, first: int = 0) -> None:
-        """Long texts take several passes, as in the target (`CachedLM.read`)."""
+        """Long texts take several passes, as in the target (`CachedLM.read`), and texts of
+        different lengths one pass each."""
         entries = np.maximum(contexts.lengths - 2, 0)
         self.skip_unseen(contexts, entries, first)
-        most = max(self._pass_tokens // max(len(entries) - first, 1), 1)
-        while (self.cached_entries < entries)[first:].any():
-            self._compute(contexts, np.minimum(entries, self.cached_entries + most), first)
+        end = len(entries)
+        missing = (entries - self.cached_entries)[first:]
+        alike = missing.max(initial=0) * len(missing) - missing.sum() <= PADDING
+        for rows in [slice(first, end)] if alike else [slice(i, i + 1) for i in range(first, end)]:
+            most = max(self._pass_tokens // max(rows.stop - rows.start, 1), 1)
+            while (self.cached_entries < entries)[rows].any():
+                self._compute(contexts, np.minimum(entries, self.cached_entries + most), rows)
 
     def newest(self, contexts: Contexts, entries: np.ndarray | None = None) -> Tensor:
         """[B, H]: the layer's output for each row's last entry. Computes all missing entries.
@@ -272,7 +286,7 @@ class AttendingDrafter(HeadsDrafter):
         rectangular.
         """
         self.skip_unseen(contexts, entries)
-        return self._compute(contexts, entries, 0)
+        return self._compute(contexts, entries, slice(0, len(entries)))
 
     def skip_unseen(self, contexts: Contexts, entries: np.ndarray, since: int = 0) -> None:
         """Count entries as cached that no entry from `entries`, int [B], on depends on, for the
@@ -284,26 +298,30 @@ class AttendingDrafter(HeadsDrafter):
         needed = entries[since:] - 1 - self.heads.stacked_layers * (window.size - 1)
         skipping = needed > cached
         if (skipping & (cached < window.sinks)).any():
-            self._compute(contexts, np.minimum(entries, window.sinks), since)
+            rows = slice(since, len(entries))
+            self._compute(contexts, np.minimum(entries, window.sinks), rows)
         self.cached_entries[since:] = np.maximum(cached, needed)
 
     def _compute(
-        self, contexts: Contexts, entries: np.ndarray, since: int
+        self, contexts: Contexts, entries: np.ndarray, rows: slice
     ) -> tuple[Tensor, np.ndarray]:
-        """As `_fill_cache`, of the rows from `since` on, [B', …]."""
-        columns, states = self.take_missing(entries, since)
-        first = columns[:, 0] if columns.shape[1] else entries[since:]
+        """As `_fill_cache`, of these rows, [B', …]."""
+        columns, states = self.take_missing(entries, rows)
+        first = columns[:, 0] if columns.shape[1] else entries[rows]
         if not columns.shape[1]:
             return states, first
-        with self.slots.only(since, len(contexts.lengths)):
-            return self.layer(contexts.rows_from(since), columns, states), first
+        with self.slots.only(rows.start, rows.stop):
+            own = contexts.rows_from(rows.start, rows.stop)
+            return self.layer(own, columns, states), first
 
-    def take_missing(self, entries: np.ndarray, since: int = 0) -> tuple[np.ndarray, Tensor]:
-        """The missing entries before entry `entries`, int [B], of each row from `since` on, which
-        count as cached from now on: int [B', m]; and their input states, [B', m, H]."""
-        entries, states = entries[since:], self.states[since:]
-        missing = int((entries - self.cached_entries[since:]).max())
-        self.cached_entries[since:] = entries
+    def take_missing(
+        self, entries: np.ndarray, rows: slice = slice(None)
+    ) -> tuple[np.ndarray, Tensor]:
+        """The missing entries before entry `entries`, int [B], of each of these rows, which count
+        as cached from now on: int [B', m]; and their input states, [B', m, H]."""
+        entries, states, cached = entries[rows], self.states[rows], self.cached_entries[rows]
+        missing = int((entries - cached).max())
+        cached[:] = entries
         columns = np.maximum(entries - missing, 0)[:, None] + np.arange(missing)
         rows_B1 = torch.arange(len(columns), device=states.device)[:, None]
         return columns, states[rows_B1, to_device(columns, states.device)]
@@ -385,6 +403,5 @@ class AttendingDrafter(HeadsDrafter):
 
     def keep_rows(self, rows: Tensor) -> None:
         super().keep_rows(rows)
-        device_rows = rows.to(self.states.device)
-        self.states = self.states.index_select(0, device_rows)
-        self.slots.keep_rows(device_rows)
+        self._inputs.keep_rows(rows)
+        self.slots.keep_rows(rows)

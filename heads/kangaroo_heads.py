@@ -200,8 +200,7 @@ class KangarooDrafter(AttendingDrafter):
         """[B, H]: the adapter's output for each row's last token, whose exit states are [B, H].
         Computes all missing entries too."""
         lengths = contexts.lengths
-        rows = torch.arange(len(lengths), device=self.states.device)
-        self.states[rows, to_device(lengths - 1, self.states.device)] = exits
+        self._keep(exits[:, None], lengths - 1, 0)
         outputs = self.newest(contexts, lengths)
         self.cached_entries = lengths - 1
         return outputs

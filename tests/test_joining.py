@@ -30,6 +30,7 @@ from decode.model.hidden_states import FINAL
 from decode.model.memory import slot_bytes
 from decode.text_stream import StopStrings
 from decode.verification import Verification
+from heads import heads_drafter
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.contract import EOS, LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
@@ -277,7 +278,8 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     ["none", "chain", "tree", "hydra_plus", "eagle1", "kangaroo", "dflash", "heads with windows"],
 )
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_read, "PADDING", 1 << 20)
+    for module in (long_read, heads_drafter):
+        monkeypatch.setattr(module, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
     by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
     for tokens in (1, 60, 1 << 20):
@@ -466,6 +468,25 @@ def test_a_short_prompt_is_not_padded_to_a_long_one(
     while not decoding.finished:
         decoding.step()
     assert list(decoding.outputs.values()) == apart
+
+
+def test_heads_read_prompts_of_different_lengths_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 5, size).tolist() for size in (5, 40, 7)]
+    which = decoder(recipe("eagle1"), sampling=GREEDY)
+    assert isinstance(which.drafter, AttendingDrafter)
+    expected = [which.decode([prompt], 6).outputs[0] for prompt in prompts]
+    read: list[int] = []
+    compute = which.drafter._compute
+
+    def counted(contexts: Contexts, entries: np.ndarray, rows: slice) -> Any:
+        read.append(int((entries - which.drafter.cached_entries)[rows].max()) * len(entries[rows]))
+        return compute(contexts, entries, rows)
+
+    monkeypatch.setattr(which.drafter, "_compute", counted)
+    assert which.decode(prompts, 6, batch_size=3).outputs == expected
+    # The last token of each prompt is read with the first draft.
+    assert read[:4] == [4, 39, 6, 3]
 
 
 # --- memory ---------------------------------------------------------------------------------------

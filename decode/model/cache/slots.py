@@ -210,6 +210,12 @@ class Slots(FedRows):
         for layer, states in zip(self._states, values, strict=True):
             layer.write(states[:, None], states[:, None, :, :0])
 
+    @property
+    def state_slots(self) -> Tensor:
+        """[B, C, H]: the memory of the hidden states of the fed rows, the only ones that are kept,
+        after the first `keep_states`."""
+        return self._states[0].keys[:, 0]
+
     def kept_states(self, count: int) -> list[Tensor]:
         """A copy of the hidden states of the first `count` tokens of each row, [B, count, H]."""
         return [layer.keys[:, 0, :count].clone() for layer in self._states]
