@@ -88,10 +88,8 @@ test-quantised: install
 		"$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(ENGINES)/torchao $(VENV)/bin/python -m pytest tests/test_placement.py -k torchao
 
-# Two files at once: an engine mostly starts up, in one thread. Each asks the system for its port,
-# and vLLM takes 1 GB for its cache.
 test-engines: install
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n 2 --dist loadfile -m engine -rs --timeout 900
+	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900
 
 # Clients that others make. What they require does not fit into one environment.
 CLIENTS = $(ENGINES)/clients
