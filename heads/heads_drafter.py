@@ -24,7 +24,7 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
 from decode.draw.sampling import CounterRNG, Sampling
 from decode.model.cache.cached_model import CachedLM
-from decode.model.cache.long_read import PADDING
+from decode.model.cache.fed_rows import pads_little
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.features import Features
@@ -213,7 +213,7 @@ class AttendingDrafter(HeadsDrafter):
         dtype = next(self.heads.parameters()).dtype
         fused = self.heads.fuse(features.of(self.captured_layers).to(dtype))
         stored, counts = self.stored_features[first:], features.counts
-        if fused.shape[:2].numel() - counts.sum() <= PADDING:  # it is overwritten later
+        if pads_little(counts, fused.shape[1]):  # the padding is overwritten later
             self._keep(fused, stored, first)
         else:
             for row, count in enumerate(counts):
@@ -259,7 +259,7 @@ class AttendingDrafter(HeadsDrafter):
         self.skip_unseen(contexts, entries, first)
         end = len(entries)
         missing = (entries - self.cached_entries)[first:]
-        alike = missing.max(initial=0) * len(missing) - missing.sum() <= PADDING
+        alike = pads_little(missing, int(missing.max(initial=0)))
         for rows in [slice(first, end)] if alike else [slice(i, i + 1) for i in range(first, end)]:
             most = max(self._pass_tokens // max(rows.stop - rows.start, 1), 1)
             while (self.cached_entries < entries)[rows].any():

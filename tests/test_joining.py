@@ -23,14 +23,13 @@ from decode.lengths import POLICIES
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings, compacted
 from decode.model import memory
-from decode.model.cache import cached_model, long_read
+from decode.model.cache import fed_rows, long_read
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.hidden_states import FINAL
 from decode.model.memory import slot_bytes
 from decode.text_stream import StopStrings
 from decode.verification import Verification
-from heads import heads_drafter
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.contract import EOS, LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
@@ -278,8 +277,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     ["none", "chain", "tree", "hydra_plus", "eagle1", "kangaroo", "dflash", "heads with windows"],
 )
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (long_read, heads_drafter):
-        monkeypatch.setattr(module, "PADDING", 1 << 20)
+    monkeypatch.setattr(fed_rows, "PADDING", 1 << 20)
     texts, widths, widths_of_heads = [], [], []
     by_itself = alone(decoder(recipe(kind), sampling=GREEDY), LIMITS)
     for tokens in (1, 60, 1 << 20):
@@ -415,8 +413,8 @@ def test_passes_give_the_logits_and_states_of_one(
     tokens: int, padding: int, order: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ragged rows, which begin at different slots."""
-    for module in (long_read, cached_model):
-        monkeypatch.setattr(module, "PADDING", padding)
+    monkeypatch.setattr(fed_rows, "PADDING", padding)
+    monkeypatch.setattr(fed_rows, "ROW_PADDING", padding // 4)
     one, other = (
         CachedLM(tiny_model("llama"), captured_layers=(0, FINAL), pass_tokens=size)
         for size in (1 << 20, tokens)
@@ -468,6 +466,14 @@ def test_a_short_prompt_is_not_padded_to_a_long_one(
     while not decoding.finished:
         decoding.step()
     assert list(decoding.outputs.values()) == apart
+
+
+def test_rows_that_read_their_drafts_are_fed_together() -> None:
+    """After a step each of 100 rows has 1 to 5 tokens to read. That is one pass, not five."""
+    counts = np.arange(100) % 5 + 1
+    assert fed_rows.pads_little(counts, 5)
+    assert long_read.width_of_pass(counts, 1000) == 5
+    assert long_read.width_of_pass(np.array([30] * 50 + [90] * 50), 1000) == 30
 
 
 def test_heads_read_prompts_of_different_lengths_apart(monkeypatch: pytest.MonkeyPatch) -> None:

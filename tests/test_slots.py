@@ -155,4 +155,4 @@ def test_a_row_takes_memory_for_what_it_has_written() -> None:
         assert not layer.keys[7].any()
     memory = [x for store in slots._stores for x in store._tensors]
     assert sum(x.nbytes for x in memory) == 8 * 2 * long * layers * heads * size * 4 * 2
-    assert held <= resident(memory) < 1.1 * held
+    assert 0.5 * held < resident(memory) < 1.1 * held

@@ -37,12 +37,13 @@ class Reading:
         self.stays = np.ones(len(new), dtype=bool)
         contexts = new.contexts
         keys: Sequence[object] = range(len(new))
+        places = {key: place for place, key in enumerate(keys)}
         if setup.lm.repeats_rows:
             keys = _prompts(contexts)
-        # The longest first: those that have tokens left stay next to each other.
-        lengths = dict(zip(keys, contexts.lengths.tolist(), strict=True))
-        longest = sorted(lengths, key=lengths.__getitem__, reverse=True)
-        places = {key: place for place, key in enumerate(longest)}
+            # The longest first: those that have tokens left stay next to each other.
+            lengths = dict(zip(keys, contexts.lengths.tolist(), strict=True))
+            longest = sorted(lengths, key=lengths.__getitem__, reverse=True)
+            places = {key: place for place, key in enumerate(longest)}
         self.copied = np.array([places[key] for key in keys], dtype=np.int64)
         self.count = len(places)
         self._read = contexts.of_rows(np.unique(self.copied, return_index=True)[1])

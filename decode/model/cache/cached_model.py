@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.long_read import PADDING, LongRead
+from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.long_read import LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
 from decode.model.forward.attention_mask import LONGEST_CHAIN, AttentionMask
@@ -272,11 +273,12 @@ class CachedLM(CachedRows):
 
         counts: int [B], row b has that many tokens, the rest of its ids is padding, whose slots are
         overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
-        (`MASK_SIZE`), at least one of each row, and little padding (`PADDING`). `features` has the
-        hidden states of all passes, [B, n, H]. A row without tokens has logits without a meaning.
+        (`MASK_SIZE`), at least one of each row, and little padding (`pads_little`). `features` has
+        the hidden states of all passes, [B, n, H]. A row without tokens has logits without a
+        meaning.
         """
         fed, ends = ids_BN.numel(), start + counts
-        if fed - counts.sum() <= PADDING and fed <= self.pass_limit(int(ends.max())):
+        if pads_little(counts, ids_BN.shape[1]) and fed <= self.pass_limit(int(ends.max())):
             last = np.maximum(counts, 1) - 1
             return self.forward(ids_BN, start, columns=last[:, None], ends=ends)
         read = LongRead(self, ids_BN, start, counts)

@@ -1,8 +1,14 @@
-"""Which rows the next pass feeds, of all rows that keep something."""
+"""Which rows the next pass feeds, of all rows that keep something, and with how much padding."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import numpy as np
+
+# The most padding of a pass: in tokens of all rows together, or of each row if that is more. More
+# passes cost about as much.
+PADDING, ROW_PADDING = 64, 8
 
 
 class FedRows(ABC):
@@ -24,3 +30,9 @@ class FedRows(ABC):
     @abstractmethod
     def _look_up(self, first: int, end: int) -> None:
         """Feed rows first … end−1 of all rows from now on."""
+
+
+def pads_little(counts: np.ndarray, width: int) -> bool:
+    """Whether one pass may feed `width` tokens of each row, of which counts, int [B], are no
+    padding."""
+    return width * len(counts) - int(counts.sum()) <= max(PADDING, ROW_PADDING * len(counts))

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
-
-# The most padding of a pass, in tokens of all rows together. More passes cost about as much.
-PADDING = 64
+from decode.model.cache.fed_rows import pads_little
 
 
 class FeedsSlots(Protocol):
@@ -63,8 +61,7 @@ class LongRead:
     def read_on(self, tokens: int) -> int:
         """One pass over at most this number of tokens of all rows together, but at least one of
         each row that has some left, and at most `CachedLM.pass_limit`. It ends where a shorter row
-        ends if more than `PADDING` tokens would be padding. Returns how many were fed, with the
-        padding."""
+        ends if much would be padding. Returns how many were fed, with the padding."""
         lm, begin, last = self._lm, self._begin, self._last
         # From the first row that has tokens left to the last one.
         live = np.flatnonzero(last >= begin)
@@ -107,16 +104,15 @@ class LongRead:
 
 def width_of_pass(left: np.ndarray, most: int) -> int:
     """How many tokens of each row a pass feeds: at most `most`, and as many as the longest row has
-    left, or as the longest one has of which at most `PADDING` tokens are padding.
+    left, or as the longest one has with which it pads little.
 
     left: int [B], the tokens that each row has left; one has some.
 
     >>> width_of_pass(np.array([100, 90, 400]), 1000)
     100
     """
-    ends = np.unique(np.minimum(left[left > 0], most))
-    padding = np.maximum(ends[:, None] - left, 0).sum(1)
-    return int(ends[max(int((padding <= PADDING).sum()) - 1, 0)])
+    ends = np.unique(np.minimum(left[left > 0], most)).tolist()
+    return max((end for end in ends if pads_little(np.minimum(left, end), end)), default=ends[0])
 
 
 def _with_rows(x: Tensor, first: int, rows: int) -> Tensor:
