@@ -17,14 +17,14 @@ from decode.opening.directory import open_drafter
 from decode.verification import Verification
 from tests.stages import plan_stage, run_stage
 from tests.test_online import online_of, pair, prompts_of
-from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage, target
+from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage
 from tests.training import Killed
 from train.online.learning import Online
 from train.online.serving import Background, Serving
 from train.online.stream_progress import StreamProgress, Versions
 from train.stages.online import OnlineStage
 
-__all__ = ["context", "target"]  # fixtures
+__all__ = ["context"]  # a fixture
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
 
