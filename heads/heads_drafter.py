@@ -150,6 +150,14 @@ def _of_rows(new: Tensor, old: Tensor, first: int) -> Tensor:
     return torch.cat([before, missing, new])
 
 
+def _together(counts: np.ndarray) -> list[slice]:
+    """The rows that are fed in one pass, of counts tokens each, int [B]: all, or each alone where
+    they differ much."""
+    if pads_little(counts, int(counts.max(initial=0))):
+        return [slice(0, len(counts))]
+    return [slice(row, row + 1) for row in range(len(counts))]
+
+
 class AttendingDrafter(HeadsDrafter):
     """Drafter that keeps a key-value cache for the extra layer.
 
@@ -213,11 +221,9 @@ class AttendingDrafter(HeadsDrafter):
         dtype = next(self.heads.parameters()).dtype
         fused = self.heads.fuse(features.of(self.captured_layers).to(dtype))
         stored, counts = self.stored_features[first:], features.counts
-        if pads_little(counts, fused.shape[1]):  # the padding is overwritten later
-            self._keep(fused, stored, first)
-        else:
-            for row, count in enumerate(counts):
-                self._keep(fused[row : row + 1, :count], stored[row : row + 1], first + row)
+        for rows in _together(counts):  # their padding is overwritten later
+            count = int(counts[rows].max(initial=0))
+            self._keep(fused[rows, :count], stored[rows], first + rows.start)
         stored += counts
         self._has_features = self.stored_features > 0
 
@@ -257,10 +263,8 @@ class AttendingDrafter(HeadsDrafter):
         different lengths one pass each."""
         entries = np.maximum(contexts.lengths - 2, 0)
         self.skip_unseen(contexts, entries, first)
-        end = len(entries)
-        missing = (entries - self.cached_entries)[first:]
-        alike = pads_little(missing, int(missing.max(initial=0)))
-        for rows in [slice(first, end)] if alike else [slice(i, i + 1) for i in range(first, end)]:
+        for some in _together((entries - self.cached_entries)[first:]):
+            rows = slice(first + some.start, first + some.stop)
             most = max(self._pass_tokens // max(rows.stop - rows.start, 1), 1)
             while (self.cached_entries < entries)[rows].any():
                 self._compute(contexts, np.minimum(entries, self.cached_entries + most), rows)
