@@ -1,7 +1,7 @@
 """Compares kinds of heads on SmolLM2-135M's hidden states with each other and with a small LM.
 
     python -m benchmarks.heads [--quick] [--arms NAME,…] [--minutes M] [--prompts N]
-        [--timed N] [--more FILE] [--json FILE] [--plots DIR] [--runs DIR]
+        [--timed N] [--more FILE] [--start DIR] [--lr X] [--json FILE] [--plots DIR] [--runs DIR]
 
 One run: the target answers the shipped training prompts, its hidden states are cached once, and
 every arm learns from them: Medusa's heads, Blockwise's, Hydra's, EAGLE-1, EAGLE-3, Hydra++'s, and
@@ -9,8 +9,9 @@ a small LM of the target's first two layers. Each is stored with the tree that p
 machine's costs. Arms make the same number of passes over the text, or with --minutes train for the
 same time. On a slow machine, answers and times take longest: --prompts has fewer answers, and with
 --timed 0 no speed is measured, no prompt lookup, and all arms draft chains of 4. With --more, the
-run also uses your own prompts for training. Some arms, which compare losses or ways to train, or
-draft in one pass, run only if --arms names them.
+run also uses your own prompts for training. With --start, all arms go on from one drafter of their
+kind, for ways to train that help late, with a smaller --lr. Some arms, which compare losses or ways
+to train, or draft in one pass, run only if --arms names them.
 
 The measurements use the shipped test prompts: how often the first draft token is the target's,
 compared with a bigram table of the same text and with prompt lookup; tokens per step, with 95%
@@ -52,6 +53,7 @@ from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
+from heads.heads_directory import stored_options
 from train.base.console import Reporter
 from train.data.read import spread
 from train.run.run import Run
@@ -140,7 +142,8 @@ class Settings:
     all. more: a file of prompts; its first more_prompts are used for training with
     the shipped ones. runs: the directory for runs. prompts: the training prompts that the target
     answers; None: all. timed: the test prompts whose speed is measured; 0: no speed is measured,
-    prompt lookup has no row, and no tree is calibrated."""
+    prompt lookup has no row, and no tree is calibrated. start: the directory of a drafter that all
+    arms start from; None: none. lr: the learning rate."""
 
     quick: bool
     arms: tuple[str, ...]
@@ -150,6 +153,8 @@ class Settings:
     runs: Path
     prompts: int | None = None
     timed: int = 12
+    start: str | None = None
+    lr: float = 2e-3
 
 
 def main(
@@ -163,6 +168,8 @@ def main(
     ] = None,
     timed: Annotated[int, typer.Option(min=0, help="test prompts whose speed is measured")] = 12,
     more: Annotated[Path | None, typer.Option(help="more prompts to train on")] = None,
+    start: Annotated[str | None, typer.Option(help="the drafter that all arms start from")] = None,
+    lr: Annotated[float, typer.Option(min=0, help="the learning rate")] = Settings.lr,
     more_prompts: Annotated[int, typer.Option(help="number of prompts of --more")] = 4000,
     json_file: JsonOption = None,
     plots: Annotated[Path | None, typer.Option(help="write heads.png here")] = None,
@@ -173,7 +180,8 @@ def main(
     names = tuple(arms.split(","))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed)
+    begin = None if start is None else str(Path(start).absolute())
+    settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed, begin, lr)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
     texts = float32_figures(run, reporter, prompts=6 if quick else 42)
@@ -205,7 +213,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     start_loop = loop | {"max_steps": 30}
     if settings.minutes is not None:
         loop |= {"epochs": 1000, "max_minutes": settings.minutes}
-    training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": 2e-3}}
+    training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": settings.lr}}
     reads_layers = any(
         HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "kangaroo")
         for name in settings.arms
@@ -244,15 +252,19 @@ def heads_config(settings: Settings) -> dict[str, Any]:
             stages.append(small_lm | distilled)
             continue
         heads, losses = HEADS[name]
+        vocabulary: int | None = 16000 if "output_rank" in heads else 8000
+        if settings.start is not None:
+            heads, vocabulary = stored_options(Path(settings.start)).model_dump(), None
         stage: dict[str, Any] = {
             "name": name,
             "kind": "heads",
             "heads": heads,
             "losses": losses,
             "features": "states",
-            "draft_vocabulary": 16000 if "output_rank" in heads else 8000,
+            "draft_vocabulary": vocabulary,
             "dev": dev,
             "tree": {"width": 6, "prompts": 12} if settings.timed else None,
+            "start": settings.start,
             **training,
         }
         for key, value in TRAINED.get(name, {}).items():
@@ -269,6 +281,8 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         parts.append(f"{settings.prompts}prompts")
     if settings.timed != Settings.timed:
         parts.append(f"{settings.timed}timed")
+    if settings.start is not None:
+        parts.append(f"from-{Path(settings.start).name}-{settings.lr:g}")
     return run_config(
         "-".join([*parts, "quick"] if quick else parts),
         settings.runs,

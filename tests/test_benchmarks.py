@@ -88,7 +88,7 @@ from decode.opening.directory import open_drafter, save_drafter
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
 from heads import HEADS
-from heads.heads_directory import new_heads, save_heads
+from heads.heads_directory import new_heads, save_heads, stored_options
 from heads.heads_module import HeadOptions
 from heads.mtp_heads import MtpOptions
 from tests.service import MODEL, serving
@@ -348,6 +348,18 @@ def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp
     assert changed[0].optimizer.lr == plain.optimizer.lr
     assert changed[1].heads.depth == plain.heads.depth
     assert changed[2].loop.max_minutes == plain.loop.max_minutes
+
+
+def test_arms_that_go_on_from_a_drafter_keep_its_options(tmp_path):
+    start = str(PROMPTS.parent / "drafters" / "eagle1-smollm2-135m")
+    arms = ("eagle1", "eagle1_opd")
+    settings = heads.Settings(False, arms, 2, None, 0, tmp_path, start=start, lr=1e-4)
+    config = validate_config(heads.heads_config(settings), base_dir=PROMPTS)
+    plain, replayed = (stage for stage in config.stages if stage.name in arms)
+    assert plain.start == replayed.start == start
+    assert plain.heads == replayed.heads == stored_options(Path(start))
+    assert (plain.replay, plain.optimizer.lr) == (None, 1e-4)
+    assert replayed.replay is not None
 
 
 def test_the_gain_over_the_first_arm_is_that_of_the_same_prompts():
