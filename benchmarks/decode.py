@@ -109,7 +109,7 @@ LAYERS = 4
 
 
 QUICK = (
-    Setting(5, 64),
+    Setting(8, 64),
     Setting(3, 64, sampled=True),
     Setting(1, 32, batch=8),
     Setting(1, 32, batch=8, sampled=True),

@@ -73,7 +73,7 @@ class _Growth(Growth):
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
-        if self.ancestors is None:
+        if self.ancestors is None or self.parents is None:
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
                 attend = self.drafter.chain_attention(self.entries, self.first_B1, node)
@@ -81,13 +81,11 @@ class _Growth(Growth):
                 self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
         else:
             visible = self.ancestors[:, before:]
-            order = torch.arange(visible.shape[2], device=self.device)
-            # The parent is the ancestor that was fed last. 0 is the root.
-            parents = torch.where(visible & (order < order[before:, None]), order + 1, 0).amax(2)
-            rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
-            positions = self.first_B1 + visible.sum(2) - 1
             attend = self.drafter.attention(self.entries + before, count, self.entries, visible)
-            self._feed(self.states[rows_B1, parents], self.fed[:, before:], positions, attend)
+            rows_B1 = torch.arange(self.rows, device=self.device)[:, None]
+            states = self.states[rows_B1, self.parents + 1]  # the root's are the first
+            positions = (self.first_B1 + self.depth - 1).expand(-1, count)
+            self._feed(states, self.fed[:, before:], positions, attend)
         return self._logits(self.states[:, -count:])
 
     def _feed(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> None:

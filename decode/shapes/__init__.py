@@ -43,6 +43,7 @@ class Growth(ABC):
         self.fed = torch.zeros(self.rows, 0, dtype=torch.int64, device=device)
         self.depth = 0  # of the nodes of a tree that were fed last
         self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
+        self.parents: Tensor | None = None  # int64 [B, n], of those nodes, as `extend` gets them
 
     @abstractmethod
     def _first(self) -> Tensor:
@@ -74,7 +75,7 @@ class Growth(ABC):
         count = tokens.shape[1]
         self.fed = torch.cat([self.fed, self.ids(tokens)], 1)
         if parents is not None:
-            self.depth += 1
+            self.depth, self.parents = self.depth + 1, parents
             self.ancestors = grown_ancestors(self.ancestors, parents)
         return self._processed(self._extend(count), count)
 
