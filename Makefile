@@ -88,8 +88,11 @@ test-quantised: install
 		"$$(grep '^torchao==' constraints.txt)"
 	PYTHONPATH=$(ENGINES)/torchao $(VENV)/bin/python -m pytest tests/test_placement.py -k torchao
 
+# An engine mostly starts up, on one core, so two tests run at a time. Each holds a model in memory.
+ENGINE_TESTS ?= engine
 test-engines: install
-	$(VENV)/bin/python -m pytest -m engine -rs --timeout 900
+	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n logical --maxprocesses 2 --dist worksteal \
+		-m "$(ENGINE_TESTS)" -rs --timeout 900
 
 # Clients that others make. What they require does not fit into one environment.
 CLIENTS = $(ENGINES)/clients

@@ -162,7 +162,12 @@ def test_the_schema_finds(what: str, tmp_path: Path, target: Target) -> None:
 
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("form", "reduced"), [("vllm", False), ("speculators", False), ("speculators", True)]
+    ("form", "reduced"),
+    [
+        ("vllm", False),
+        ("speculators", True),
+        pytest.param("speculators", False, marks=pytest.mark.thorough),
+    ],
 )
 def test_vllm_accepts_what_we_accept(
     form: str, reduced: bool, tmp_path: Path, target: Target

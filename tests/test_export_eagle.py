@@ -214,8 +214,14 @@ def test_the_schema_finds(what: str, sound: dict[str, Path], tmp_path: Path) -> 
 @pytest.mark.engine
 @pytest.mark.parametrize(
     ("options", "reduced"),
-    [(EAGLE1, False), (EAGLE3, True), (EAGLE31, True), (OTHER3, True)],
-    ids=["eagle1", "eagle3-reduced", "eagle3.1-reduced", "eagle3-other-reduced"],
+    [
+        pytest.param(EAGLE1, False, id="eagle1"),
+        pytest.param(EAGLE31, True, id="eagle3.1-reduced"),
+        *(
+            pytest.param(options, True, id=f"{name}-reduced", marks=pytest.mark.thorough)
+            for name, options in {"eagle3": EAGLE3, "eagle3-other": OTHER3}.items()
+        ),
+    ],
 )
 def test_vllm_accepts_what_our_loop_accepts(
     options: dict[str, Any], reduced: bool, tmp_path: Path, target: Target

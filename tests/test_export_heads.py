@@ -232,7 +232,7 @@ SERVED: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("what", SERVED)
+@pytest.mark.parametrize("what", ["shared", pytest.param("own", marks=pytest.mark.thorough)])
 def test_vllm_accepts_what_our_loop_accepts(what: str, tmp_path: Path, target: Target) -> None:
     """To the token, after a round trip through an import: identity heads, but for a little noise
     and training."""

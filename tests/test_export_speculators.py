@@ -159,7 +159,9 @@ def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("source", ["published", "window"])
+@pytest.mark.parametrize(
+    "source", ["published", pytest.param("window", marks=pytest.mark.thorough)]
+)
 def test_vllm_accepts_what_our_loop_accepts(source: str, tmp_path: Path, target: Target) -> None:
     """To the token, after an import and a training: of a published checkpoint, and of our export
     of heads that see a window of the text."""
