@@ -15,7 +15,8 @@ from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupTree, as_draft
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.loop.rows import token_ids
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.requirements import require_trees

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 
 
 def row_numbers(

@@ -22,7 +22,8 @@ from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.trained import ShapedDrafter, take_weights
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.fed_rows import pads_little
 from decode.model.cache.sliding_window import SlidingWindow

@@ -17,7 +17,8 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.trained import ParallelGrowth
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import LayerView
 from decode.model.cache.probes import Probes
 from decode.model.loading import Target

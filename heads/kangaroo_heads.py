@@ -21,7 +21,8 @@ from decode.base.device import to_device
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import require_no_states

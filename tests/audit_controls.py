@@ -25,7 +25,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
-from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, argmax, draw
 from decode.loop.rows import RowSettings
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling

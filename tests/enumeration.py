@@ -24,7 +24,8 @@ from torch import Tensor
 from decode.draft import Contexts, Draft, Siblings
 from decode.draw import sampling
 from decode.draw.constraint import Constraint, Guide
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.rules import Rule
 from decode.verdict import Scores
 from decode.verification import Verification

@@ -27,7 +27,8 @@ from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import HorizontalCascade
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoded, Decoder
 from decode.loop.step import decided
 from decode.model.forward.prepare_model import prepare

@@ -20,7 +20,8 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.sparse import SparseDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
 from decode.drafters.trained import VerifyingDrafter
-from decode.draw.sampling import CounterRNG, Sampling, _keys, draw, exponentials
+from decode.draw.random_numbers import CounterRNG, exponentials
+from decode.draw.sampling import Sampling, _keys, draw
 from decode.model.cache.cached_model import CachedLM
 from decode.rules import RULES, Rule
 from decode.rules.block import BlockVerification

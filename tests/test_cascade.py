@@ -22,7 +22,8 @@ from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import TokenProfiles
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoded, Decoder
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, partition_drafters

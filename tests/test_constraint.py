@@ -16,7 +16,8 @@ from decode.drafters.grammar import GrammarDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw import logits as logits_of_text
 from decode.draw.constraint import Guide, constrain
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.rules import RULES

@@ -16,7 +16,8 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramIndex
 from decode.drafters.lookup.suffix import SuffixTrie
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.lengths.by_batch import ByBatch
 from decode.lengths.cost_model import CostModel
 from decode.loop.decoding import Decoder, Decoding

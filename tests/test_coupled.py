@@ -13,7 +13,8 @@ from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.mixed_sampling import combined
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.rules import RULES

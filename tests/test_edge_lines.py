@@ -20,7 +20,8 @@ from benchmarks.shared.relay import Fate, Relay, random_fates
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from draftsmith.edge.link import Link
 from draftsmith.edge.protocol import DOWN, UP, VERSION, encode
 from tests.edge import NEW, PROMPTS, Serving, edge, plain_texts, serving

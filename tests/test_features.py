@@ -13,7 +13,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.hidden_states import FINAL, Recorder
 from decode.verification import Verification

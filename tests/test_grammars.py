@@ -17,7 +17,8 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Limits
 from decode.drafters import Drafter
 from decode.draw.constraint import Guide
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.grammars import LONGEST, Grammar, Grammars
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings

@@ -19,7 +19,8 @@ from safetensors.torch import load_file
 from decode.base.errors import UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.tree_acceptance import measure_acceptance, probe
 from decode.model.hidden_states import FINAL

@@ -62,7 +62,7 @@ def test_numbers_depend_on_the_length_of_each_row(monkeypatch: pytest.MonkeyPatc
 
     which = decoder(small_lm(case=LONGER), sampling=SAMPLED)
     expected = alone(which, LIMITS)
-    monkeypatch.setattr("decode.draw.sampling.CounterRNG.at_lengths", at_lengths)
+    monkeypatch.setattr("decode.draw.random_numbers.CounterRNG.at_lengths", at_lengths)
     assert staggered(which, LIMITS).result().outputs != expected
 
 

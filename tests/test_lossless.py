@@ -24,7 +24,8 @@ from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.swift import SwiftDrafter
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.loop import step
 from decode.loop.decoding import Decoder
 from decode.model.forward import few_rows

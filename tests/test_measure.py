@@ -18,7 +18,8 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.loop.decoding import Decoded, Decoder
 from decode.measure.evaluation import evaluate

@@ -26,7 +26,8 @@ from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.shapes.static import Static
 from decode.verdict import Decision, Scores

@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.hidden_states import Recorder
 from decode.model.loading import Target

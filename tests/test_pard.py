@@ -14,7 +14,8 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel, unused_token
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.opening.directory import describe_drafter, open_drafter
 from decode.shapes import SHAPES

@@ -12,7 +12,8 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare

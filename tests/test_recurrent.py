@@ -23,7 +23,8 @@ from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache, prefix_cache

@@ -16,7 +16,8 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.draw.constraint import Constraint, Guide
 from decode.draw.mixed_sampling import MixedSampling
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.rules import RULES, Rule
 from decode.rules.exact import ExactMatch

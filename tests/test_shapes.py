@@ -15,7 +15,8 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.draft import Draft, Limits, Siblings
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure

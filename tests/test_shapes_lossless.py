@@ -20,7 +20,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.mixed_sampling import MixedSampling
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.loop.step import decided
 from decode.rules import RULES

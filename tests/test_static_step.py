@@ -19,7 +19,8 @@ from decode.drafters import Drafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward.lean_forward import STATIC_SLOT_STEP, LeanForward

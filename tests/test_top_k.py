@@ -8,7 +8,8 @@ import torch
 
 from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.rules import RULES
 from decode.verdict import Scores
 from tests.tiny import verify

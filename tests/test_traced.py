@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.rules import RULES, Rule
 from decode.verdict import Scores
 

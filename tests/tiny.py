@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import EMBEDDED, Target, load_target

@@ -18,7 +18,8 @@ import torch
 from decode.base.errors import UserError
 from decode.draft import Contexts, Limits
 from decode.drafters import DRAFTERS
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
 from decode.model.features import Features

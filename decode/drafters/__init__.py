@@ -18,7 +18,8 @@ from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.probes import Probes
 from decode.model.cache.sliding_window import SlidingWindow

@@ -5,7 +5,8 @@ import numpy as np
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.draw.constraint import Guide
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 
 
 @DRAFTERS.register("grammar")

@@ -14,7 +14,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import CachedGrowth
 from decode.drafters.trained import ShapedDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.forward.sublayers import Sublayers
 from decode.model.identity import require_same_weights, sample_weights

@@ -18,7 +18,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.trained import VerifyingDrafter, take_weights
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.requirements import require_trees
 from decode.model.cache.sliding_window import SlidingWindow

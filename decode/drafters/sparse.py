@@ -20,7 +20,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfGrowth
 from decode.drafters.trained import VerifyingDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.forward.prepare_model import Forward, watchable_forward
 from decode.model.forward.sublayers import Sublayers

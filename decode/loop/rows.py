@@ -14,7 +14,8 @@ from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
 from decode.draw.mixed_sampling import combined
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.text_stream import Stop
 
 

@@ -11,7 +11,7 @@ from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
 from decode.draw.constraint import Guide, require_ends
 from decode.draw.penalties import Answers
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 from decode.loop.decoder_setup import Setup
 from decode.loop.parts import Parts
 from decode.loop.rows import Rows, RowSettings, require_prompts

@@ -14,7 +14,7 @@ from decode.base.device import Clock, to_device
 from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Draft, Limits
 from decode.draw.logprobs import TokenLogprob, token_logprobs
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 from decode.loop.decoder_setup import Setup
 from decode.loop.rows import Rows, compacted
 from decode.loop.start import start_drafter

@@ -14,7 +14,8 @@ from decode.base.errors import UserError
 from decode.costs import Costs, OtherProcesses, draft_parts
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.lengths import Policy
 from decode.loop.decoding import Decoder
 from decode.rules import RULES, Rule

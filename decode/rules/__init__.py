@@ -10,7 +10,8 @@ from typing import get_args
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
 from decode.draft import Draft, Siblings
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.verdict import Decision, Scores
 
 

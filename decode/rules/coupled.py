@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.rules import RULES
 from decode.rules.exact import ExactMatch
 

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from decode.base.device import reads_are_free
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG, Sampling, argmax
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, argmax
 from decode.rules import RULES, Rule
 from decode.verdict import Decision, Scores
 

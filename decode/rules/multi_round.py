@@ -11,7 +11,8 @@ from torch import Tensor
 
 from decode.base.device import surely_none
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import draw
 from decode.rules import RULES, Rule
 from decode.rules.speculative import TINY, residual
 from decode.verdict import Decision, Scores

@@ -2,7 +2,7 @@
 
 from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 from decode.rules import RULES, Rule
 from decode.verdict import Decision, Scores
 

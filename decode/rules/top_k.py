@@ -5,7 +5,7 @@ import torch
 
 from decode.base.errors import UserError, require_whole
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG
+from decode.draw.random_numbers import CounterRNG
 from decode.rules import RULES, Rule
 from decode.rules.exact import longest_path
 from decode.verdict import Decision, Scores

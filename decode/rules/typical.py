@@ -6,7 +6,8 @@ from torch import Tensor
 from decode.base.device import reads_are_free
 from decode.base.errors import UserError
 from decode.draft import Draft
-from decode.draw.sampling import CounterRNG, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import draw
 from decode.rules import RULES, Rule
 from decode.verdict import Decision, Scores
 

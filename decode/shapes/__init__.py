@@ -15,7 +15,8 @@ from decode.base.device import reads_are_free, to_device
 from decode.base.registry import Registry, import_all
 from decode.draft import Contexts, Draft, Limits, Siblings, Stops
 from decode.draw.logits import change_drafts
-from decode.draw.sampling import CounterRNG, Sampling, argmax, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, argmax, draw
 from decode.tree_structure import grown_ancestors
 
 

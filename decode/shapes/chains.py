@@ -10,7 +10,8 @@ from torch import Tensor
 from decode.base.device import to_device
 from decode.base.errors import require_whole
 from decode.draft import Draft, Limits, Siblings
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.tree_nodes import best, first_equal, likeliest, log_q, pack, renumbered
 

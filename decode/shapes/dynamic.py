@@ -9,7 +9,8 @@ from torch import Tensor
 from decode.base.device import to_device
 from decode.base.errors import require_whole
 from decode.draft import Draft, Limits, Siblings
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.shapes import SHAPES, Growth, Shape
 from decode.tree_nodes import best, likeliest, log_q, pack
 

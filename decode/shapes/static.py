@@ -20,7 +20,8 @@ from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Draft, Limits, Siblings
-from decode.draw.sampling import CounterRNG, Sampling, draw
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling, draw
 from decode.shapes import SHAPES, Growth, Shape, greedy_among
 from decode.shapes.structure import Structure
 from decode.tree_nodes import likeliest, pack

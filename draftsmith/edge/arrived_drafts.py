@@ -3,7 +3,8 @@
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.parts import Part
 from decode.rules import RULES, Rule
 from decode.rules.coupled import Coupled

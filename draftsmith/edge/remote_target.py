@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.forward.sublayers import Sublayers
 from decode.rules import Rule

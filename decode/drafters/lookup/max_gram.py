@@ -5,7 +5,8 @@ import numpy as np
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.lookup.ngram import StoreDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 
 
 def longest_match(text: np.ndarray) -> int:

@@ -18,7 +18,8 @@ from decode.drafters.lookup.lookup_tree import (
     require_tree_nodes,
 )
 from decode.drafters.lookup.ngram import require_sizes
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.shapes import Chain, Shape
 

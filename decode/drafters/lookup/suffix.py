@@ -21,7 +21,8 @@ from decode.drafters.lookup.lookup_tree import (
     grow_likeliest,
     require_tree_nodes,
 )
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.verification import Verification
 
 # The longest match with its continuation. Each token of a text costs one step for each size.

@@ -16,7 +16,8 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import Drafter
 from decode.drafters.several.combined import Group, chosen_rows, common_device, joined_q
 from decode.drafters.trained import VerifyingDrafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.rules import RULES, Rule, used_rule
 from decode.verdict import Scores, Verdict
 from decode.verification import Outcome, Verification

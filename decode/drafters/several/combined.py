@@ -15,7 +15,8 @@ from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
 from decode.drafters import Drafter
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.probes import Probes
 from decode.shapes import Shape

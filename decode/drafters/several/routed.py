@@ -9,7 +9,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routing import ByText, Classify, Routing
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.verification import Verification
 
 

@@ -13,7 +13,8 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.tokenizers.token_texts import TokenTexts, compared_texts
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.model.loading import Target, load_model_and_tokenizer
 from decode.shapes import Shape
 from decode.shapes.static import stored_shape

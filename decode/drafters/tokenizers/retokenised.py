@@ -16,7 +16,8 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters.tokenizers.other_tokenizer import OtherTokenizerDrafter, RowText
 from decode.drafters.tokenizers.token_texts import CONTEXT_BYTES, TokenTexts
-from decode.draw.sampling import CounterRNG, Sampling
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.shapes import Shape
 
 # The last tokens of a text are split again with each step, because new text can join them.
