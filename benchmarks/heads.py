@@ -56,6 +56,7 @@ from decode.settings import DecodeSettings
 from heads.heads_directory import stored_options
 from train.base.console import Reporter
 from train.data.read import spread
+from train.loop.head_start import start_directory
 from train.run.run import Run
 
 TEXT = ["answers", "variants"]
@@ -180,7 +181,7 @@ def main(
     names = tuple(arms.split(","))
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
-    begin = None if start is None else str(Path(start).absolute())
+    begin = None if start is None else str(start_directory(start).absolute())
     settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed, begin, lr)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)

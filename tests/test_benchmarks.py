@@ -85,6 +85,7 @@ from decode.loop.decoding import Decoder
 from decode.model.loading import load_target
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.shipped import SHIPPED
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
 from heads import HEADS
@@ -351,15 +352,21 @@ def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp
 
 
 def test_arms_that_go_on_from_a_drafter_keep_its_options(tmp_path):
-    start = str(PROMPTS.parent / "drafters" / "eagle1-smollm2-135m")
+    start, name = str(SHIPPED / "eagle1-smollm2-135m"), "embedded:eagle1-smollm2-135m"
     arms = ("eagle1", "eagle1_opd")
     settings = heads.Settings(False, arms, 2, None, 0, tmp_path, start=start, lr=1e-4)
-    config = validate_config(heads.heads_config(settings), base_dir=PROMPTS)
-    plain, replayed = (stage for stage in config.stages if stage.name in arms)
+    values = heads.heads_config(settings)
+    plain, replayed = validate_config(values, base_dir=PROMPTS).stages[-2:]
     assert plain.start == replayed.start == start
     assert plain.heads == replayed.heads == stored_options(Path(start))
     assert (plain.replay, plain.optimizer.lr) == (None, 1e-4)
     assert replayed.replay is not None
+    # A stage knows the drafters that come along by name too.
+    values["stages"][-1]["start"] = name
+    assert validate_config(values, base_dir=PROMPTS).stages[-1].start == name
+    values["stages"][-1]["start"] = name[:-1]
+    with pytest.raises(UserError, match=f"there is no {name[:-1]}; .*{name}"):
+        validate_config(values, base_dir=PROMPTS)
 
 
 def test_the_gain_over_the_first_arm_is_that_of_the_same_prompts():

@@ -8,25 +8,33 @@ from typing import Any
 from decode.base.errors import UserError
 from decode.opening.adapters import KIND as ADAPTER
 from decode.opening.directory import describe_drafter
+from decode.opening.shipped import shipped_drafter
 from heads.heads_directory import stored_options
 from heads.heads_module import HEADS, HeadOptions
 from train.base.drafter_stages import require_whole
 from train.base.schema import StageConfig, closest_stage
 
 
+def start_directory(start: str) -> Path:
+    """The directory of a drafter to continue: a path, or `embedded:NAME` of one that comes along.
+    Raises UserError for an unknown NAME."""
+    return shipped_drafter(start) or Path(start)
+
+
 def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError unless a heads stage can continue to train `start`.
 
     config: the config of the stage, with its name, heads and draft_vocabulary. start: the name of
-    an earlier heads stage, or the directory of a drafter.
+    an earlier heads stage, or a drafter as for `start_directory`.
     """
     if config.draft_vocabulary is not None:
         raise UserError(
             f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
             "keep their draft vocabulary; leave it out"
         )
-    if Path(start).is_dir() and start not in {stage.name for stage in earlier}:
-        _check_same_heads(config, start, _heads_in(config, Path(start)))
+    directory = start_directory(start)
+    if directory.is_dir() and start not in {stage.name for stage in earlier}:
+        _check_same_heads(config, start, _heads_in(config, directory))
         return
     if len(Path(start).parts) > 1:  # stages have no such names
         raise UserError(

@@ -49,6 +49,7 @@ from train.loop.estimates import (
     time_limit,
     training_disk_bytes,
 )
+from train.loop.head_start import start_directory
 from train.loop.head_tree import calibrated_tree, require_tree
 from train.loop.meters.stage_flops import heads_flops
 from train.loop.trained_backbone import TrainedBackbone
@@ -233,7 +234,9 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def _start_directory(self) -> Path:
         """The directory of the drafter that this stage continues."""
         start = self.config.start or ""
-        return self.earlier[start] / "drafter" if start in self.earlier else Path(start)
+        if start in self.earlier:
+            return self.earlier[start] / "drafter"
+        return start_directory(start)
 
     def _prepare(self, heads: Heads) -> HeadTraining:
         """The heads with their losses, on the accelerator's device."""

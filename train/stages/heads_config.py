@@ -37,7 +37,8 @@ class HeadsConfig(LossConfig):
     """The type of heads and its options, as {type: medusa, heads: 5}; see `heads`."""
     start: str | None = None
     """An earlier heads stage on the same target, or the directory of a drafter, such as an imported
-    one; this stage continues to train its heads. None: new heads."""
+    one, or `embedded:NAME` of one that comes along; this stage continues to train its heads. None:
+    new heads."""
     copy_last_layer: bool = False
     """The decoder layer of new EAGLE-1 and EAGLE-3 heads starts as the target's last layer, in the
     scale of its own inputs (`heads.last_layer`). false: with random weights."""
