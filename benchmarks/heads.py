@@ -108,11 +108,6 @@ TRAINED: dict[str, dict[str, Any]] = {
     "eagle1_opd": {"replay": {}},
     "eagle3_opd": {"replay": {}},
     "mtp_opd": {"replay": {}},
-    "eagle1_last_layer": {"copy_last_layer": True},
-    "eagle3_last_layer": {"copy_last_layer": True},
-    # At first, AdamW steps are five times as large as those that Muon is scaled to.
-    "eagle1_muon": {"optimizer": {"muon": {"lr_ratio": 5.0}}},
-    "eagle3_muon": {"optimizer": {"muon": {"lr_ratio": 5.0}}},
     "eagle1_large_batch": {"loop": {"tokens_per_batch": 2048}},
     # Three steps, each on the states of the one before (HASS, 2408.15766).
     "eagle1_hass": {"heads": {"steps": 3}},

@@ -332,7 +332,7 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 
 
 def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp_path):
-    arms = ("eagle1", "eagle1_muon", "eagle1_hass", "eagle1_large_batch", "eagle1_last_layer")
+    arms = ("eagle1", "eagle1_hass", "eagle1_large_batch", "eagle1_opd")
     settings = heads.Settings(False, arms, 2, None, 0, tmp_path, prompts=10, timed=0)
     stages = validate_config(heads.heads_config(settings), base_dir=PROMPTS).stages
     plain, *changed = (stage for stage in stages if stage.name in arms)
@@ -345,10 +345,9 @@ def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp
         }
         for stage in changed
     ]
-    assert differences == [{"optimizer"}, {"heads"}, {"loop"}, {"copy_last_layer"}]
-    assert changed[0].optimizer.lr == plain.optimizer.lr
-    assert changed[1].heads.depth == plain.heads.depth
-    assert changed[2].loop.max_minutes == plain.loop.max_minutes
+    assert differences == [{"heads"}, {"loop"}, {"replay"}]
+    assert changed[0].heads.depth == plain.heads.depth
+    assert changed[1].loop.max_minutes == plain.loop.max_minutes
 
 
 def test_arms_that_go_on_from_a_drafter_keep_its_options(tmp_path):
@@ -375,11 +374,11 @@ def test_the_gain_over_the_first_arm_is_that_of_the_same_prompts():
             **dict.fromkeys(("trained_parameters", "seconds", "top1", "top5", "c", "v")),
             **{"speedup": None, "bigram_top1": None, "drafts": "chain", "tokens_per_step": 1.5},
         }
-        for name in ("eagle1", "eagle1_muon")
+        for name in ("eagle1", "eagle1_hass")
     }
     texts = {
         "eagle1": {"identical": 1.0, "gain": {"value": 1.0}},
-        "eagle1_muon": {"identical": 0.5, "gain": {"value": 1.25, "low": 1.1, "high": 1.4}},
+        "eagle1_hass": {"identical": 0.5, "gain": {"value": 1.25, "low": 1.1, "high": 1.4}},
     }
     table = heads.arms_table(figures, texts)
     (gains,) = [[*column.cells] for column in table.columns if column.header == "over eagle1"]

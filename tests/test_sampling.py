@@ -15,7 +15,8 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, argmax, draw, draw_of, top
+from decode.draw.sampling import Sampling, argmax, draw, draw_of
+from decode.draw.top import top
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.shapes.static import Static

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from decode.base.device import to_device
-from decode.draw.sampling import top
+from decode.draw.top import top
 from decode.verification import Verification
 
 

@@ -13,14 +13,13 @@ from decode.base.errors import require_whole
 from decode.draw.constraint import Constraint
 from decode.draw.penalties import OFF, Penalties, described, require_number
 from decode.draw.random_numbers import exponentials, mix
+from decode.draw.top import top
 
 # How many tokens beyond the top k are searched for ties with the k-th.
 SPARE = 64
 # For top-p: how many of the likeliest tokens to look at in the first and second try, before the
 # full vocabulary is sorted.
 LOOKED_AT = (256, 4096)
-# Group size in the search for the largest few tokens.
-SIEVE = 16
 # Block size in the first stage of a draw.
 BLOCK = 256
 # The settings of the first version.
@@ -249,26 +248,6 @@ def argmax(logits: Tensor) -> Tensor:
     if negative.any():
         found = np.where(negative, bits.argmin(-1), found)
     return torch.as_tensor(found)
-
-
-def top(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` largest values of [..., V], largest first, and their indices int64, as from
-    `topk`. Of values that tie for the last positions, any may be returned."""
-    size = values.shape[-1]
-    stride = size // SIEVE
-    if values.device.type != "cpu" or 4 * count > stride:
-        largest = values.topk(count, dim=-1)
-        return largest.values, largest.indices
-    # The `count` groups with the largest maxima hold all the values searched for. The groups
-    # interleave, so a few vector passes compute all maxima.
-    aligned = stride * SIEVE
-    groups = values[..., :aligned].unflatten(-1, (SIEVE, stride)).amax(-2).topk(count, -1).indices
-    within = stride * torch.arange(SIEVE)
-    ids = (groups[..., None] + within).flatten(-2)
-    rest = torch.arange(aligned, size).expand(*ids.shape[:-1], -1)
-    ids = torch.cat([ids, rest], -1)
-    largest = values.gather(-1, ids).topk(count, dim=-1)
-    return largest.values, ids.gather(-1, largest.indices)
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:

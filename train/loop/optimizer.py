@@ -9,7 +9,6 @@ from torch import nn
 
 from decode.base.errors import UserError
 from decode.base.strict import Strict
-from train.loop.muon import MuonAdamW, MuonConfig, muon_groups
 
 
 class GroupConfig(Strict):
@@ -45,8 +44,6 @@ class OptimizerConfig(Strict):
     """The learning rate at the end of the schedule, as a share of `lr`."""
     groups: dict[str, GroupConfig] = {}
     """{pattern: settings}, with patterns such as `*embed_tokens*`. The first match counts."""
-    muon: MuonConfig | None = None
-    """Muon steps the matrices between embeddings and output layers. None: AdamW steps all."""
     ema: float | None = Field(None, gt=0, lt=1)
     """The decay, such as 0.999, of an exponential moving average (EMA) of the weights. The averaged
     weights are then evaluated and saved. None: the last weights are evaluated and saved. Under
@@ -83,8 +80,6 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
         lr = config.lr if group.lr is None else group.lr
         decay = config.weight_decay if group.weight_decay is None else group.weight_decay
         groups.append({"params": parameters, "lr": lr, "base_lr": lr, "weight_decay": decay})
-    kind = torch.optim.AdamW
-    if config.muon is not None:
-        kind, groups = MuonAdamW, muon_groups(module, groups, config.muon)
-    # Fused: AdamW makes one pass over the weights. On a CPU these passes are most of its cost.
-    return kind(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    # Fused: one pass over the weights. On a CPU these passes are most of its cost.
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)

@@ -30,7 +30,6 @@ from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining
-from heads.last_layer import copy_last_layer, require_last_layer
 from heads.online_heads import DraftLoss
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
@@ -85,7 +84,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             "tree": config.tree is not None,
             "remember_features": config.remember_features,
             "replay": config.replay is not None,
-            "copy_last_layer": config.copy_last_layer,
             # Its embeddings learn through all layers of the target.
             "heads.type: pass": config.heads.type == "pass",
             "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
@@ -104,8 +102,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         else:
             heads = read_heads(self._start_directory(), target)
         self._require_ready(heads)
-        if config.copy_last_layer:
-            require_last_layer(heads, target.model, stage=config.name)
         if config.place_smoothing is not None and len(heads.loss_weights(0.0)) < 2:
             raise UserError(
                 f"stage {config.name}: place_smoothing weighs the places of a draft against each "
@@ -213,9 +209,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         torch.manual_seed(config.loop.seed)
         if config.start is None:
             heads = new_heads(config.heads, self.target, vocabulary)
-            if config.copy_last_layer:
-                text = torch.tensor([samples[0].tokens])
-                copy_last_layer(heads, self.target.model, text)
         else:
             path = self._start_directory()
             start = describe_drafter(path)["provenance"]

@@ -39,9 +39,6 @@ class HeadsConfig(LossConfig):
     """An earlier heads stage on the same target, or the directory of a drafter, such as an imported
     one, or `embedded:NAME` of one that comes along; this stage continues to train its heads. None:
     new heads."""
-    copy_last_layer: bool = False
-    """The decoder layer of new EAGLE-1 and EAGLE-3 heads starts as the target's last layer, in the
-    scale of its own inputs (`heads.last_layer`). false: with random weights."""
     lora: DrafterLora | None = None
     """Train adapters on the heads of `start`. None: train the heads themselves."""
     backbone: BackboneConfig | None = None
@@ -87,11 +84,6 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         closest_stage(name, earlier, "generate")
     if config.start is not None:
         check_start(config, config.start, earlier)
-    if config.copy_last_layer and config.start is not None:
-        raise UserError(
-            f"stage {config.name}: copy_last_layer is for new heads, but this stage continues "
-            f"those of {config.start}; leave one of the two out"
-        )
     if config.lora is not None:
         _check_lora(config)
     if config.backbone is not None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from accelerate.utils import DistributedType
 from pydantic import Field
 from torch import Tensor
 
@@ -301,18 +300,6 @@ def complete_target_part(config: Any, used: Mapping[str, bool]) -> str | None:
 
 class TrainingStage(TextStage[L]):
     """A stage that trains on a text. Its summary has `training`, and `losses` by name."""
-
-    def __init__(self, config: Any, inputs: StageInputs) -> None:
-        """Raises UserError for an optimizer that does not work under the launched engine."""
-        super().__init__(config, inputs)
-        if (
-            config.optimizer.muon is not None
-            and self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        ):
-            raise UserError(
-                f"stage {config.name}: optimizer.muon steps whole matrices, but DeepSpeed cuts "
-                "them into pieces; launch DDP or FSDP2, or leave muon out"
-            )
 
     @property
     def product_bytes(self) -> int:

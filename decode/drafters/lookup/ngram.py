@@ -11,7 +11,8 @@ from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
 from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling, top
+from decode.draw.sampling import Sampling
+from decode.draw.top import top
 from decode.verification import Verification
 
 # The longest n-gram. Each token of a text costs one entry for each size.
