@@ -102,7 +102,7 @@ RATIOS = {
     "lookup_vs_openvino_lookup": ("openvino_lookup", "lookup"),
     "heads_vs_openvino": ("openvino", "heads"),
 }
-HEADS = "ngram+embedded:eagle1-smollm2-135m"
+HEADS = "ngram+embedded:eagle1-smollm2-135m:weights=int8"
 COLD = ("plain", "generate", "speculative", "assisted", "economize", "flashspec")
 # The layers of the default drafter.
 LAYERS = 4
