@@ -177,6 +177,8 @@ def main(
     if unknown := [name for name in names if name not in KNOWN]:
         raise UserError(f"unknown arm {unknown[0]!r}; known arms: {', '.join(KNOWN)}")
     begin = None if start is None else str(start_directory(start).absolute())
+    if begin is not None:
+        require_same_heads(names, begin)
     settings = Settings(quick, names, minutes, more, more_prompts, runs, prompts, timed, begin, lr)
     run, report = execute_run(heads_config(settings), reporter)
     figures = figures_by_arm(report)
@@ -194,6 +196,17 @@ def main(
                 "settings": run.config.model_dump(mode="json"),
                 "machine": describe_machine(),
             },
+        )
+
+
+def require_same_heads(arms: tuple[str, ...], start: str) -> None:
+    """Raise UserError unless all arms train the heads of this drafter, as they are."""
+    kind = stored_options(Path(start)).type
+    fitting = (kind, *(name for name in TRAINED if name.partition("_")[0] == kind))
+    if other := [name for name in arms if name not in fitting]:
+        raise UserError(
+            f"the arm {other[0]} cannot go on from {start}, which has {kind} heads; expected some "
+            f"of {', '.join(fitting)}"
         )
 
 
@@ -278,7 +291,9 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     if settings.timed != Settings.timed:
         parts.append(f"{settings.timed}timed")
     if settings.start is not None:
-        parts.append(f"from-{Path(settings.start).name}-{settings.lr:g}")
+        parts.append(f"from-{Path(settings.start).name}")
+    if settings.lr != Settings.lr:
+        parts.append(f"{settings.lr:g}lr")
     return run_config(
         "-".join([*parts, "quick"] if quick else parts),
         settings.runs,

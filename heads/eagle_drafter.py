@@ -73,13 +73,14 @@ class _Growth(Growth):
 
     def _extend(self, count: int) -> Tensor:
         before = self.fed.shape[1] - count
-        if self.ancestors is None or self.parents is None:
+        if self.parents is None:
             # In a chain, each step reads the output of the previous step.
             for node in range(before, before + count):
                 attend = self.drafter.chain_attention(self.entries, self.first_B1, node)
                 token = self.fed[:, node : node + 1]
                 self._feed(self.states[:, -1:], token, self.first_B1 + node, attend)
         else:
+            assert self.ancestors is not None, "a tree has both"
             visible = self.ancestors[:, before:]
             attend = self.drafter.attention(self.entries + before, count, self.entries, visible)
             rows_B1 = torch.arange(self.rows, device=self.device)[:, None]

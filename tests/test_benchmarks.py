@@ -360,6 +360,9 @@ def test_arms_that_go_on_from_a_drafter_keep_its_options(tmp_path):
     assert plain.heads == replayed.heads == stored_options(Path(start))
     assert (plain.replay, plain.optimizer.lr) == (None, 1e-4)
     assert replayed.replay is not None
+    heads.require_same_heads(arms, start)
+    with pytest.raises(UserError, match=r"arm medusa cannot go on .* expected some of eagle1, "):
+        heads.require_same_heads(("eagle1", "medusa"), start)
     # A stage knows the drafters that come along by name too.
     values["stages"][-1]["start"] = name
     assert validate_config(values, base_dir=PROMPTS).stages[-1].start == name

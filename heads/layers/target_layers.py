@@ -5,7 +5,7 @@ Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -160,19 +160,15 @@ def require_layers(option: str, numbers: Sequence[int], count: int) -> None:
         )
 
 
-def norm_scale(norm: Any, size: int, model: PreTrainedModel) -> Tensor:
-    """[H]: the scale of one of the target's norms; 1 if it is no RMS norm."""
-    ones = torch.ones(1, size, dtype=model.dtype, device=model.device)
-    # Its output for ones is its scale, also for norms that add 1 to the stored weight.
-    scale: Tensor = norm(ones) if type(norm).__name__.endswith("RMSNorm") else ones
-    return scale[0]
-
-
 def copy_norm(norm: nn.Module, model: PreTrainedModel) -> None:
     """Copy the scale of the target's final RMS norm. Without such a norm it is 1."""
     weight, target_norm = norm.weight, getattr(model.base_model, "norm", None)
     assert isinstance(weight, Tensor)
-    weight.copy_(norm_scale(target_norm, len(weight), model))
+    scale = torch.ones(1, len(weight), dtype=model.dtype, device=model.device)
+    if target_norm is not None and type(target_norm).__name__.endswith("RMSNorm"):
+        # Its output for ones is its scale, also for norms that add 1 to the stored weight.
+        scale = target_norm(scale)
+    weight.copy_(scale[0])
 
 
 def require_embeddings(model: PreTrainedModel, hidden_size: int) -> None:
