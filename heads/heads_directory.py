@@ -91,13 +91,16 @@ def save_heads(
     target: Target,
     provenance: dict[str, Any],
     tree: Structure | None = None,
+    weights: str | None = None,
 ) -> None:
-    """Write a drafter directory atomically: completely or not at all."""
+    """Write a drafter directory atomically: completely or not at all. weights: as `save_drafter`
+    takes them."""
 
     def write(directory: Path) -> None:
         write_heads(directory, heads, target, tree)
 
-    save_drafter(path, heads.options.type, write, target=target, provenance=provenance)
+    kind = heads.options.type
+    save_drafter(path, kind, write, target=target, provenance=provenance, weights=weights)
 
 
 def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure | None) -> None:

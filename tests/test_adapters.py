@@ -154,6 +154,8 @@ def test_an_adapter_needs_the_base_that_it_was_trained_on(context: StageInputs) 
     start = run_stage(context, base).drafter
     assert start is not None
     settings = DRAFTER | {"drafter": {"stage": "base"}, "lora": LORA}
+    with pytest.raises(UserError, match="their base says how its weights are read"):
+        make_stage("distill", "de", base, **settings, weights="int8")
     stage = make_stage("distill", "de", base, **settings)
     plans = {"base": plan_stage(context, base)}
     plan = plan_stage(context, stage, **plans)

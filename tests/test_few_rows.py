@@ -17,7 +17,8 @@ from decode.model.forward.attention_mask import AttentionMask, SlotAttention
 from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
-from decode.model.forward.prepare_model import refresh_packed
+from decode.model.forward.packed_alone import keep_packed_alone
+from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.weight_bytes import MOST, use_bytes
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
@@ -262,6 +263,38 @@ def test_a_watch_gets_the_queries_of_each_layer(dtype: torch.dtype) -> None:
     assert seen[4:8] == [(n, (2, 2, 1, 32), (2, 1, 16, 32)) for n in range(4)]
     lm.watch = None
     assert all(torch.equal(a, b) for a, b in zip(found, passes(lm, tree=False), strict=True))
+
+
+@pytest.mark.parametrize("family, rounded", [("llama", True), ("llama", False), ("phi3", True)])
+def test_a_model_can_keep_only_the_packed_weights(
+    family: str, rounded: bool, dtype: torch.dtype
+) -> None:
+    """Everything computes what it did, to the bit, and no weight of a layer is there twice."""
+    model = target(family, torch.bfloat16 if rounded else dtype).to(dtype).requires_grad_(False)
+    ids = torch.arange(3, 15)[None]
+    forward, logits, found = prepare(model), model(ids).logits, passes(CachedLM(model), tree=True)
+    names = ("proj.weight", "qkv_proj.weight")
+    layers = {k: v.clone() for k, v in model.named_parameters() if k.endswith(names)}
+    freed = keep_packed_alone(model)
+    assert freed == sum(x.nbytes for x in layers.values()) > 0
+    assert keep_packed_alone(model) == 0
+    assert prepare(model) is forward
+    refresh_packed(forward)  # type: ignore[arg-type]
+    for name, weight in layers.items():
+        assert torch.equal(model.get_submodule(name.removesuffix(".weight")).weight, weight)
+    assert torch.equal(model(ids).logits, logits)
+    assert all(map(torch.equal, passes(CachedLM(model), tree=True), found))
+    packed = [x for x in forward.layers.modules() if isinstance(x, PackedLinear)]  # type: ignore[union-attr]
+    held = {x.untyped_storage().data_ptr() for x in model.base_model.layers.parameters()}
+    norms = {x.data_ptr() for x in model.base_model.layers.parameters() if x.ndim == 1}
+    assert held - norms <= {x.blocks[0].untyped_storage().data_ptr() for x in packed}
+
+
+def test_a_model_without_packed_products_keeps_its_weights() -> None:
+    model = tiny_model("gpt2")
+    before = list(map(id, model.parameters()))
+    assert keep_packed_alone(model) == 0
+    assert list(map(id, model.parameters())) == before
 
 
 @pytest.mark.parametrize("why", ["switch", "compiler", "error"])

@@ -23,6 +23,8 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.tree_acceptance import measure_acceptance, probe
+from decode.model.forward import few_rows
+from decode.model.forward.lean_parts import PackedLinear
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter, save_drafter
@@ -797,9 +799,13 @@ def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
     # On the target's own words, or nothing would be accepted.
     stage = make_stage("generate", "answers", max_new_tokens=16)
     run_stage(context, stage)
-    heads = make_stage("heads", "heads", stage, heads=MEDUSA, text="answers", tree=tree, **settings)
+    settings |= {"text": "answers", "tree": tree, "weights": "int8"}
+    heads = make_stage("heads", "heads", stage, heads=MEDUSA, **settings)
     outcome = run_stage(context, heads)
     drafter: Any = open_drafter(str(outcome.drafter), target())
+    packed = [x for x in drafter.module.modules() if isinstance(x, PackedLinear) and x.has_blocks]
+    if few_rows.library(torch.float32) is not None:
+        assert {x.blocks[0].dtype for x in packed} == {torch.int8}
     paths = drafter.shape.structure.paths
     assert outcome.summary["tree"]["paths"] == paths
     assert 1 <= len(paths) <= 5

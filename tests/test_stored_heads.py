@@ -115,17 +115,19 @@ def test_a_drafter_opens_with_weights_in_bytes(tmp_path: Path, target: Target) -
     make_heads(tmp_path / "drafter", target, EAGLE, moved=0.02)
     path = str(tmp_path / "drafter")
     texts, accepted, read = [], [], []
-    for spec in (path, f"{path}:weights=int8", f"{path}:weights=int8:window=40"):
+    make_heads(tmp_path / "stored", target, EAGLE, moved=0.02, weights="int8")
+    stored = str(tmp_path / "stored")
+    for spec in (path, f"{path}:weights=int8", f"{path}:weights=int8:window=40", stored):
         drafter: Any = open_drafter(spec, target)
         decoded = Decoder(target.model, drafter, gamma=3).decode(PROMPTS, 12)
         texts.append(decoded.outputs)
         accepted.append(int(decoded.counts.accepted.sum()))
         lean = drafter.heads.layers[0]._lean[0]
         read.append(sum(x.blocks[0].nbytes for x in (lean.qkv, lean.out, lean.down)))
-    assert texts[0] == texts[1] == texts[2]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
     assert accepted[0] > 20
     assert all(abs(count - accepted[0]) < 0.1 * accepted[0] for count in accepted)
-    assert read[0] / 4 < read[1] == read[2] < 0.3 * read[0]
+    assert read[0] / 4 < read[1] == read[2] == read[3] < 0.3 * read[0]
     with pytest.raises(UserError, match=r"weights is 'int4' after .* expected int8"):
         open_drafter(f"ngram+{path}:weights=int4", target)
     with pytest.raises(UserError, match="no product of ngram can read weights of one byte"):

@@ -64,18 +64,20 @@ def save_drafter(
     target: Target,
     provenance: dict[str, Any],
     base: dict[str, str] | None = None,
+    weights: str | None = None,
 ) -> None:
     """Writes a drafter directory atomically (see `decode.base.artifact`).
 
     write_weights(directory) writes the files that `kind`'s loader reads. provenance: how the
-    drafter was made, as JSON values. base: of an adapter, see `decode.opening.adapters`.
+    drafter was made, as JSON values. base: of an adapter, see `decode.opening.adapters`. weights:
+    int8 for a drafter whose products read one byte a weight, on machines that can.
     """
     description = {
         "format": FORMAT,
         "kind": kind,
         "target": {"name": target.name, **describe_target(target)},
         "provenance": provenance,
-    } | ({} if base is None else {"base": base})
+    } | {key: value for key, value in (("base", base), ("weights", weights)) if value is not None}
 
     def fill(directory: Path) -> None:
         write_weights(directory)
@@ -205,6 +207,8 @@ def _open_directory(spec: str, path: Path, target: Target, dtype: str) -> Drafte
     opened: Drafter = loader.load(path, target, dtype=dtype)
     if target.has_encoder:  # a small language model has an encoder or not
         require_no_encoder(opened, f"the {kind} drafter {spec}")
+    if description.get("weights") == "int8" and opened.module is not None:
+        use_bytes(opened.module)
     adapters.remember(opened, path, target, dtype)
     return opened
 

@@ -155,16 +155,28 @@ class Student:
         return self.drafter_class.of_target(model, self.target, ids)
 
     def save(
-        self, directory: Path, model: Any, vocabulary: ReducedVocabulary | None, provenance: Any
+        self,
+        directory: Path,
+        model: Any,
+        vocabulary: ReducedVocabulary | None,
+        provenance: Any,
+        weights: str | None = None,
     ) -> None:
-        """Write a drafter directory of this kind. model, vocabulary: from `Trainable.plain`."""
+        """Write a drafter directory of this kind. model, vocabulary: from `Trainable.plain`.
+        weights: as `save_drafter` takes them."""
 
         def write(path: Path) -> None:
             save_with_vocabulary(model, vocabulary, path)
             self.tokenizer.save_pretrained(path)
 
-        kind = self.drafter_kind
-        save_drafter(directory, kind, write, target=self.target, provenance=provenance)
+        save_drafter(
+            directory,
+            self.drafter_kind,
+            write,
+            target=self.target,
+            provenance=provenance,
+            weights=weights,
+        )
 
 
 def student_kind(settings: Any, *, encoder: bool) -> type[Student]:

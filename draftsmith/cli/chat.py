@@ -80,7 +80,7 @@ def chat(
     quieten()
     settings = DecodeSettings(**decoding.settings)
     console = make_console(colour=not os.environ.get("NO_COLOR"))
-    target = loading.load(drafter)
+    target = loading.load(drafter, only_decodes=True)
     if schema is not None:
         grammar = Grammars.of(target).json_schema(schema.read_text())
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))

@@ -108,16 +108,19 @@ class Loading:
         by_device = {int(k) if k.isdigit() else k: size for k, size in memory.items()}
         return {"device_map": device_map, "max_memory": by_device}
 
-    def load(self, *drafters: str | None, encoder: bool = False) -> "Target":
+    def load(
+        self, *drafters: str | None, encoder: bool = False, only_decodes: bool = False
+    ) -> "Target":
         """Load the target. drafters: names that are looked up before. encoder: the target may have
-        an encoder."""
+        an encoder. only_decodes: nothing will train it, so one copy of its layers is enough."""
         import heads  # noqa: F401  (registers its drafters)
+        from decode.model.forward.packed_alone import keep_packed_alone
         from decode.model.loading import load_target
         from decode.opening.directory import require_findable
 
         for name in filter(None, drafters):
             require_findable(name)
-        return load_target(
+        target = load_target(
             self.target,
             dtype=self.dtype,
             device=self.device,
@@ -125,6 +128,9 @@ class Loading:
             chat_template_args=self.template_args,
             **self.placement,
         )
+        if only_decodes:
+            keep_packed_alone(target.model)
+        return target
 
 
 def _json_object(option: str, text: str) -> dict[str, Any]:

@@ -172,7 +172,10 @@ def generate(
     quieten()
     settings = DecodeSettings(**decoding.settings)
     link = verifying.link()
-    target = loading.load(drafter, encoder=True) if link is None else remote_target(link, loading)
+    if link is None:
+        target = loading.load(drafter, encoder=True, only_decodes=True)
+    else:
+        target = remote_target(link, loading)
     if schema is not None:
         grammar = Grammars.of(target).json_schema(schema.read_text())
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))

@@ -234,7 +234,7 @@ def serve(
         )
 
     def prepare() -> "Service":
-        target = loading.load(drafter)
+        target = loading.load(drafter, only_decodes=learn is None)
         if learn is None:
             student, opened = None, open_drafter(drafter, target)
         else:

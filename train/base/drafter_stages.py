@@ -26,6 +26,16 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
     return None
 
 
+def require_own_weights(config: Any) -> None:
+    """Raise UserError if a stage writes adapters alone, and says how weights are read."""
+    if config.weights is not None and config.lora is not None and not config.lora.merge:
+        raise UserError(
+            f"stage {config.name}: weights is {config.weights}, but with lora.merge false only adapters are "
+            "written, and their base says how its weights are read; set it in the stage that "
+            "trains the base, or leave it out"
+        )
+
+
 def require_whole(stage: str, start: str, earlier: Sequence[StageConfig]) -> None:
     """Raise UserError if stage `start` writes only an adapter, which `stage` cannot read."""
     found: Any = next((config for config in earlier if config.name == start), None)

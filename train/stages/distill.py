@@ -167,7 +167,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             provenance = self.provenance(progress) | {"start": start}
             path = self.directory / "drafter"
             if config.lora is None or config.lora.merge:
-                student.save(path, *drafter, provenance)
+                student.save(path, *drafter, provenance, config.weights)
             else:
                 target, base = self.target, self._base_directory()
                 save_adapter(path, trained, weights, base, target=target, provenance=provenance)

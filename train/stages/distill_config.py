@@ -17,6 +17,7 @@ from train.base.drafter_stages import (
     drafts_in_parallel,
     has_other_tokenizer,
     heads_stage,
+    require_own_weights,
     require_whole,
 )
 from train.base.schema import Losses, StageConfig, closest_stage
@@ -65,6 +66,9 @@ class DistillConfig(LossConfig):
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""
+    weights: Literal["int8"] | None = None
+    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits. None:
+    it reads its weights as they are."""
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()
@@ -81,6 +85,7 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
     if config.drafter.stage is not None:
         _check_start(config, config.drafter.stage, earlier)
     student_kind(config, encoder=False)  # refuses settings
+    require_own_weights(config)
     if config.boost is not None:
         check_boost(config.boost, earlier, stage=config.name)
         refuse(config, on_policy="boost compares the target's text with drafters' guesses")

@@ -18,6 +18,7 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.measure.calibrate_tree import TreeCalibration
 from decode.measure.ranks import Ranks
+from decode.model.forward.weight_bytes import use_bytes
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
 from decode.shapes.static import store_tree
@@ -376,7 +377,13 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 "original": drift and self.target.name,
             }
             if self.config.lora is None or self.config.lora.merge:
-                save_heads(path, full_heads, target=target, provenance=provenance)
+                save_heads(
+                    path,
+                    full_heads,
+                    target=target,
+                    provenance=provenance,
+                    weights=self.config.weights,
+                )
             else:
                 base = self._start_directory()
                 own = backbone.heads_weights(weights)
@@ -448,6 +455,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         """The drafter made of heads on the CPU, which are its own then, as if loaded from a
         directory."""
         make_ready(full_heads, target, target.dtype)
+        if self.config.weights is not None:
+            use_bytes(full_heads)
         kind: Any = DRAFTERS[self.config.heads.type]
         drafter: Drafter = kind(full_heads, target.vocab_size)
         return drafter

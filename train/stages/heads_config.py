@@ -11,6 +11,7 @@ from distill.trainable_model import DrafterLora
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.online_heads import require_learns
+from train.base.drafter_stages import require_own_weights
 from train.base.schema import Losses, StageConfig, closest_stage, one_of
 from train.data.corpus import stages_of
 from train.engines.states.states_config import ServedFeatures
@@ -63,6 +64,9 @@ class HeadsConfig(LossConfig):
     tree: TreeConfig | None = None
     """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
     cannot verify trees is refused before the training. None: the drafter drafts chains."""
+    weights: Literal["int8"] | None = None
+    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits. None:
+    it reads its weights as they are."""
     replay: ReplayConfig | None = None
     """Learn from drafts of these heads too, which the target judged (Draft-OPD, 2605.29343). None:
     only from the text."""
@@ -86,6 +90,7 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
         check_start(config, config.start, earlier)
     if config.lora is not None:
         _check_lora(config)
+    require_own_weights(config)
     if config.backbone is not None:
         _check_backbone(config, config.backbone, earlier)
     if config.replay is not None:

@@ -51,6 +51,7 @@ class PackedLinear(Product, Packed):
     weight: Tensor
     bias: Tensor | None
     pack: Callable[[Tensor], Tensor] = staticmethod(few_rows.packed_blocks)
+    is_only_copy = False  # see `packed_alone`
 
     def __init__(self, *layers: nn.Linear | Conv1D) -> None:
         super().__init__()
@@ -67,6 +68,8 @@ class PackedLinear(Product, Packed):
         return weight.shape[0 if isinstance(self.layers[0], Conv1D) else 1], weight.dtype
 
     def refresh(self) -> None:
+        if self.is_only_copy:
+            return
         state = [
             version(x) for layer in self.layers for x in (layer.weight, layer.bias) if x is not None
         ]

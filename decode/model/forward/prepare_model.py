@@ -11,7 +11,7 @@ standard kind runs through `LeanForward`, if that computes the same. The model i
 import copy
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
@@ -112,7 +112,17 @@ def _prepared(model: PreTrainedModel, lean: bool | None) -> "_Prepared":
             f"{type(model).__name__} is sharded over several processes, so it cannot decode; load "
             "it without target.sharded, on several devices if it needs them (device_map)"
         )
-    state = (
+    state, known = _state(model), _FORWARDS.get(model)
+    if lean is None and known is not None:
+        lean = known.lean
+    if known is None or known.state != state or known.lean != lean:
+        _FORWARDS[model] = known = _Prepared(state, lean, *_chosen_forward(model, lean))
+    return known
+
+
+def _state(model: PreTrainedModel) -> Any:
+    """What a prepared forward depends on."""
+    return (
         # The forward keeps the parameters alive, so no other object can get one of these ids.
         tuple(id(parameter) for parameter in model.parameters()),
         tuple(ref(module) for module in model.modules()),
@@ -120,12 +130,11 @@ def _prepared(model: PreTrainedModel, lean: bool | None) -> "_Prepared":
         is_hooked(model),
         adapters_in_use(model),
     )
-    known = _FORWARDS.get(model)
-    if lean is None and known is not None:
-        lean = known.lean
-    if known is None or known.state != state or known.lean != lean:
-        _FORWARDS[model] = known = _Prepared(state, lean, *_chosen_forward(model, lean))
-    return known
+
+
+def keep_prepared(model: PreTrainedModel) -> None:
+    """The forward of a model stays, although its modules are others now."""
+    _FORWARDS[model] = replace(_FORWARDS[model], state=_state(model))
 
 
 @dataclass(frozen=True)
