@@ -74,7 +74,9 @@ def verify_server(
     )
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
-        verifier = run_in_thread(lambda: Verifier(loading.load(only_decodes=True), rule, bounds)).result()
+        verifier = run_in_thread(
+            lambda: Verifier(loading.load(only_decodes=True), rule, bounds)
+        ).result()
         server = VerifyServer(verifier, bound, guard)
         address = f"ws://{address_of(host, bound)}"
         what = f"{loading.target} verifies by {verifier.rule_name} at {address}"

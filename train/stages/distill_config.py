@@ -67,8 +67,8 @@ class DistillConfig(LossConfig):
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""
     weights: Literal["int8"] | None = None
-    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits. None:
-    it reads its weights as they are."""
+    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits.
+    None: it reads its weights as they are."""
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
     loop: LoopConfig = LoopConfig()

@@ -65,8 +65,8 @@ class HeadsConfig(LossConfig):
     """Calibrate a tree after the drafter is written, and store it with the drafter. A target that
     cannot verify trees is refused before the training. None: the drafter drafts chains."""
     weights: Literal["int8"] | None = None
-    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits. None:
-    it reads its weights as they are."""
+    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits.
+    None: it reads its weights as they are."""
     replay: ReplayConfig | None = None
     """Learn from drafts of these heads too, which the target judged (Draft-OPD, 2605.29343). None:
     only from the text."""
