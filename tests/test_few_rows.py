@@ -265,7 +265,7 @@ def test_a_watch_gets_the_queries_of_each_layer(dtype: torch.dtype) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, passes(lm, tree=False), strict=True))
 
 
-@pytest.mark.parametrize("family, rounded", [("llama", True), ("llama", False), ("phi3", True)])
+@pytest.mark.parametrize(("family", "rounded"), [("llama", True), ("llama", False), ("phi3", True)])
 def test_a_model_can_keep_only_the_packed_weights(
     family: str, rounded: bool, dtype: torch.dtype
 ) -> None:

@@ -30,9 +30,9 @@ def require_own_weights(config: Any) -> None:
     """Raise UserError if a stage writes adapters alone, and says how weights are read."""
     if config.weights is not None and config.lora is not None and not config.lora.merge:
         raise UserError(
-            f"stage {config.name}: weights is {config.weights}, but with lora.merge false only adapters are "
-            "written, and their base says how its weights are read; set it in the stage that "
-            "trains the base, or leave it out"
+            f"stage {config.name}: weights is {config.weights}, but with lora.merge false only "
+            "adapters are written, and their base says how its weights are read; set it in the "
+            "stage that trains the base, or leave it out"
         )
 
 

@@ -152,7 +152,7 @@ def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight [out, in] of a dtype that `packed_blocks` packed."""
     if blocks.ndim == 3:
         return blocks.transpose(1, 2).flatten(0, 1)
-    # [blocks, in, half of the outputs, 2] of float32, [blocks, half of the inputs, outputs, 2] else.
+    # [blocks, inputs, outputs / 2, 2] of float32, else [blocks, inputs / 2, outputs, 2].
     rows = blocks.permute(0, 3, 2, 1) if dtype == torch.float32 else blocks.transpose(1, 2)
     outputs = NUMBERS[dtype].outputs
     return rows.reshape(len(blocks) * outputs, -1).to(dtype)
