@@ -8,6 +8,7 @@ drafters read them.
 """
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,8 @@ def _give_up(product: PackedLinear) -> int:
         dtype, size = layer.weight.dtype, layer.weight.nbytes
         last = first + len(layer.weight) // few_rows.NUMBERS[dtype].outputs
         parametrize.register_parametrization(layer, "weight", Unpacked(dtype))
-        layer.parametrizations["weight"].original0.data = blocks[first:last]
+        parametrizations: Any = layer.parametrizations
+        parametrizations.weight.original0.data = blocks[first:last]
         freed += size
         first = last
     product.is_only_copy = True
