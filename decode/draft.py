@@ -182,7 +182,7 @@ class Draft:
     _host_parents: np.ndarray | None = field(default=None, repr=False)
     _valid: Tensor | None = field(default=None, repr=False)
     _children: Tensor | None = field(default=None, repr=False)
-    _levels: int | None = field(default=None, repr=False)
+    _by_depth: np.ndarray | None = field(default=None, repr=False)
 
     @classmethod
     def none(cls, rows: int, device: torch.device | str) -> "Draft":
@@ -243,11 +243,13 @@ class Draft:
             self.cut(np.minimum(self.sizes, depths))
             return
         by_depth = self.nodes_by_depth()
-        self.cut((by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1))
+        sizes = (by_depth * (np.arange(by_depth.shape[1]) < depths[:, None])).sum(1)
+        if (sizes < self.sizes).any():
+            self.cut(sizes)
 
     def cut(self, sizes: np.ndarray) -> None:
         """Keep only the first sizes[b] nodes of each row, int [B]."""
-        self.sizes, self._valid, self._children, self._levels = sizes, None, None, None
+        self.sizes, self._valid, self._children, self._by_depth = sizes, None, None, None
 
     def drop(self, rows: np.ndarray, stand_in: Tensor) -> None:
         """These rows, bool [B], have no draft. The padding in its place is their token in
@@ -336,16 +338,17 @@ class Draft:
 
     def nodes_by_depth(self) -> np.ndarray:
         """int [B, D] on the host: how many nodes row b has at depth 1, 2, … D."""
-        if self.parents is None:
-            inside = np.arange(self.tokens.shape[1])[None, :] < self.sizes[:, None]
-            return inside.astype(np.int64)
-        return counts_by_depth(self.parents_on_host(), self.sizes)
+        if self._by_depth is None:
+            if self.parents is None:
+                inside = np.arange(self.tokens.shape[1])[None, :] < self.sizes[:, None]
+                self._by_depth = inside.astype(np.int64)
+            else:
+                self._by_depth = counts_by_depth(self.parents_on_host(), self.sizes)
+        return self._by_depth
 
     def levels(self) -> int:
         """The depth of the deepest nodes. Known to the host, as the sizes are."""
-        if self._levels is None:
-            self._levels = self.nodes_by_depth().shape[1]
-        return self._levels
+        return self.nodes_by_depth().shape[1]
 
     def child_counts(self) -> np.ndarray:
         """int [B, N+1] on the host: how many valid children node i−1 of row b has (i = 0: the last

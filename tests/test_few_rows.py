@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig
 
+from decode.base.errors import UserError
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
@@ -20,6 +21,7 @@ from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.packed_alone import keep_packed_alone
 from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.weight_bytes import MOST, use_bytes
+from decode.model.identity import require_same_weights, sample_weights, weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
 from tests.tiny import VOCAB, tiny_model
 
@@ -275,7 +277,13 @@ def test_a_model_can_keep_only_the_packed_weights(
     forward, logits, found = prepare(model), model(ids).logits, passes(CachedLM(model), tree=True)
     names = ("proj.weight", "qkv_proj.weight")
     layers = {k: v.clone() for k, v in model.named_parameters() if k.endswith(names)}
+    who = weights_sha256(model), sample_weights(model)
     freed = keep_packed_alone(model)
+    require_same_weights(who[1], "float32", model, "the target")
+    assert weights_sha256(model) == who[0]
+    who[1][40] *= 1.02 if dtype == torch.bfloat16 else 1.001
+    with pytest.raises(UserError, match="has other weights than the target"):
+        require_same_weights(who[1], "float32", model, "the target")
     assert freed == sum(x.nbytes for x in layers.values()) > 0
     assert keep_packed_alone(model) == 0
     assert prepare(model) is forward

@@ -17,6 +17,8 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.cascade import HorizontalCascade
 from decode.drafters.several.combined import CompositeDrafter
+from decode.model.forward import few_rows
+from decode.model.forward.packed_alone import keep_packed_alone
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes import SHAPES
@@ -185,7 +187,8 @@ def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
 @pytest.mark.parametrize("reduced", [True, pytest.param(False, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
 def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
-    """With all weights and the draft vocabulary, and for the same target in another dtype."""
+    """With all weights and the draft vocabulary, for the same target in another dtype, and for one
+    that keeps only its packed weights."""
     target = tiny_target(vocab=VOCAB + 4, layers=7)  # the last ids are no tokens, as masks need
     ids = torch.arange(0, VOCAB, 2) if reduced else None
     heads = moved_heads(options_for_tokens(kind), target, ids)
@@ -201,6 +204,10 @@ def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> Non
     halved.model = copy.deepcopy(target.model).bfloat16()
     lower: Any = open_drafter(str(tmp_path / "heads"), halved)
     assert {parameter.dtype for parameter in lower.heads.parameters()} == {torch.bfloat16}
+    alone = copy.copy(target)
+    alone.model = copy.deepcopy(target.model)
+    assert keep_packed_alone(alone.model) or few_rows.library(torch.float32) is None
+    check_stored(stored, open_drafter(str(tmp_path / "heads"), alone), alone.model, prompts)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

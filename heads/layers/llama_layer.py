@@ -21,8 +21,9 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from decode.model.forward.attention_mask import Attend
+from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer, rotation_of
-from decode.model.forward.lean_parts import LayerParts, LeanNorm, Packed
+from decode.model.forward.lean_parts import LeanNorm, Packed
 from decode.model.forward.prepare_model import refresh_packed
 
 

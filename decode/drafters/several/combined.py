@@ -297,6 +297,8 @@ class SeveralDrafters(Group):
             return Draft.none(len(limits.depths), "cpu")
         device = common_device(drafts)
         drafts = [draft.to(device) for draft in drafts if draft.sizes.any()]
+        if len(drafts) == 1 and drafts[0].siblings == "chosen":
+            return drafts[0]
         depth = limits.max_depth
         tokens, parents = _joined(drafts)
         keep = torch.cat([draft.valid() for draft in drafts], 1)

@@ -244,84 +244,101 @@ void product(const Number* x, const char* blocks, const Number* bias, const Numb
 }
 
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
-// x: the states, or the input of attention.
-void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
+// x: the states, or the input of attention. All threads call this.
+static void begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
   const int64_t rows = pass->texts * pass->tokens, size = layer->head;
   const int64_t heads = layer->query_heads + 2 * layer->key_heads, width = heads * size;
   const Number* input = layer->attention_norm ? pass->normed : x;
-#pragma omp parallel
-  {
-    if (layer->attention_norm) {
+  if (layer->attention_norm) {
 #pragma omp for
-      for (int64_t row = 0; row < rows; row++)
-        normed(x + row * layer->hidden, layer->attention_norm, layer->attention_offset,
-               layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
-    }
-    product_share(input, {layer->qkv, layer->qkv_form}, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
-                  PLAIN);
+    for (int64_t row = 0; row < rows; row++)
+      normed(x + row * layer->hidden, layer->attention_norm, layer->attention_offset,
+             layer->attention_eps, pass->normed + row * layer->hidden, 1, layer->hidden);
+  }
+  product_share(input, {layer->qkv, layer->qkv_form}, layer->qkv_bias, nullptr, pass->qkv, rows, layer->input, width,
+                PLAIN);
 #pragma omp barrier
 #pragma omp for
-    for (int64_t item = 0; item < rows * heads; item++) {
-      int64_t row = item / heads, number = item % heads;
-      int64_t text = row / pass->tokens, token = row % pass->tokens;
-      Number* head = pass->qkv + row * width + number * size;
-      bool is_query = number < layer->query_heads;
-      bool is_value = number >= layer->query_heads + layer->key_heads;
-      const Number* norm = is_query ? layer->query_norm : is_value ? nullptr : layer->key_norm;
-      if (norm) normed(head, norm, layer->head_offset, layer->head_eps, head, 1, size);
-      if (layer->rotates && !is_value) {
-        int64_t place = text * pass->rotation_text + token * pass->rotation_token;
-        turn(head, pass->cos + place, pass->sin + place, pass->rotated);
-      }
-      if (is_query) continue;
-      int64_t key_head = number - layer->query_heads - (is_value ? layer->key_heads : 0);
-      int64_t slot = (pass->first ? pass->first[text] : pass->begin) + token;
-      Number* cache = is_value ? values : keys;
-      std::memcpy(cache + text * pass->cache_text + key_head * pass->cache_head + slot * size, head,
-                  size * sizeof(Number));
+  for (int64_t item = 0; item < rows * heads; item++) {
+    int64_t row = item / heads, number = item % heads;
+    int64_t text = row / pass->tokens, token = row % pass->tokens;
+    Number* head = pass->qkv + row * width + number * size;
+    bool is_query = number < layer->query_heads;
+    bool is_value = number >= layer->query_heads + layer->key_heads;
+    const Number* norm = is_query ? layer->query_norm : is_value ? nullptr : layer->key_norm;
+    if (norm) normed(head, norm, layer->head_offset, layer->head_eps, head, 1, size);
+    if (layer->rotates && !is_value) {
+      int64_t place = text * pass->rotation_text + token * pass->rotation_token;
+      turn(head, pass->cos + place, pass->sin + place, pass->rotated);
     }
+    if (is_query) continue;
+    int64_t key_head = number - layer->query_heads - (is_value ? layer->key_heads : 0);
+    int64_t slot = (pass->first ? pass->first[text] : pass->begin) + token;
+    Number* cache = is_value ? values : keys;
+    std::memcpy(cache + text * pass->cache_text + key_head * pass->cache_head + slot * size, head,
+                size * sizeof(Number));
   }
 }
 
-// Attention and the rest of a layer: y [rows, H].
-void layer_ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
-                const Number* values, Number* y, int32_t attention, int32_t mlp) {
+// Attention and the rest of a layer: y [rows, H]. All threads call this.
+static void ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
+                 const Number* values, Number* y, bool attention, bool mlp) {
   const int64_t rows = pass->texts * pass->tokens, size = layer->head, hidden = layer->hidden;
   const int64_t width = (layer->query_heads + 2 * layer->key_heads) * size;
   const int64_t mixed = layer->query_heads * size, group = layer->query_heads / layer->key_heads;
   Number* attended = mlp ? pass->between : y;
   const Number* between = attention ? attended : states;
-#pragma omp parallel
-  {
-    if (attention) {
-      std::vector<float> scores(pass->slots + WIDTH);
+  if (attention) {
+    std::vector<float> scores(pass->slots + WIDTH);
 #pragma omp for schedule(dynamic, 1)
-      for (int64_t item = 0; item < rows * layer->query_heads; item++) {
-        int64_t row = item / layer->query_heads, number = item % layer->query_heads;
-        int64_t text = row / pass->tokens, token = row % pass->tokens;
-        int64_t place = text * pass->cache_text + number / group * pass->cache_head;
-        const int64_t* read = pass->read ? pass->read + text * pass->read_text : nullptr;
-        if (!read) place += pass->from * size;
-        attend(pass->qkv + row * width + number * size, keys + place, values + place,
-               pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
-               size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
-      }
-      product_share(pass->mixed, {layer->out, layer->out_form}, nullptr, states, attended, rows, mixed, hidden, ADD);
-#pragma omp barrier
+    for (int64_t item = 0; item < rows * layer->query_heads; item++) {
+      int64_t row = item / layer->query_heads, number = item % layer->query_heads;
+      int64_t text = row / pass->tokens, token = row % pass->tokens;
+      int64_t place = text * pass->cache_text + number / group * pass->cache_head;
+      const int64_t* read = pass->read ? pass->read + text * pass->read_text : nullptr;
+      if (!read) place += pass->from * size;
+      attend(pass->qkv + row * width + number * size, keys + place, values + place,
+             pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
+             size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
     }
-    if (mlp) {
+    product_share(pass->mixed, {layer->out, layer->out_form}, nullptr, states, attended, rows, mixed, hidden, ADD);
+#pragma omp barrier
+  }
+  if (mlp) {
 #pragma omp for
-      for (int64_t row = 0; row < rows; row++)
-        normed(between + row * hidden, layer->mlp_norm, layer->mlp_offset, layer->mlp_eps,
-               pass->normed + row * hidden, 1, hidden);
-      product_share(pass->normed, {layer->gate, layer->gate_form}, nullptr, nullptr, pass->gated, rows, hidden,
-                    layer->inner, SWISH);
-      // The same thread has the same blocks of gate and up.
-      product_share(pass->normed, {layer->up, layer->up_form}, nullptr, pass->gated, pass->gated, rows, hidden,
-                    layer->inner, MULTIPLY);
+    for (int64_t row = 0; row < rows; row++)
+      normed(between + row * hidden, layer->mlp_norm, layer->mlp_offset, layer->mlp_eps,
+             pass->normed + row * hidden, 1, hidden);
+    product_share(pass->normed, {layer->gate, layer->gate_form}, nullptr, nullptr, pass->gated, rows, hidden,
+                  layer->inner, SWISH);
+    // The same thread has the same blocks of gate and up.
+    product_share(pass->normed, {layer->up, layer->up_form}, nullptr, pass->gated, pass->gated, rows, hidden,
+                  layer->inner, MULTIPLY);
 #pragma omp barrier
-      product_share(pass->gated, {layer->down, layer->down_form}, nullptr, between, y, rows, layer->inner, hidden, ADD);
-    }
+    product_share(pass->gated, {layer->down, layer->down_form}, nullptr, between, y, rows, layer->inner, hidden, ADD);
+  }
+}
+
+void layer_begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
+#pragma omp parallel
+  begins(layer, pass, x, keys, values);
+}
+
+void layer_ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
+                const Number* values, Number* y, int32_t attention, int32_t mlp) {
+#pragma omp parallel
+  ends(layer, pass, states, keys, values, y, attention, mlp);
+}
+
+// Layers with all their parts, one after the other. outputs: the states after each of them.
+void layers(const Layer* const* every, const Pass* const* passes, const Number* states,
+            Number* const* keys, Number* const* values, Number* const* outputs, int64_t count) {
+#pragma omp parallel
+  for (int64_t i = 0; i < count; i++) {
+    const Number* x = i ? outputs[i - 1] : states;
+    begins(every[i], passes[i], x, keys[i], values[i]);
+    ends(every[i], passes[i], x, keys[i], values[i], outputs[i], true, true);
+#pragma omp barrier
   }
 }
 

@@ -84,7 +84,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
-    for function in (found.product, found.layer_begins, found.layer_ends):
+    found.layers.argtypes = [pointer] * 6 + [size]
+    for function in (found.product, found.layer_begins, found.layer_ends, found.layers):
         function.restype = None
     return found
 

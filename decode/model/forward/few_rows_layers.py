@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from decode.model.cache.slots import SlotLayer
 from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask
-from decode.model.forward.lean_parts import LayerParts, LeanNorm, Packed, PackedLinear
+from decode.model.forward.layer_parts import LayerParts
+from decode.model.forward.lean_parts import LeanNorm, Packed, PackedLinear
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
@@ -198,9 +199,7 @@ class FewRowsPass:
         found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
         parts = layer.parts
-        if not slots.is_initialized:
-            empty = states.new_empty(self._texts, parts.key_heads, 0, parts.head_size)
-            slots.lazy_initialization(empty, empty)
+        self._initialise(layer, slots, states)
         place = ctypes.addressof(self._shared(layer, rotation, mask, slots))
         keys, values = slots.keys.data_ptr(), slots.values.data_ptr()
         if attention:
@@ -214,6 +213,43 @@ class FewRowsPass:
             layer.address, place, states.data_ptr(), keys, values, result.data_ptr(), attention, mlp
         )
         return result
+
+    def run_all(
+        self,
+        layers: Sequence[FewRowsLayer],
+        states: Tensor,
+        rotations: Sequence[tuple[Tensor, Tensor]],
+        masks: Sequence[AttentionMask],
+        slots: Sequence[SlotLayer],
+        kept: Sequence[int],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The states after all layers, in one call, and those after the layers `kept`, by their
+        numbers. No mask has a watch. The other arguments are those of `run`, one for each layer."""
+        found = few_rows.library(states.dtype)
+        assert found is not None
+        for layer, slot_layer in zip(layers, slots, strict=True):
+            self._initialise(layer, slot_layer, states)
+        # Two tensors in turns are enough, but for those that are kept.
+        two = torch.empty_like(states), torch.empty_like(states)
+        outputs = [
+            torch.empty_like(states) if n in kept else two[n % 2] for n in range(len(layers))
+        ]
+        every = zip(layers, rotations, masks, slots, strict=True)
+        found.layers(
+            _addresses(layer.address for layer in layers),
+            _addresses(ctypes.addressof(self._shared(*each)) for each in every),
+            states.data_ptr(),
+            _addresses(x.keys.data_ptr() for x in slots),
+            _addresses(x.values.data_ptr() for x in slots),
+            _addresses(x.data_ptr() for x in outputs),
+            len(layers),
+        )
+        return outputs[-1], {number: outputs[number] for number in kept}
+
+    def _initialise(self, layer: FewRowsLayer, slots: SlotLayer, states: Tensor) -> None:
+        if not slots.is_initialized:
+            shape = self._texts, layer.parts.key_heads, 0, layer.parts.head_size
+            slots.lazy_initialization(states.new_empty(shape), states.new_empty(shape))
 
     def _queries(self, layer: FewRowsLayer) -> Tensor:
         """[B, N, n, D]."""
@@ -272,6 +308,11 @@ class FewRowsPass:
             *(x.data_ptr() for x in self._scratch),
         )
         return struct, kept
+
+
+def _addresses(every: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
+    each = list(every)
+    return (_pointer * len(each))(*each)
 
 
 def _step(x: Tensor, dimension: int) -> int:

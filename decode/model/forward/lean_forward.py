@@ -23,10 +23,11 @@ from decode.model.forward.attention_mask import (
     AttentionMask,
     SlotAttention,
 )
-from decode.model.forward.few_rows_layers import FewRowsPass
+from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.kept_bits import products_keep_bits
+from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer, Rotation, rotation_of
-from decode.model.forward.lean_parts import LayerParts, LeanNorm, product
+from decode.model.forward.lean_parts import LeanNorm, product
 from decode.model.hidden_states import FINAL
 
 # Not on a CPU, keys are padded to a multiple of this. Then many steps of a growing text have
@@ -70,6 +71,7 @@ class LeanForward(nn.Module):
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
+        self.layer_kinds = [parts.kind for parts in layers]
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
@@ -122,44 +124,61 @@ class LeanForward(nn.Module):
         ids: int64 [B, n]. positions: int64 [B, n] or [1, n]. masks, slots: one per layer. columns:
         int64 [B, k], the only columns of each row that get logits, [B, k, V].
         """
-        features: dict[int, Tensor] = {}
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
         shared = rotations.get("")
-        few_rows = self._few_rows(states, rotations, masks, slots)
-        for number, layer in enumerate(self.layers):
-            assert isinstance(layer, LeanLayer)
-            parts, mask, slot_layer = layer.parts, masks[number], slots[number]
-            rotation = shared or rotations[parts.kind]
-            attention, mlp = number not in self.skipped_attention, number not in self.skipped_mlps
-            if few_rows is not None and layer.few_rows is not None and (attention or mlp):
-                states = few_rows.run(
-                    layer.few_rows, states, rotation, mask, slot_layer, attention=attention, mlp=mlp
-                )
-                attention = mlp = False
-            if attention:
-                attend = SlotAttention(slot_layer, mask, parts.scale, parts.softcap)
-                states = layer.attention(states, rotation, attend)
-            if mlp:
-                states = layer.feed_forward(states)
-            if number in captured_layers:
-                features[number] = states
+        turns = [shared or rotations[kind] for kind in self.layer_kinds]
+        few_rows, layers = None, self._few_rows_layers
+        if layers and FewRowsPass.fits(states, rotations.values(), masks, slots):
+            few_rows = FewRowsPass(states, layers)
+        whole = len(layers) == len(self.layers) and not (
+            self.skipped_attention or self.skipped_mlps
+        )
+        if few_rows is not None and whole and masks[0].watch is None:
+            kept = [number for number in captured_layers if number != FINAL]
+            states, features = few_rows.run_all(layers, states, turns, masks, slots, kept)
+        else:
+            every = zip(turns, masks, slots, strict=True)
+            states, features = self._one_by_one(states, [*every], few_rows, captured_layers)
         if FINAL in captured_layers:
             states = features[FINAL] = self.norm(states)
             return self.read_out(columns_of(states, columns)), features
         return self.read_out(self.norm(columns_of(states, columns))), features
 
-    def _few_rows(
+    def _one_by_one(
         self,
         states: Tensor,
-        rotations: Mapping[str, Rotation],
-        masks: Sequence[AttentionMask],
-        slots: Sequence[SlotLayer],
-    ) -> FewRowsPass | None:
-        """The pass of the layers that can be run in two calls each. None: this pass cannot."""
-        layers = [x.few_rows for x in self.layers if x.few_rows is not None]
-        fits = layers and FewRowsPass.fits(states, rotations.values(), masks, slots)
-        return FewRowsPass(states, layers) if fits else None  # type: ignore[arg-type]
+        every: Sequence[tuple[Rotation, AttentionMask, SlotLayer]],
+        few_rows: FewRowsPass | None,
+        kept: Sequence[int],
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The states after all layers, and those after the layers `kept`, by their numbers. every:
+        the rotation, mask and slots of each layer."""
+        features: dict[int, Tensor] = {}
+        for number, (layer, (rotation, mask, slots)) in enumerate(
+            zip(self.layers, every, strict=True)
+        ):
+            assert isinstance(layer, LeanLayer)
+            parts = layer.parts
+            attention, mlp = number not in self.skipped_attention, number not in self.skipped_mlps
+            if few_rows is not None and layer.few_rows is not None and (attention or mlp):
+                states = few_rows.run(
+                    layer.few_rows, states, rotation, mask, slots, attention=attention, mlp=mlp
+                )
+                attention = mlp = False
+            if attention:
+                attend = SlotAttention(slots, mask, parts.scale, parts.softcap)
+                states = layer.attention(states, rotation, attend)
+            if mlp:
+                states = layer.feed_forward(states)
+            if number in kept:
+                features[number] = states
+        return states, features
+
+    @property
+    def _few_rows_layers(self) -> list[FewRowsLayer]:
+        """The layers that run in C++."""
+        return [x.few_rows for x in self.layers if x.few_rows is not None]  # type: ignore[misc]
 
 
 def columns_of(x: Tensor, columns: Tensor | None) -> Tensor:

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from decode.model.forward.attention_mask import Attend, SlotAttention
 from decode.model.forward.few_rows_layers import FewRowsPass, few_rows_layer
-from decode.model.forward.lean_parts import ACTIVATIONS, LayerParts, LeanNorm, Product, product
+from decode.model.forward.layer_parts import LayerParts
+from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
 
 # cos and sin of the positions, [B, n, 1, 2, R/2] for R rotated numbers of a head. The first half of
 # sin is negated.

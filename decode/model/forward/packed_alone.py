@@ -19,6 +19,7 @@ from decode.model.forward import few_rows
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import keep_prepared, prepare
+from decode.model.identity import keep_identity
 
 
 class Unpacked(nn.Module):
@@ -43,7 +44,10 @@ def keep_packed_alone(model: PreTrainedModel) -> int:
     if not isinstance(forward, LeanForward):
         return 0
     every = (x for x in forward.layers.modules() if isinstance(x, PackedLinear) and x.has_blocks)
-    freed = sum(_give_up(product) for product in every if not product.is_only_copy)
+    products = [product for product in every if not product.is_only_copy]
+    if products:
+        keep_identity(model)
+    freed = sum(_give_up(product) for product in products)
     if freed:
         keep_prepared(model)
         # A C library keeps what was freed, and glibc gives it back when asked.

@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.model.forward.attention_mask import AttentionMask
+from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer, rotation_of
-from decode.model.forward.lean_parts import ACTIVATIONS, LayerParts, LeanNorm
+from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm
 from decode.model.pretrained import is_hooked
 
 # A layer is compared on tokens at the positions 0, STRIDE, 2·STRIDE, ….
