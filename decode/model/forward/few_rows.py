@@ -2,8 +2,8 @@
 
 A decode step multiplies a few rows by every weight. PyTorch's products move weights at a fraction
 of the memory's speed there, and a layer is thirty small operations of Python. The functions of
-`few_rows.cpp` read weights at the memory's speed, run a layer in two calls, and give a row the same
-bits for any number of rows.
+`few_rows.cpp` read weights at the memory's speed, run all layers in one call, and give a row the
+same bits for any number of rows.
 
 In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
 such: half of the memory, and the same products.

@@ -1,5 +1,5 @@
-"""Whole layers of the lean forward for a pass over few tokens: two calls of C++ a layer
-(`few_rows.cpp`).
+"""Whole layers of the lean forward for a pass over few tokens: one call of C++ for all of them, or
+two calls for a layer alone (`few_rows.cpp`).
 
 A layer is run so if it has the parts of llama: RMS norms before attention and before a gated
 network with SiLU, rotary positions, and biases of queries, keys and values only. A layer of heads
