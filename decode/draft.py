@@ -183,6 +183,7 @@ class Draft:
     _valid: Tensor | None = field(default=None, repr=False)
     _children: Tensor | None = field(default=None, repr=False)
     _by_depth: np.ndarray | None = field(default=None, repr=False)
+    _levels: int | None = field(default=None, repr=False)
 
     @classmethod
     def none(cls, rows: int, device: torch.device | str) -> "Draft":
@@ -249,7 +250,8 @@ class Draft:
 
     def cut(self, sizes: np.ndarray) -> None:
         """Keep only the first sizes[b] nodes of each row, int [B]."""
-        self.sizes, self._valid, self._children, self._by_depth = sizes, None, None, None
+        self.sizes, self._valid, self._children = sizes, None, None
+        self._by_depth, self._levels = None, None
 
     def drop(self, rows: np.ndarray, stand_in: Tensor) -> None:
         """These rows, bool [B], have no draft. The padding in its place is their token in
@@ -348,7 +350,9 @@ class Draft:
 
     def levels(self) -> int:
         """The depth of the deepest nodes. Known to the host, as the sizes are."""
-        return self.nodes_by_depth().shape[1]
+        if self._levels is None:
+            self._levels = self.nodes_by_depth().shape[1]
+        return self._levels
 
     def child_counts(self) -> np.ndarray:
         """int [B, N+1] on the host: how many valid children node i−1 of row b has (i = 0: the last

@@ -24,6 +24,7 @@ def test_the_loop_accepts_what_the_page_accepts(gamma: int, seed: int) -> None:
     first layer."""
     target, drafter = tiny_model("llama", seed=seed), tiny_model("llama", seed=seed)
     drafter.model.layers = drafter.model.layers[:1]
+    drafter.config.num_hidden_layers = 1
     prompt = [5, 17, 250, 9, 42]
     written = plain.decode(target, drafter, prompt, 24, gamma=gamma)
     decoded = Decoder(target, SmallLMDrafter(drafter), gamma=gamma).decode([prompt], 25)

@@ -71,7 +71,6 @@ class LeanForward(nn.Module):
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
-        self.layer_kinds = [parts.kind for parts in layers]
         self.output = product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
@@ -127,7 +126,8 @@ class LeanForward(nn.Module):
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
         shared = rotations.get("")
-        turns = [shared or rotations[kind] for kind in self.layer_kinds]
+        kinds = [str(layer.parts.kind) for layer in self.layers]  # type: ignore[union-attr]
+        turns = [shared or rotations[kind] for kind in kinds]
         few_rows, layers = None, self._few_rows_layers
         if layers and FewRowsPass.fits(states, rotations.values(), masks, slots):
             few_rows = FewRowsPass(states, layers)
