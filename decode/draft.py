@@ -183,6 +183,7 @@ class Draft:
     _valid: Tensor | None = field(default=None, repr=False)
     _children: Tensor | None = field(default=None, repr=False)
     _by_depth: np.ndarray | None = field(default=None, repr=False)
+    # Of `_by_depth`: a rule that is traced can read a number, and no array of the host.
     _levels: int | None = field(default=None, repr=False)
 
     @classmethod

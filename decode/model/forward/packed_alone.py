@@ -32,10 +32,6 @@ class Unpacked(nn.Module):
     def forward(self, blocks: Tensor) -> Tensor:
         return few_rows.unpacked_blocks(blocks, self.dtype)
 
-    def right_inverse(self, weight: Tensor) -> tuple[Tensor]:
-        # In a tuple, because float32 may be packed as bfloat16: one tensor must keep its dtype.
-        return (few_rows.packed_blocks(weight),)
-
 
 def keep_packed_alone(model: PreTrainedModel) -> int:
     """Keep only the packed form of a model's layers. Returns the bytes that this freed: 0 for a
@@ -63,9 +59,10 @@ def _give_up(product: PackedLinear) -> int:
     for layer in product.layers:
         dtype, size = layer.weight.dtype, layer.weight.nbytes
         last = first + len(layer.weight) // few_rows.NUMBERS[dtype].outputs
-        parametrize.register_parametrization(layer, "weight", Unpacked(dtype))
+        # Unsafe: torch would try the function on the weight, before it gets the packed form.
+        parametrize.register_parametrization(layer, "weight", Unpacked(dtype), unsafe=True)
         parametrizations: Any = layer.parametrizations
-        parametrizations.weight.original0.data = blocks[first:last]
+        parametrizations.weight.original = nn.Parameter(blocks[first:last], requires_grad=False)
         freed += size
         first = last
     product.is_only_copy = True
