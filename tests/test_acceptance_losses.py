@@ -3,27 +3,15 @@
 Their values, closed forms, caches and chunks are tested with all other losses in `test_losses`.
 """
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
 
 from decode.base.errors import UserError
-from decode.drafters.draft_vocabulary import reduce_output
-from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.linear_logits import split_model
-from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
-from distill.teacher.top_k_cache import top_k
-from heads.head_training import HeadTraining
-from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
-from tests.tiny import VOCAB, tiny_llama, tiny_target
 
 LK = ["negative_log_acceptance", "lk_hybrid"]
 
@@ -40,17 +28,6 @@ def acceptance(student: Tensor, teacher: Tensor) -> Tensor:
     return torch.minimum(student.softmax(-1), teacher.softmax(-1)).sum(-1)
 
 
-def test_minus_log_alpha_is_a_bound_on_tv_with_its_gradient_over_alpha():
-    student, teacher = 2 * torch.randn(50, 11).double(), 2 * torch.randn(50, 11).double()
-    tv, slope = fused("total_variation", student, teacher)
-    value, gradient = fused("negative_log_acceptance", student, teacher)
-    alpha = acceptance(student, teacher)
-    torch.testing.assert_close(value, -alpha.log())
-    torch.testing.assert_close(value, -(1 - tv).log())
-    assert (value > tv).all()
-    torch.testing.assert_close(gradient, slope / alpha[:, None])
-
-
 @pytest.mark.parametrize("loss", LK)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_zero_for_equals_and_only_for_them(loss: str, dtype: torch.dtype):
@@ -64,14 +41,6 @@ def test_it_is_zero_for_equals_and_only_for_them(loss: str, dtype: torch.dtype):
     moved = teacher.clone()
     moved[:, 0] += 1
     assert (fused(loss, moved, teacher)[0] > 1e-5).all()
-
-
-def test_for_a_certain_token_it_is_the_cross_entropy():
-    student, labels = torch.randn(9, 11).double(), torch.randint(11, (9,))
-    value, gradient = fused("negative_log_acceptance", student, 800.0 * one_hot(labels, 11))
-    expected, slope = WeightedLoss({"cross_entropy": 1.0}).fused(student, None, labels)
-    torch.testing.assert_close(value, expected[0])
-    torch.testing.assert_close(gradient, slope)
 
 
 def test_without_overlap_they_still_have_a_gradient_where_tv_has_none():
@@ -130,59 +99,3 @@ def test_they_learn_from_a_start_from_which_tv_does_not():
     assert climb("total_variation") < 0.05
     assert climb("negative_log_acceptance") > 0.9
     assert climb("lk_hybrid") > 0.9
-
-
-def batch() -> dict[str, Tensor]:
-    """ids, attention and loss mask [4, 12]: the first text has padding and a prompt."""
-    ids = torch.randint(3, VOCAB, (4, 12), generator=torch.Generator().manual_seed(1))
-    attention, mask = torch.ones_like(ids), torch.ones_like(ids, dtype=torch.bool)
-    attention[0, 9:] = 0
-    mask[0, 9:] = mask[0, :4] = False
-    return {"input_ids": ids, "attention_mask": attention, "loss_mask": mask}
-
-
-@pytest.mark.parametrize("loss", LK)
-@pytest.mark.parametrize("teacher", ["live", "reduced", "cached"])
-def test_a_tiny_student_that_is_trained_is_accepted_more_often(loss: str, teacher: str):
-    target, student = tiny_llama(seed=0), tiny_llama(seed=1, layers=1)
-    tokens = batch()
-    ids = torch.arange(0, VOCAB, 3) if teacher == "reduced" else None
-    if ids is not None:
-        reduce_output(student, ids)
-    live = LiveTeacher(split_model(target), vocabulary=ids).signal(**tokens, ids=[])
-    signal: Any = (lambda part: top_k(live(part).logits, 16)) if teacher == "cached" else live
-    module = Distillation(student, WeightedLoss({loss: 1.0}), vocabulary=ids, chunk=7)
-    whole = LiveTeacher(split_model(target)).signal(**tokens, ids=[])
-
-    def expected() -> float:
-        sums = module(**tokens, agreement_with=whole)[1]
-        return float(sums[0] / sums[3])
-
-    optimizer = torch.optim.Adam(student.parameters(), lr=5e-3)
-    before = expected()
-    for _ in range(25):
-        optimizer.zero_grad()
-        module(**tokens, teacher=signal)[0].backward()
-        optimizer.step()
-    assert expected() > 1.5 * before
-
-
-@pytest.mark.parametrize("loss", LK)
-def test_heads_learn_by_them_too(loss: str):
-    target = tiny_target()
-    heads = copy.deepcopy(new_heads(HeadOptions.of({"type": "medusa", "heads": 2}), target, None))
-    heads.borrow(target.model, torch.float32)
-    module = HeadTraining(heads, WeightedLoss({loss: 1.0, "total_variation": 1e-9}), target.model)
-    tokens = batch()
-    ids, attention, mask = tokens.values()
-    features = LiveFeatures(target.model, module.captured_layers).features(ids, attention, [])
-    optimizer = torch.optim.Adam(heads.parameters(), lr=5e-3)
-    lost = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        value, sums = module(ids, mask, features, heads.loss_weights(0.0))
-        value.backward()
-        optimizer.step()
-        figures = module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
-        lost.append(figures["head1/total_variation"])
-    assert 1 - lost[-1] > 1.2 * (1 - lost[0])

@@ -6,7 +6,6 @@ Shapes: B rows, T tokens, A anchors, S tokens of a block, H hidden size, V vocab
 import copy
 import functools
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,10 @@ from transformers import DynamicCache, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3DecoderLayer
 
 from decode.base.errors import UserError
-from decode.draft import Contexts
 from decode.drafters import DRAFTERS
-from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.features import Features
-from decode.model.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.shapes import SHAPES
 from distill.losses import WeightedLoss
@@ -32,7 +29,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from heads.dflash_heads import even_taps
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadBatch, HeadOptions, shift_left
+from heads.heads_module import HeadBatch, HeadOptions, Prediction, shift_left
 from heads.layers import block_layer
 from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
 from heads.layers.llama_layer import Rotary
@@ -42,7 +39,8 @@ from tests.stages import (
     plan_stage,
     stage_context,
 )
-from tests.tiny import after, tiny_target
+from tests.tiny import tiny_target
+from tests.trained_heads import check_drafts_are_trained, features_of
 from tests.training import assert_equal
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -57,7 +55,6 @@ KINDS: dict[str, dict[str, Any]] = {
     | {"candidates": 5},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
-assert_close = partial(torch.testing.assert_close, rtol=1e-3, atol=1e-3)
 LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
 
 
@@ -75,12 +72,6 @@ def make(kind: str, *, dtype: Any = torch.float32, **options: Any) -> Any:
 def text(rows: int, length: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(3, 299, (rows, length), generator=generator)
-
-
-def features_of(model: Any, heads: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    with torch.no_grad(), Recorder(model, (*heads.captured_layers, FINAL)).recording() as features:
-        model(ids)
-    return features
 
 
 # --- the mask -------------------------------------------------------------------------------------
@@ -339,105 +330,23 @@ def test_gradients_are_those_of_finite_differences(kind: str) -> None:
         assert parameter.grad.abs().max() > 0
 
 
-# --- training and the loop ------------------------------------------------------------------------
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_candidates_are_drafted_as_they_were_trained(tree: bool) -> None:
+    """What all other kinds draft is in their contract."""
 
+    def logits(heads: Any, prediction: Prediction, ids: Tensor) -> Tensor:
+        before = shift_left(ids, prediction.depth)[prediction.positions]
+        rows = F.linear(prediction.states, *heads.output.of(1))
+        return with_last(heads, prediction.states, rows, before)
 
-def trained_logits(heads: Any, ids: torch.Tensor, features: Any) -> dict[int, torch.Tensor]:
-    """By depth [T, V], at the anchor, of one text: what training computes, 0 where nothing is."""
-    batch = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), features)
-    logits = {}
-    with torch.no_grad():
-        for prediction in heads.predictions(batch, range(1, DEPTH + 1)):
-            rows = F.linear(prediction.states, *heads.output.of(1))
-            before = shift_left(ids, prediction.depth)[prediction.positions]
-            rows = with_last(heads, prediction.states, rows, before)
-            placed = rows.new_zeros(ids.shape[1] + 1, rows.shape[1])
-            placed[1:][prediction.positions[0]] = rows
-            logits[prediction.depth] = placed
-    return logits
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@kinds
-def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
-    """Three rows at different places of a text, which grow by different numbers of tokens from
-    round to round and leave. Drafts are forced to be the text."""
-    heads = make(kind)
-    ids = text(3, 20)
-    features = features_of(target().model, heads, ids)
-    expected = [
-        trained_logits(heads, ids[b : b + 1], {k: x[b : b + 1] for k, x in features.items()})
-        for b in range(3)
-    ]
-    for b, a in ((0, 5), (2, 9)):  # both equal the definition
-        taps = torch.cat([features[layer][b] for layer in TAPS], -1)
-        rows = with_last(heads, *block(heads, taps, ids[b], a), ids[b, a : a + DEPTH])
-        for depth in range(1, DEPTH + 1):
-            assert_close(expected[b][depth][a], rows[depth - 1].detach())
-    drafter: Any = DRAFTERS[kind](copy.deepcopy(heads), VOCAB)
-
-    def drafted(logits: Tensor) -> Tensor:
-        """[V]: without what is no candidate."""
-        return logits.masked_fill(logits < logits.max() - 1e3, -torch.inf)
-
-    tokens = np.zeros((3, 40), dtype=np.int64)
-    tokens[:, :20] = ids.numpy()
-    contexts = Contexts(tokens, np.array([2, 5, 9]))
-    rows_left = np.arange(3)
-
-    def features_at(places: torch.Tensor, counts: np.ndarray) -> Features:
-        """With nonsense past the counts."""
-        beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
-        rows = torch.as_tensor(rows_left)[:, None]
-        values = {
-            k: x[rows, places].masked_fill(beyond[..., None], 99.0) for k, x in features.items()
-        }
-        return Features(values, counts)
-
-    with torch.inference_mode():
-        drafter.start(contexts)
-        drafter.read(features_at(torch.arange(8).expand(3, -1), contexts.lengths - 1))
-        for grown in ([3, 1, 2], [2, 4, 1], [1, 3]):
-            lengths = contexts.lengths
-            growth = drafter.growth(contexts, Sampling(), DEPTH)
-            logits = growth.first()
-            for depth in range(1, DEPTH + 1):
-                for row, b in enumerate(rows_left):
-                    assert_close(drafted(logits[row]), expected[b][depth][lengths[row] - 1])
-                if depth == DEPTH:
-                    break
-                following = np.take_along_axis(contexts.tokens, lengths[:, None] + depth - 1, 1)
-                right = torch.as_tensor(following)
-                if tree:
-                    above = torch.full((len(rows_left), 2), 2 * depth - 3 if depth > 1 else -1)
-                    both = growth.extend(torch.cat([(right + 7) % 299, right], 1), above)
-                    same = torch.allclose(both[:, 0], both[:, 1], atol=1e-4)
-                    assert same == (kind == "dflash")
-                    logits = both[:, 1]
-                else:
-                    logits = growth.extend(right)[:, 0]
-            if len(grown) == 2:
-                break
-            places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
-            drafter.read(features_at(places, np.array(grown)))
-            contexts.lengths = lengths + np.array(grown)
-            drafter.observe(after(contexts))
-            if grown == [2, 4, 1]:
-                kept = np.array([2, 0])
-                contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])
-                rows_left = rows_left[kept]
-                drafter.keep_rows(torch.as_tensor(kept))
+    heads = make("dflash2")
+    check_drafts_are_trained(heads, target().model, tree=tree, logits=logits)
 
 
 # --- decoding -------------------------------------------------------------------------------------
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
 NEW = 24
-SHAPES_TRIED: dict[str, dict[str, Any]] = {
-    "chain": {},
-    "static": {"widths": [3, 2, 2]},
-    "dynamic": {"width": 3, "nodes": 8},
-}
 
 
 @functools.cache
@@ -445,12 +354,12 @@ def plain() -> Any:
     return Decoder(target().model, DRAFTERS["none"]()).decode(PROMPTS, NEW).outputs
 
 
-@functools.cache
-def learnt(kind: str) -> Any:
-    """Heads that know the target's greedy continuations of PROMPTS, so that drafts are accepted."""
+def learnt() -> Any:
+    """DSpark's heads, which know the target's greedy continuations of PROMPTS, so that drafts are
+    accepted."""
     torch.manual_seed(0)
     model = target().model
-    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target(), None)
+    heads: Any = new_heads(HeadOptions.of(KINDS["dspark"]), target(), None)
     heads.borrow(model)
     module = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0, **LOSSES}), model)
     optimizer = torch.optim.Adam(heads.parameters(), lr=1e-2)
@@ -468,17 +377,13 @@ def learnt(kind: str) -> Any:
     return heads.eval()
 
 
-def drafter_of(kind: str, shape: str) -> Any:
-    options = SHAPES[shape](**SHAPES_TRIED[shape])
-    return DRAFTERS[kind](copy.deepcopy(learnt(kind)), VOCAB, options)
-
-
 def test_a_draft_ends_where_the_confidence_head_says() -> None:
     """The estimates order the tokens well, and shorter drafts have a higher acceptance rate."""
-    runs = {}
+    runs, heads = {}, learnt()
     for threshold in (0.0, 0.5):
         policy = f"reach:max_depth={DEPTH},threshold={threshold}"
-        decoder = Decoder(target().model, drafter_of("dspark", "chain"), policy=policy, gamma=DEPTH)
+        drafter: Any = DRAFTERS["dspark"](copy.deepcopy(heads), VOCAB)
+        decoder = Decoder(target().model, drafter, policy=policy, gamma=DEPTH)
         runs[threshold] = decoder.decode(PROMPTS, NEW)
         assert runs[threshold].outputs == plain()
     always, often = (runs[threshold].counts for threshold in (0.0, 0.5))
@@ -486,10 +391,11 @@ def test_a_draft_ends_where_the_confidence_head_says() -> None:
     assert often.acceptance_rate > always.acceptance_rate
     for kind, shape, message in (
         ("dflash", "chain", "DFlashDrafter has none"),
-        ("dspark", "static", "works only with chains"),
+        ("dspark", "static:widths=[3,2,2]", "works only with chains"),
     ):
+        refused: Any = DRAFTERS[kind](make(kind), VOCAB, SHAPES.make(shape))
         with pytest.raises(UserError, match=message):
-            Decoder(target().model, drafter_of(kind, shape), policy="reach", gamma=DEPTH)
+            Decoder(target().model, refused, policy="reach", gamma=DEPTH)
 
 
 @pytest.mark.parametrize("coverage", [1.0, 0.86, 0.67])

@@ -53,26 +53,15 @@ def test_a_good_config_is_read_whole(tmp_path):
     [
         ("name: run", "nmae: run", "config key 'nmae' is unknown.*Did you mean \"name\""),
         ("{model: some/where}", "{modle: x}", "config key 'target.modle' is unknown.*\"model\""),
-        (
-            "{lr: 1e-3, clip: .inf}",
-            "{lrr: 1.0}",
-            r"config key 'stages.distill.optimizer.lrr' is unknown.*\"lr\"",
-        ),
-        ("{lr: 1e-3, clip: .inf}", "{lr: fast}", "'stages.distill.optimizer.lr' is 'fast'"),
         ("{lr: 1e-3, clip: .inf}", "{lr: 0}", "'stages.distill.optimizer.lr'"),
         ("[0, 1]", "two", "'stages.distill.drafter.layers' is 'two'"),
         ("{layers: [0, 1]}", "{}", "exactly one of layers, model, config, stage"),
-        ("{layers: [0, 1]}", "{layers: [0], model: x}", "exactly one of"),
-        ("kind: generate", "kind: genrate", 'Did you mean "generate"'),
-        (", kind: generate", "", "'stages.answers.kind' is missing"),
-        ("text: answers", "text: answer", 'no earlier stage .*Did you mean "answers"'),
         ("name: run", "name: run\nevaluation: {stages: [distil]}", 'Did you mean "distill"'),
         (
             "kind: generate",
             "kind: generate, split: test",
             "would train on the answers of answers to the test split",
         ),
-        ("name: distill", "name: answers", "two stages have the name 'answers'"),
         *(
             (
                 "{name: answers, kind: generate",
@@ -85,12 +74,9 @@ def test_a_good_config_is_read_whole(tmp_path):
                 ("before", "datastore"),
             )
         ),
-        ("text: answers", "losses: {forward_lk: 1.0}", 'Did you mean "forward_kl"'),
         ("text: answers", "text: answers\n    text: data", "yaml:10: .*'text' appears twice"),
         ("name: run", "name: ../run", "'name'"),
-        ("name: run", "", "'name' is missing"),
         ("name: run", "name: run\nevaluation: {gamma: 0}", "'evaluation.gamma'"),
-        ("name: run", "name: run\nevaluation: {rule: exactt}", 'Did you mean "exact"'),
         ("name: run", "name: run\nevaluation: {rule: 3}", "'evaluation.rule"),
         (
             "name: run",
@@ -102,11 +88,6 @@ def test_a_good_config_is_read_whole(tmp_path):
             "name: run\nevaluation: {policy: {name: heuristic, max_dept: 8}}",
             "no option 'max_dept'.*Did you mean \"max_depth\"",
         ),
-        (
-            "name: run",
-            "name: run\nevaluation: {policy: {name: heuristic, max_depth: 8.5}}",
-            "option max_depth is 8.5",
-        ),
         ("name: run", "name: run\nevaluation: {policy: hueristic}", 'Did you mean "heuristic"'),
         ("name: run", "name: run\nevaluation: {shape: chan}", 'Did you mean "chain"'),
         (
@@ -114,9 +95,7 @@ def test_a_good_config_is_read_whole(tmp_path):
             "name: run\nevaluation: {sampling: {min_p: 2.0}}",
             "'evaluation.sampling.min_p'",
         ),
-        ("name: run", "name: run\nevaluation: {baselines: [ngrm]}", 'Did you mean "ngram"'),
         ("name: run", "name: run\nevaluation: {in_turn: [ngrm]}", 'Did you mean "ngram"'),
-        ("kind: generate", "kind: generate, samples: 2", "sampling.temperature > 0"),
         (
             "name: run",
             "name: 2024-05-01",
@@ -141,7 +120,7 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         (
             "{lr: 1e-3, clip: .inf}",
             "{lr: fast}",
-            "run.yaml:11: config key 'stages.distill.optimizer.lr' is",
+            "run.yaml:11: config key 'stages.distill.optimizer.lr' is 'fast'",
         ),
         (
             "{lr: 1e-3, clip: .inf}",
@@ -151,7 +130,7 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
         (
             "{lr: 1e-3, clip: .inf}",
             "{lrr: 1.0}",
-            "run.yaml:11: config key 'stages.distill.optimizer.lrr'",
+            "run.yaml:11: config key 'stages.distill.optimizer.lrr' is unknown.*\"lr\"",
         ),
         (", kind: generate", "", "run.yaml:6: config key 'stages.answers.kind' is missing"),
         ("- {name: answers, kind: generate}", "- 3", "run.yaml:6: config key 'stages.0' is 3"),
@@ -164,8 +143,12 @@ def test_what_is_wrong_is_named(tmp_path, old: str, new: str, message: str):
             "name: run\nevaluation:\n  policy: heuristic:max_depth=8.5",
             "run.yaml:3: .*'evaluation' does not fit: .*max_depth is 8.5; expected a valid integer",
         ),
-        ("generate}", "generate, samples: 2}", "run.yaml:6: .*'stages.answers' does not fit: sam"),
-        ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'"),
+        (
+            "generate}",
+            "generate, samples: 2}",
+            "run.yaml:6: .*answers' does not fit: sam.*temperature > 0",
+        ),
+        ("text: answers", "text: answer", "run.yaml:7: no earlier stage 'answer'.*\"answers\""),
         ("name: distill", "name: answers", "run.yaml:7: two stages have the name 'answers'"),
         (
             "name: run",

@@ -20,7 +20,7 @@ from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.features import Features
-from decode.model.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.shapes import SHAPES
 from distill.choose_vocabulary import rows_of_tokens
@@ -29,14 +29,15 @@ from distill.place_weights import place_weights
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadBatch, HeadOptions, trained_positions
+from heads.heads_module import HeadOptions, trained_positions
 from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.factored_output import expand
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from tests.contract import moved_heads
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
-from tests.tiny import VOCAB, after, tiny_target
+from tests.tiny import VOCAB, tiny_target
+from tests.trained_heads import features_of, trained_logits
 
 DEPTH = 3
 KINDS: dict[str, dict[str, Any]] = {
@@ -91,13 +92,6 @@ def test_the_prompt_is_read_before_the_first_draft_and_counted_apart(
     made.clear()
     decoder.decode([[5]], 4)
     assert made[0] == 1
-
-
-def taken(kind: str, captured_layers: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    model = target(kind).model
-    with torch.no_grad(), Recorder(model, captured_layers).recording() as found:
-        model(ids)
-    return found
 
 
 def text(rows: int = 1, length: int = 12) -> torch.Tensor:
@@ -239,15 +233,12 @@ def hand_logits(
     return state, F.linear(readout(heads, state), *heads.output.of(depth))
 
 
-@pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("smoothing", [None, 0.3])
 @kinds
-def test_the_loss_is_that_of_each_token_by_hand(
-    kind: str, reduced: bool, smoothing: float | None
-) -> None:
+def test_the_loss_is_that_of_each_token_by_hand(kind: str, smoothing: float | None) -> None:
     """Gradients too, through all steps. float64, but for norms, which no model has in it. With
     smoothing, each token has the weight of D-PACE."""
-    heads = make(kind, IDS if reduced else None, dtype=torch.float64)
+    heads = make(kind, IDS, dtype=torch.float64)
     heads.eval()  # without noise
     model = copy.deepcopy(target(kind).model).double()
     heads.borrow(model, torch.float64)
@@ -264,7 +255,7 @@ def test_the_loss_is_that_of_each_token_by_hand(
 
     features = torch.cat([found[layer] for layer in heads.captured_layers], -1)
     logits = model(ids).logits
-    rows = rows_of_tokens(IDS, VOCAB) if reduced else torch.arange(VOCAB)
+    rows = rows_of_tokens(IDS, VOCAB)
     expected = torch.zeros((), dtype=torch.float64)
     counts = dict.fromkeys(weights, 0)
     for b, t in np.ndindex(*ids.shape):
@@ -275,7 +266,7 @@ def test_the_loss_is_that_of_each_token_by_hand(
             if place >= ids.shape[1] or not mask[b, place]:
                 continue
             state, own = hand_logits(kind, heads, features[b], ids[b], t, depth)
-            p = (logits[b, place - 1, IDS] if reduced else logits[b, place - 1]).log_softmax(-1)
+            p = logits[b, place - 1, IDS].log_softmax(-1)
             q = own.log_softmax(-1)
             label = rows[ids[b, place]]
             value = 0.1 * (p.exp() * (p - q)).sum()
@@ -307,92 +298,11 @@ def test_the_loss_is_that_of_each_token_by_hand(
 # --- training and the loop ------------------------------------------------------------------------
 
 
-def trained_logits(kind: str, heads: Any, ids: torch.Tensor, found: Any) -> dict[int, torch.Tensor]:
-    """By depth [T, V'] of one text: what training makes of each place, 0 where nothing is."""
-    given = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), found)
-    logits = {}
-    with torch.no_grad():
-        for made in heads.eval().predictions(given, range(1, DEPTH + 1)):
-            own = F.linear(made.states, *heads.output.of(made.depth))
-            logits[made.depth] = own.new_zeros(ids.shape[1], own.shape[1])
-            logits[made.depth][made.positions[0]] = own
-    return logits
-
-
-def padded(found: Any, places: torch.Tensor, who: np.ndarray, counts: np.ndarray) -> Features:
-    """What the loop hands over of these places of rows `who`, with nonsense past the counts."""
-    beyond = torch.arange(places.shape[1]) >= torch.as_tensor(counts)[:, None]
-    values = {
-        layer: x[torch.as_tensor(who)[:, None], places].masked_fill(beyond[..., None], 99.0)
-        for layer, x in found.items()
-    }
-    return Features(values, counts)
-
-
-@pytest.mark.parametrize("tree", [False, True])
-@kinds
-def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
-    """Three rows at different places of a text, which grow by different numbers of tokens from
-    round to round and leave. Drafts are forced to be the text; in trees they stand among others,
-    and their siblings come first."""
-    heads = make(kind, IDS)
-    # HeadDrafts tokens are rows of the draft vocabulary.
-    ids = IDS[text(3, 20) % len(IDS)]
-    found = taken(kind, heads.captured_layers, ids)
-    expected = [
-        trained_logits(
-            kind, heads, ids[b : b + 1], {layer: x[b : b + 1] for layer, x in found.items()}
-        )
-        for b in range(3)
-    ]
-    drafter: Any = DRAFTERS[KINDS[kind]["type"]](copy.deepcopy(heads), VOCAB)
-    tokens = np.zeros((3, 40), dtype=np.int64)
-    tokens[:, :20] = ids.numpy()
-    contexts = Contexts(tokens, np.array([2, 5, 9]))
-    who = np.arange(3)
-    with torch.inference_mode():
-        drafter.start(contexts)
-        drafter.read(padded(found, torch.arange(8).expand(3, -1), who, contexts.lengths - 1))
-        for grown in ([3, 1, 2], [2, 4, 1], [1, 3]):
-            lengths = contexts.lengths
-            growth = drafter.growth(contexts, Sampling(), DEPTH)
-            logits = growth.first()
-            for depth in range(1, DEPTH + 1):
-                for row, b in enumerate(who):
-                    torch.testing.assert_close(
-                        logits[row], expected[b][depth][lengths[row] - 2], rtol=1e-3, atol=1e-3
-                    )
-                if depth == DEPTH:
-                    break
-                following = np.take_along_axis(contexts.tokens, lengths[:, None] + depth - 1, 1)
-                right = torch.searchsorted(IDS, torch.as_tensor(following))
-                if tree:
-                    # The wrong one stands first; both hang on the right one of the layer above.
-                    wrong = (right + 7) % len(IDS)
-                    above = torch.full((len(who), 2), 2 * depth - 3 if depth > 1 else -1)
-                    both = growth.extend(torch.cat([wrong, right], 1), above)
-                    assert not torch.allclose(both[:, 0], both[:, 1], atol=1e-2)
-                    logits = both[:, 1]
-                else:
-                    logits = growth.extend(right)[:, 0]
-            if len(grown) == 2:
-                break
-            places = torch.as_tensor(lengths - 1)[:, None] + torch.arange(max(grown))
-            drafter.read(padded(found, places, who, np.array(grown)))
-            contexts.lengths = lengths + np.array(grown)
-            drafter.observe(after(contexts))
-            if grown == [2, 4, 1]:
-                kept = np.array([2, 0])
-                contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])
-                who = who[kept]
-                drafter.keep_rows(torch.as_tensor(kept))
-
-
 def test_several_nodes_of_a_chain_at_once_are_one_after_the_other() -> None:
     heads = make("eagle1")
     ids = text(1, 12)
-    found = taken("eagle1", heads.captured_layers, ids)
-    expected = trained_logits("eagle1", heads, ids, found)
+    found = features_of(target().model, heads, ids)
+    expected = trained_logits(heads, ids, found)
     drafter: Any = DRAFTERS["eagle1"](copy.deepcopy(heads), VOCAB)
     contexts = Contexts(np.pad(ids.numpy(), ((0, 0), (0, 9))), np.array([6]))
     with torch.inference_mode():
@@ -408,7 +318,6 @@ def test_several_nodes_of_a_chain_at_once_are_one_after_the_other() -> None:
 # --- decoding -------------------------------------------------------------------------------------
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13], [40, 41, 42, 43, 44, 45, 46, 47]]
-# Without a tenth of the tokens, some of which the target says.
 
 
 def test_eagle_starts_as_the_target_one_token_before() -> None:
@@ -417,7 +326,7 @@ def test_eagle_starts_as_the_target_one_token_before() -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS["eagle1"]), target(), None)
     heads.borrow(target().model)
     ids = text(1, 10)
-    found = trained_logits("eagle1", heads, ids, taken("eagle1", heads.captured_layers, ids))
+    found = trained_logits(heads, ids, features_of(target().model, heads, ids))
     logits = target().model(ids).logits[0]
     for depth in range(1, DEPTH + 1):
         torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])
@@ -522,7 +431,7 @@ def test_taps_are_the_layers_that_engines_take() -> None:
     model(ids)
     for hook in hooks:
         hook.remove()
-    found = taken("eagle3", heads.captured_layers, ids)
+    found = features_of(target("eagle3").model, heads, ids)
     assert all(
         torch.equal(found[layer], x) for layer, x in zip(heads.captured_layers, given, strict=True)
     )
@@ -538,8 +447,8 @@ def test_eagle3_starts_as_the_target_without_its_last_layers() -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS["eagle3"]), target("eagle3"), None)
     heads.borrow(target("eagle3").model)
     ids = text(1, 10)
-    features = taken("eagle3", heads.captured_layers, ids)
-    found = trained_logits("eagle3", heads, ids, features)
+    features = features_of(target("eagle3").model, heads, ids)
+    found = trained_logits(heads, ids, features)
     model = target("eagle3").model
     logits = model.lm_head(model.model.norm(features[3]))[0]
     for depth in range(1, DEPTH + 1):
@@ -572,7 +481,7 @@ def test_hydra_starts_as_the_target(kind: str) -> None:
     heads: Any = new_heads(HeadOptions.of(KINDS[kind] | {"layers": 2}), target(), None)
     heads.borrow(target().model)
     ids = text(1, 10)
-    found = trained_logits(kind, heads, ids, taken(kind, heads.captured_layers, ids))
+    found = trained_logits(heads, ids, features_of(target().model, heads, ids))
     logits = target().model(ids).logits[0]
     for depth in range(1, DEPTH + 1):
         torch.testing.assert_close(found[depth][: 9 - depth], logits[: 9 - depth])

@@ -47,9 +47,12 @@ from tests.stages import (
     stage_context,
 )
 from tests.tiny import VOCAB, tiny_target
+from tests.trained_heads import check_drafts_are_trained
 from tests.training import assert_equal
 
 kinds = pytest.mark.parametrize("kind", HEAD_OPTIONS)
+# Those that draft through the target, and those that select among candidates.
+DRAFT_OTHERWISE = ("pass", "in_tree", "kangaroo", "dflash2")
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +92,16 @@ def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
     check_greedy_texts_survive_everything(
         lambda: CompositeDrafter([NgramDrafter(2, 3), heads_drafter(kind)])
     )
+
+
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind not in DRAFT_OTHERWISE])
+def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
+    target = tiny_target(vocab=VOCAB + 4, layers=7)
+    heads = moved_heads(options_for_tokens(kind), target, torch.arange(0, VOCAB, 2))
+    heads.borrow(target.model)
+    reads_drafted = kind not in ("medusa", "blockwise", "p_eagle", "dflash")
+    check_drafts_are_trained(heads, target.model, tree=tree, reads_drafted=reads_drafted)
 
 
 @pytest.mark.slow

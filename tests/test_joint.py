@@ -34,6 +34,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions, shift_left, trained_positions
 from heads.joint_training import JointTraining
+from tests.contract import moved_heads
 from tests.stages import (
     LOOP,
     WORDS,
@@ -103,18 +104,15 @@ def batch() -> dict[str, torch.Tensor]:
 # --- the losses -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reduced", [False, True])
-@pytest.mark.parametrize("losses", [{"cross_entropy": 1.0}, {"forward_kl": 1.0}])
+@pytest.mark.parametrize(
+    ("losses", "reduced"), [({"cross_entropy": 1.0}, False), ({"forward_kl": 1.0}, True)]
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, reduced: bool) -> None:
     """L_backbone + λ₀·Σ λᵏ·CE, gradients in the target's weights too, its output layer among them,
     through which Blockwise's heads read. float64, so that nothing hides behind rounding."""
     model = copy.deepcopy(target().model).double().requires_grad_(True)
-    heads = new_heads(HeadOptions.of(KINDS[kind]), target(), IDS if reduced else None).double()
-    with torch.no_grad():
-        g = torch.Generator().manual_seed(2)
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+    heads = moved_heads(KINDS[kind], target(), IDS if reduced else None).double()
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target().model, chunk=5)
     module = JointTraining(model, training, WeightedLoss(losses), chunk=4)
     given = batch()
@@ -139,13 +137,12 @@ def test_the_combined_loss_and_its_gradients_by_hand(kind: str, losses: Any, red
         q = logits[:, :-1][predicted].log_softmax(-1)
         own = F.kl_div(q, told.log_softmax(-1), log_target=True, reduction="sum")
     expected = own
-    states: Any = heads.states  # type: ignore[attr-defined]
     for k, weight in weights.items():
         places = trained_positions(mask, k)
-        made = states(hidden[places], [k])[:, 0]
+        made = heads.states(hidden[places], [k])[:, 0]
         if kind == "medusa":
             layer = heads.output.layers[k - 1]
-            said = F.linear(made, layer.weight, layer.bias)  # type: ignore[arg-type]
+            said = F.linear(made, layer.weight, layer.bias)
         else:
             said = F.linear(made, model.lm_head.weight[IDS] if reduced else model.lm_head.weight)
         labels = shift_left(ids, k + 1)[places]

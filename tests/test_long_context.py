@@ -20,16 +20,16 @@ from torch.utils._pytree import tree_leaves
 from benchmarks import long_context
 from benchmarks.shared.dense_attention import dense_attention
 from decode.base.errors import UserError
-from decode.model.hidden_states import FINAL, Recorder
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
-from heads.heads_directory import new_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
+from tests.contract import moved_heads
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
+from tests.trained_heads import features_of
 from train.loop.estimates import heads_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -55,22 +55,10 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def heads_of(kind: str) -> tuple[Any, Target]:
-    """Heads that are no longer as they start: every weight counts."""
     target = tiny_target(vocab=VOCAB, layers=7)
-    torch.manual_seed(3)
-    heads: Any = new_heads(HeadOptions.of(KINDS[kind]), target, None)
-    with torch.no_grad():
-        for parameter in heads.parameters():
-            parameter += 0.2 * torch.randn(parameter.shape)
+    heads = moved_heads(KINDS[kind], target)
     heads.borrow(target.model, torch.float32)
     return heads, target
-
-
-def features_of(target: Target, heads: Any, ids: Tensor) -> dict[int, Tensor]:
-    layers = (*heads.captured_layers, FINAL)
-    with torch.no_grad(), Recorder(target.model, layers).recording() as features:
-        target.model(ids)
-    return dict(features)
 
 
 def ragged(rows: int = 3, length: int = 19) -> tuple[Tensor, Tensor]:
@@ -163,7 +151,7 @@ def loss_and_gradients(
     module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target.model, chunk=chunk)
     ids, mask = ragged()
     torch.manual_seed(0)  # P-EAGLE and DFlash draw places
-    loss, _ = module(ids, mask, features_of(target, heads, ids), heads.loss_weights(0.0))
+    loss, _ = module(ids, mask, features_of(target.model, heads, ids), heads.loss_weights(0.0))
     return loss, list(torch.autograd.grad(loss, list(heads.parameters())))
 
 
@@ -180,7 +168,7 @@ def test_a_training_step_is_that_of_all_scores(
 def test_padding_changes_no_row(attention: None) -> None:
     heads, target = heads_of("eagle3")
     ids, mask = ragged()
-    features = features_of(target, heads, ids)
+    features = features_of(target.model, heads, ids)
     depths = range(1, 5)
 
     def states(rows: slice, length: int) -> list[Tensor]:
@@ -234,7 +222,7 @@ def peak_bytes(length: int, *, checkpointing: bool = False) -> tuple[int, int]:
     heads.gradient_checkpointing = checkpointing
     module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target.model, chunk=4)
     ids = torch.randint(3, 299, (1, length), generator=torch.Generator().manual_seed(1))
-    features = features_of(target, heads, ids)
+    features = features_of(target.model, heads, ids)
     torch.autograd.backward([p.sum() for p in heads.parameters()])  # makes the gradients
     with _Live() as live:
         loss, _ = module(ids, torch.ones_like(ids, dtype=torch.bool), features, {4: 1.0})

@@ -13,11 +13,9 @@ from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter
 from decode.loop.decoding import Decoder
-from decode.model.hidden_states import FINAL
 from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
-from heads.heads_module import HeadBatch
 from heads.mtp_drafter import MtpDrafter
 from heads.mtp_heads import MtpHeads, MtpOptions
 from tests.contract import (
@@ -28,6 +26,7 @@ from tests.contract import (
 from tests.lossless import LONGER
 from tests.mtp_targets import AFTER, change_tensors, save_mtp_target
 from tests.tiny import tiny_target
+from tests.trained_heads import check_drafts_are_trained
 
 # transformers needs prompts with more tokens than the module has layers.
 PROMPTS = [[5, 3, 4, 1, 3, 0, 5, 4], [7, 11, 13, 2, 7, 11, 13, 9, 8, 6, 4], [15, 16, 3, 15]]
@@ -157,28 +156,7 @@ def test_a_layer_for_each_token() -> None:
 
 
 def test_a_layer_for_each_token_predicts_as_in_training() -> None:
-    """The drafts of the loop are the argmax of what the losses see."""
-    drafter, lm = layered(), LONGER.model(0.0)
-    drafts: list[tuple[int, list[int]]] = []
-    draft = drafter.draft
-
-    def recorded(contexts: Any, *args: Any) -> Any:
-        made = draft(contexts, *args)
-        drafts.append((int(contexts.lengths[0]), made.tokens[0, : made.sizes[0]].tolist()))
-        return made
-
-    drafter.draft = recorded  # type: ignore[method-assign]
-    text = [1, 2, 0, 3] + Decoder(lm, drafter, gamma=2).decode([[1, 2, 0, 3]], NEW).outputs[0]
-    for length, tokens in drafts:
-        # The tokens that a step reads are the text and then the draft.
-        ids = torch.tensor([text[:length] + tokens])
-        states = lm.model(ids).last_hidden_state
-        batch = HeadBatch(ids, torch.ones_like(ids, dtype=torch.bool), {FINAL: states})
-        for prediction in drafter.heads.predictions(batch, [1, 2][: len(tokens)]):
-            place = int(prediction.positions[0, : length - 1].sum()) - 1
-            logits = drafter.heads.output.at(1, prediction.states[place])
-            assert int(logits.argmax()) == tokens[prediction.depth - 1]
-    assert len({tuple(tokens) for _, tokens in drafts}) > 2
+    check_drafts_are_trained(layered().heads, LONGER.model(0.0))
 
 
 @pytest.mark.slow

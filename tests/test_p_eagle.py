@@ -1,6 +1,7 @@
 """P-EAGLE: EAGLE-3 that drafts all tokens in one pass."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,21 +9,16 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft, Limits
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
-from decode.model.hidden_states import Recorder
 from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.p_eagle_heads import PEagleDrafter
-from tests.contract import moved_heads
+from tests.contract import check_stored, moved_heads
 from tests.test_distill import batch_of
-from tests.test_drafters import drafted
 from tests.tiny import VOCAB, tiny_target
+from tests.trained_heads import check_drafts_are_trained, features_of
 
 DEPTH = 4
 OPTIONS = {"type": "p_eagle", "tokens": DEPTH, "layers": 2}
@@ -49,16 +45,9 @@ def make(moved: float = 0.2, **options: Any) -> Any:
     return heads
 
 
-def features(heads: Any, ids: torch.Tensor) -> dict[int, torch.Tensor]:
-    captured = Recorder(target().model, heads.captured_layers)
-    with torch.no_grad(), captured.recording() as seen:
-        target().model(ids)
-    return dict(seen)
-
-
 def plain_logits(heads: Any, text: torch.Tensor, depth: int) -> torch.Tensor:
     """[depth, V]: of the tokens after `text`, int64 [L], by one causal pass without a cache."""
-    seen = features(heads, text[None])
+    seen = features_of(target().model, heads, text[None])
     taps = torch.cat([seen[layer] for layer in heads.captured_layers], -1)
     states = heads.fuse(taps[:, :-1])
     entries = states.shape[1]
@@ -75,41 +64,12 @@ def plain_logits(heads: Any, text: torch.Tensor, depth: int) -> torch.Tensor:
     return logits
 
 
-class Recording(PEagleDrafter):
-    """Checks each draft against `plain_logits`."""
-
-    drafts = 0
-
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
-        for row, tokens in enumerate(drafted(draft)):
-            if tokens:
-                text = torch.as_tensor(contexts.tokens[row, : contexts.lengths[row]])
-                logits = plain_logits(self.heads, text, len(tokens))
-                assert draft.q is not None
-                q = draft.q[row, : len(tokens)]
-                torch.testing.assert_close(q, sampling.probs(logits), rtol=1e-3, atol=1e-5)
-                self.drafts += 1
-        return draft
-
-
 @both
-def test_each_place_has_the_q_of_a_plain_pass(options: dict[str, Any]) -> None:
-    """In ragged batches, after any verdict."""
-    recording = Recording(make(0.1, **options), VOCAB)
-    decoder = Decoder(target().model, recording, gamma=DEPTH, sampling=Sampling(1.0))
-    decoder.decode(PROMPTS, 16)
-    assert recording.drafts >= 20
-
-
-@both
-def test_training_predicts_what_drafting_computes(options: dict[str, Any]) -> None:
+def test_training_predicts_what_a_plain_pass_does(options: dict[str, Any]) -> None:
     heads = make(**options).eval()
     batch = batch_of([(4, 6), (3, 9)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-    heads_batch = HeadBatch(ids, loss_mask, features(heads, ids))
+    heads_batch = HeadBatch(ids, loss_mask, features_of(target().model, heads, ids))
     count = 0
     for prediction in heads.predictions(heads_batch, range(1, DEPTH + 1)):
         depth = prediction.depth
@@ -133,7 +93,7 @@ def test_training_drops_later_places_and_reaches_the_stand_ins(options: dict[str
     batch = batch_of([(4, 40), (3, 30)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
-    seen = features(module.heads, ids) | features(module, ids)
+    seen = features_of(target().model, heads, ids)
     loss, sums = module(ids, loss_mask, seen, heads.loss_weights(0.0))
     loss.backward()
     assert all(parameter.grad.abs().max() > 0 for parameter in heads.parameters())
@@ -147,17 +107,13 @@ def test_training_drops_later_places_and_reaches_the_stand_ins(options: dict[str
     assert "tokens_per_step" in module.figures(dict(zip(module.sums, sums.tolist(), strict=True)))
 
 
-def test_published_options_survive_their_directory(tmp_path: Any) -> None:
+def test_published_options_are_drafted_with_and_survive_their_directory(tmp_path: Path) -> None:
     heads = make(**PUBLISHED)
+    check_drafts_are_trained(heads, target().model, reads_drafted=False)
     save_heads(tmp_path / "drafter", heads, target=target(), provenance={})
     loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
-    drafts = [
-        Decoder(target().model, PEagleDrafter(which, VOCAB), gamma=3, sampling=Sampling(1.0))
-        .decode(PROMPTS, 12, seed=1)
-        .outputs
-        for which in (heads, loaded)
-    ]
-    assert drafts[0] == drafts[1]
+    drafters = (PEagleDrafter(each, VOCAB) for each in (heads, loaded))
+    check_stored(*drafters, target().model, PROMPTS)
 
 
 def test_trained_embeddings_need_a_row_for_the_stand_in() -> None:

@@ -11,25 +11,24 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder, Decoding
+from decode.loop.decoding import Decoder
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.model.loading import Target
-from decode.shapes import SHAPES
 from decode.shapes.static import Static
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
-from heads.heads_directory import build_heads, load_heads, new_heads, save_heads
+from heads.heads_directory import build_heads, load_heads, save_heads
 from heads.heads_module import HeadBatch, HeadOptions
 from heads.pass_heads import PassDrafter
+from tests.contract import moved_heads
 from tests.stages import make_stage, plan_stage, stage_context
 from tests.test_distill import batch_of
 from tests.test_drafters import drafted
-from tests.test_p_eagle import features
 from tests.tiny import VOCAB, tiny_target
+from tests.trained_heads import features_of
 
 TOKENS = 3
 OPTIONS = {"type": "pass", "tokens": TOKENS}
@@ -45,10 +44,7 @@ def target(family: str = "llama") -> Target:
 
 def make(family: str = "llama", moved: float = 0.5, **options: Any) -> Any:
     """Look-ahead embeddings that differ from each other."""
-    heads: Any = new_heads(HeadOptions.of(OPTIONS | options), target(family), None)
-    g = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        heads.lookahead += moved * torch.randn(heads.lookahead.shape, generator=g)
+    heads = moved_heads(OPTIONS | options, target(family), by=moved)
     heads.borrow(target(family).model, torch.float32)
     return heads
 
@@ -100,34 +96,12 @@ def test_each_place_has_the_q_of_a_plain_pass(family: str) -> None:
         assert (step.accepted >= np.minimum(step.depths, 1)).all()
 
 
-@pytest.mark.parametrize(
-    ("family", "name"), [("gemma", "dynamic:width=2,nodes=6"), ("gpt2", "static:widths=[2,1,2]")]
-)
-def test_greedy_text_is_plain_decodings(family: str, name: str) -> None:
-    """Of ragged rows, some of which join when others already run."""
-    model = target(family).model
-    plain = Decoder(model, DRAFTERS["none"]()).decode(PROMPTS, 16)
-    drafter = PassDrafter(make(family), VOCAB, SHAPES.make(name))
-    decoder = Decoder(model, drafter, gamma=TOKENS + 1)
-    done = decoder.decode(PROMPTS, 16)
-    assert done.outputs == plain.outputs
-    assert done.counts.tokens_per_step > 1.8
-    decoding = Decoding(decoder)
-    for prompt in PROMPTS:
-        decoding.admit([prompt], 16)
-        decoding.step()
-    while not decoding.finished:
-        decoding.step()
-    assert [decoding.outputs[row] for row in range(len(PROMPTS))] == plain.outputs
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_training_predicts_what_drafting_computes(family: str) -> None:
+def test_training_predicts_what_a_plain_pass_does(family: str) -> None:
     heads, model = make(family).eval(), target(family).model
     batch = batch_of([(4, 6), (3, 9), (1, 3)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-    taken = {-1: model.base_model(ids).last_hidden_state.detach()}
-    heads_batch = HeadBatch(ids, loss_mask, {heads.captured_layers[0]: taken[-1]})
+    heads_batch = HeadBatch(ids, loss_mask, features_of(model, heads, ids))
     count = 0
     for prediction in heads.predictions(heads_batch, range(1, TOKENS + 2)):
         depth = prediction.depth
@@ -149,7 +123,7 @@ def test_training_reaches_every_embedding_and_nothing_else() -> None:
     batch = batch_of([(4, 40), (3, 30)])
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target().model)
-    seen = features(heads, ids)
+    seen = features_of(target().model, heads, ids)
     assert dict(module.named_parameters()).keys() == {"heads.lookahead"}
     loss, sums = module(ids, loss_mask, seen, heads.loss_weights(0.0))
     loss.backward()
@@ -159,7 +133,7 @@ def test_training_reaches_every_embedding_and_nothing_else() -> None:
     assert counts == [0, 20 + 15, 10 + 7, 5 + 3]
     # Answers of one token have no place for a look-ahead token, and still give a gradient.
     short = batch_of([(4, 1), (3, 1)])
-    seen = features(heads, short["input_ids"])
+    seen = features_of(target().model, heads, short["input_ids"])
     loss, _ = module(short["input_ids"], short["loss_mask"], seen, heads.loss_weights(0.0))
     heads.lookahead.grad = None
     loss.backward()

@@ -21,18 +21,18 @@ from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import AttentionMask
-from decode.model.hidden_states import Recorder
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadOptions
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
 from tests.contract import moved_heads
 from tests.test_long_context import assert_close, drawn, gradients
 from tests.tiny import tiny_model, tiny_target
+from tests.trained_heads import features_of, trained_logits
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -94,20 +94,12 @@ def recorded(drafter: Any, **options: Any) -> list[tuple[Contexts, Draft]]:
 def trained_q(heads: Any, text: list[int], length: int) -> dict[int, Tensor]:
     """By depth, [V]: what training predicts for the tokens after the first `length` of a text."""
     ids = torch.tensor([[*text, 5, 5]])
-    with torch.no_grad(), Recorder(target().model, heads.captured_layers).recording() as features:
-        target().model(ids)
-    mask = torch.ones_like(ids, dtype=torch.bool)
-    by_depth = {}
-    with torch.no_grad():
-        batch = HeadBatch(ids, mask, features)
-        for x in heads.predictions(batch, range(1, len(text) - length + 1)):
-            row = int(x.positions[0, : length - 2].sum())
-            assert x.positions[0, length - 2]
-            logits = heads.output.at(x.depth, x.states[row : row + 1])[0]
-            if x.added is not None:
-                logits = logits + x.added[0][row] @ x.added[1].T
-            by_depth[x.depth] = logits.float().softmax(-1)
-    return by_depth
+    features = features_of(target().model, heads, ids)
+    return {
+        depth: logits[length - 2].float().softmax(-1)
+        for depth, logits in trained_logits(heads, ids, features).items()
+        if depth <= len(text) - length
+    }
 
 
 def distance(q: Tensor, other: Tensor) -> float:

@@ -18,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.model.hidden_states import FINAL, Recorder
 from distill.losses import WeightedLoss
 from distill.masked_copies import ParallelConfig
 from distill.row_numbers import row_numbers
@@ -30,6 +29,7 @@ from tests.test_block_drafters import target
 from tests.test_distill import batch_of
 from tests.test_pard import MASK, masked
 from tests.tiny import tiny_llama
+from tests.trained_heads import features_of
 from tests.training import (
     RICH,
     Lines,
@@ -175,11 +175,9 @@ def gradients(kind: str, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     heads.borrow(model, torch.float32)
     losses = WeightedLoss({"cross_entropy": 0.1, "total_variation": 1.8})
     module = HeadTraining(heads, losses, model, smoothing=None if kind == "eagle1" else 0.5)
-    with torch.no_grad(), Recorder(model, (*heads.captured_layers, FINAL)).recording() as features:
-        model(batch["input_ids"])
-    loss, _ = module.train()(
-        batch["input_ids"], batch["loss_mask"], features, heads.loss_weights(0.5)
-    )
+    ids, mask = batch["input_ids"], batch["loss_mask"]
+    features = features_of(model, heads, ids)
+    loss, _ = module.train()(ids, mask, features, heads.loss_weights(0.5))
     return list(torch.autograd.grad(loss, list(heads.parameters()), allow_unused=True))
 
 
