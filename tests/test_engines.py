@@ -12,10 +12,10 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.tiny import VOCAB, save_tiny
@@ -38,158 +38,119 @@ FEW = ("tied", "reduced", "frozen", "own", "medusa", "both")
 # Every step is clipped: the gradients of tiny models are larger than 0.5.
 CLIP = 0.5
 
+# Of each stage: its loop, optimizer and dev figures, unless it has others.
+LOOP: dict[str, Any] = {"max_steps": 4, "tokens_per_batch": 120, "log_every": 1}
+SHORT = LOOP | {"max_steps": 2}
+ACCUMULATED = LOOP | {"accumulation": 2}
+OPTIMIZER: dict[str, Any] = {"lr": 3e-3, "warmup_steps": 2, "clip": 0.1}
+CLIPS = OPTIMIZER | {"warmup_steps": 5, "clip": CLIP}
+DEV = {"text": "data", "samples": 3, "every": 2, "decode_prompts": 2, "gamma": 2}
+DEV |= {"max_new_tokens": 6}
+TREE = {"nodes": 3, "width": 2, "prompts": 2, "max_new_tokens": 6}
+GREEDY: dict[str, Any] = {"max_new_tokens": 6, "sampling": {"temperature": 0}}
+KL, BOTH = {"forward_kl": 1.0}, {"forward_kl": 1.0, "cross_entropy": 0.1}
+BACKBONE = {
+    "lora": {"r": 4, "dropout": 0.0},
+    "losses": {"forward_kl": 0.5, "cross_entropy": 0.5},
+    "ramp": 0.5,
+}
+BLOCKS: dict[str, Any] = {"layers": 2, "taps": [0, 2]}
+NORMS, TRAINED = {"fc_norm": True, "norm_output": True}, {"embeddings": "trained"}
+
+
+def of_heads(kind: str, options: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    return {"kind": "heads", "heads": {"type": kind} | options, **settings}
+
+
+def of_lm(*layers: int, **settings: Any) -> dict[str, Any]:
+    return {"kind": "distill", "drafter": {"layers": list(layers)}, **settings}
+
+
 # Nothing is drawn in the later stages (keep: 1.0, no dropout): what a rank draws depends on its
 # share of a batch.
-CONFIG = """
-name: one
-output_dir: {base}/runs
-trackers: []
-target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, dev: test.jsonl, test: test.jsonl, duplicates: keep}}
-evaluation: {{stages: [], baselines: []}}
-stages:
-  - name: tied
-    kind: distill
-    drafter: {{layers: [0]}}
-    loop: {{epochs: 99, max_steps: 8, tokens_per_batch: 120, save_every: 8, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
-  - name: reduced
-    kind: distill
-    drafter: {{layers: [1]}}
-    draft_vocabulary: 120
-    losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
-    loop: {{epochs: 99, max_steps: 10, tokens_per_batch: 120, accumulation: 2, save_every: 6,
-      log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5}}
-  - name: frozen
-    kind: distill
-    drafter: {{stage: reduced}}
-    train_embeddings: false
-    loop: {{epochs: 99, max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 5, clip: 0.5, ema: 0.5}}
-  - name: own
-    kind: distill
-    drafter: {{layers: [0]}}
-    lora: {{r: 4}}
-    on_policy: {{fraction: 0.5, samples: 6, max_new_tokens: 6, sampling: {{temperature: 0}},
-      drafter: none}}
-    dev: {{text: data, samples: 3, every: 2, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.5}}
-  - name: medusa
-    kind: heads
-    heads: {{type: medusa, heads: 2}}
-    draft_vocabulary: 120
-    losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
-    dev: {{text: data, samples: 3, every: 2, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
-    tree: {{nodes: 3, width: 2, prompts: 2, max_new_tokens: 6}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: blockwise
-    kind: heads
-    heads: {{type: blockwise, k: 3}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, accumulation: 2, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: both
-    kind: heads
-    heads: {{type: medusa, heads: 2}}
-    start: medusa
-    backbone:
-      {{lora: {{r: 4, dropout: 0.0}}, losses: {{forward_kl: 0.5, cross_entropy: 0.5}}, ramp: 0.5}}
-    dev: {{text: data, samples: 3, every: 2, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: tuned
-    kind: heads
-    heads: {{type: blockwise, k: 3, sub_loss: mean}}
-    draft_vocabulary: 120
-    backbone: {{lora: null}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, accumulation: 2, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1, ema: 0.5}}
-  - name: eagle1
-    kind: heads
-    heads: {{type: eagle1, depth: 2, noise: 0.0}}
-    losses: {{forward_kl: 0.1}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: eagle3
-    kind: heads
-    heads: {{type: eagle3, steps: 3}}
-    draft_vocabulary: 120
-    losses: {{forward_kl: 1.0}}
-    dev: {{text: data, samples: 3, every: 2, decode_prompts: 2, gamma: 2, max_new_tokens: 6}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: hydra
-    kind: heads
-    heads: {{type: hydra, heads: 2}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: hydra_plus
-    kind: heads
-    heads: {{type: hydra_plus, heads: 2, layers: 2}}
-    losses: {{forward_kl: 1.0}}
-    loop: {{max_steps: 4, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: eagle31
-    kind: heads
-    heads: {{type: eagle3, steps: 2, fc_norm: true, norm_output: true}}
-    losses: {{forward_kl: 1.0}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: mtp
-    kind: heads
-    heads: {{type: mtp, depth: 2}}
-    losses: {{forward_kl: 1.0}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: p_eagle
-    kind: heads
-    heads: {{type: p_eagle, tokens: 3, layers: 2, keep: 1.0, embeddings: trained}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: dflash
-    kind: heads
-    heads: {{type: dflash, layers: 2, block: 4, taps: [0, 2]}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: dspark
-    kind: heads
-    heads: {{type: dspark, layers: 2, block: 3, taps: [0, 2], rank: 8}}
-    losses: {{cross_entropy: 0.1, total_variation: 1.8}}
-    place_smoothing: 0.5
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: dflash2
-    kind: heads
-    heads: {{type: dflash2, layers: 2, block: 4, taps: [0, 2], rank: 8}}
-    place_smoothing: 0.5
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: kangaroo
-    kind: heads
-    heads: {{type: kangaroo, exit_layer: 2, depth: 2}}
-    losses: {{forward_kl: 1.0}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: pass
-    kind: heads
-    heads: {{type: pass, tokens: 2, keep: 1.0}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: pard
-    kind: distill
-    drafter: {{layers: [0]}}
-    parallel: {{tokens: 3, keep: 1.0}}
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-  - name: skip
-    kind: layer_skip
-    exit_layer: 3
-    layer_dropout: 0.0
-    loop: {{max_steps: 2, tokens_per_batch: 120, log_every: 1}}
-    optimizer: {{lr: 3e-3, warmup_steps: 2, clip: 0.1}}
-"""
+STAGES: dict[str, dict[str, Any]] = {
+    "tied": of_lm(0, loop=LOOP | {"epochs": 99, "max_steps": 8, "save_every": 8}, optimizer=CLIPS),
+    "reduced": of_lm(
+        1,
+        draft_vocabulary=120,
+        losses=BOTH,
+        loop=ACCUMULATED | {"epochs": 99, "max_steps": 10, "save_every": 6},
+        optimizer=CLIPS,
+    ),
+    "frozen": {
+        "kind": "distill",
+        "drafter": {"stage": "reduced"},
+        "train_embeddings": False,
+        "loop": LOOP | {"epochs": 99},
+        "optimizer": CLIPS | {"ema": 0.5},
+    },
+    "own": of_lm(
+        0,
+        lora={"r": 4},
+        on_policy=GREEDY | {"fraction": 0.5, "samples": 6, "drafter": "none"},
+        dev=DEV,
+        optimizer=OPTIMIZER | {"clip": CLIP},
+    ),
+    "medusa": of_heads(
+        "medusa", {"heads": 2}, draft_vocabulary=120, losses=BOTH, dev=DEV, tree=TREE
+    ),
+    "blockwise": of_heads("blockwise", {"k": 3}, loop=ACCUMULATED),
+    "both": of_heads("medusa", {"heads": 2}, start="medusa", backbone=BACKBONE, dev=DEV),
+    "tuned": of_heads(
+        "blockwise",
+        {"k": 3, "sub_loss": "mean"},
+        draft_vocabulary=120,
+        backbone={"lora": None},
+        loop=ACCUMULATED,
+        optimizer=OPTIMIZER | {"ema": 0.5},
+    ),
+    "eagle1": of_heads("eagle1", {"depth": 2, "noise": 0.0}, losses={"forward_kl": 0.1}),
+    "eagle3": of_heads("eagle3", {"steps": 3}, draft_vocabulary=120, losses=KL, dev=DEV),
+    "hydra": of_heads("hydra", {"heads": 2}),
+    "hydra_plus": of_heads("hydra_plus", {"heads": 2, "layers": 2}, losses=KL),
+    "eagle31": of_heads("eagle3", {"steps": 2} | NORMS, losses=KL, loop=SHORT),
+    "mtp": of_heads("mtp", {"depth": 2}, losses=KL, loop=SHORT),
+    "p_eagle": of_heads("p_eagle", {"tokens": 3, "layers": 2, "keep": 1.0} | TRAINED, loop=SHORT),
+    "dflash": of_heads("dflash", BLOCKS | {"block": 4}, loop=SHORT),
+    "dspark": of_heads(
+        "dspark",
+        BLOCKS | {"block": 3, "rank": 8},
+        losses={"cross_entropy": 0.1, "total_variation": 1.8},
+        place_smoothing=0.5,
+        loop=SHORT,
+    ),
+    "dflash2": of_heads(
+        "dflash2", BLOCKS | {"block": 4, "rank": 8}, place_smoothing=0.5, loop=SHORT
+    ),
+    "kangaroo": of_heads("kangaroo", {"exit_layer": 2, "depth": 2}, losses=KL, loop=SHORT),
+    "pass": of_heads("pass", {"tokens": 2, "keep": 1.0}, loop=SHORT),
+    "pard": of_lm(0, parallel={"tokens": 3, "keep": 1.0}, loop=SHORT),
+    "skip": {"kind": "layer_skip", "exit_layer": 3, "layer_dropout": 0.0, "loop": SHORT},
+}
+
+
+def config(base: Path, name: str, few: bool = False) -> Path:
+    """A run of this name with all stages, or with FEW."""
+    stages = [
+        {"name": stage, "loop": LOOP, "optimizer": OPTIMIZER} | own
+        for stage, own in STAGES.items()
+        if stage in FEW or not few
+    ]
+    data = {"train": "train.jsonl", "dev": "test.jsonl", "test": "test.jsonl"}
+    settings = {
+        "name": name,
+        "output_dir": str(base / "runs"),
+        "trackers": [],
+        "target": {"model": str(base / "target"), "dtype": "float32", "device": "cpu"},
+        "data": data | {"duplicates": "keep"},
+        "evaluation": {"stages": [], "baselines": []},
+        "stages": stages,
+    }
+    path = base / f"config-{name}.yaml"
+    path.write_text(json.dumps(settings))
+    return path
+
+
 # 8 steps of the first training and 9 of the second, whose newest checkpoint is then step 6.
 DIE_BEFORE = 18
 
@@ -254,13 +215,12 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
             row = {"prompt": " ".join(words[:3]), "reference": " ".join(words[3:])}
             rows.append(json.dumps({"id": f"{split}-{i}"} | row) + "\n")
         (base / f"{split}.jsonl").write_text("".join(rows))
-    (base / "config.yaml").write_text(CONFIG.format(base=base))
     for stage in (2, 3):
         # Threshold 0: ZeRO-3 would otherwise leave parameters as small as these whole.
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         (base / f"zero{stage}.json").write_text(json.dumps({"zero_optimization": zero}))
-    call = f"check_and_train({str(base / 'config.yaml')!r}, 0, Path({str(found(base, 'one'))!r}))"
-    in_new_process("tests.engine_worker", call)
+    alone, left = str(config(base, "one")), str(found(base, "one"))
+    in_new_process("tests.engine_worker", f"check_and_train({alone!r}, 0, Path({left!r}))")
     return base
 
 
@@ -301,16 +261,6 @@ def weight_files(stage: Path) -> list[str]:
     return sorted(str(path.relative_to(stage)) for paths in found for path in paths)
 
 
-def config_of(base: Path, engine: str, few: bool) -> Path:
-    """The config of a run that has the name of its engine, with all stages or with FEW."""
-    settings = yaml.safe_load((base / "config.yaml").read_text()) | {"name": engine}
-    if few:
-        settings["stages"] = [stage for stage in settings["stages"] if stage["name"] in FEW]
-    path = base / f"config-{engine}.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
-
-
 def stage_directories(run: Path) -> dict[str, Path]:
     return {path.name.partition("-")[2]: path for path in sorted((run / "stages").iterdir())}
 
@@ -330,8 +280,8 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine, few):
         pytest.skip("needs DeepSpeed: pip install 'draftsmith[deepspeed]'")
     run = base / "runs" / engine
     shutil.rmtree(run, ignore_errors=True)
-    config, directory = config_of(base, engine, few), found(base, engine)
-    arguments = (str(config), str(DIE_BEFORE), str(directory), str(run / "stages/01-reduced"))
+    path, directory = config(base, engine, few), found(base, engine)
+    arguments = (str(path), str(DIE_BEFORE), str(directory), str(run / "stages/01-reduced"))
     done = launch(base, engine, "-m", "tests.engine_worker", *arguments)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "continuing after step 6 of 10" in done.stdout
@@ -350,7 +300,7 @@ def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine, few):
         assert f"step-6/{file}" in kept
         assert {name.partition("/")[0] for name in kept} == {"step-6"}
     stages, alone_stages = stage_directories(run), stage_directories(base / "runs/one")
-    settings = yaml.safe_load(config.read_text())["stages"]
+    settings = json.loads(path.read_text())["stages"]
     steps = {stage["name"]: stage["loop"]["max_steps"] for stage in settings}
     assert list(stages) == list(steps)
     assert not (stages["tied"] / "checkpoints").exists()  # of a finished stage

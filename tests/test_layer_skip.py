@@ -4,14 +4,12 @@ Shapes: M layers, B rows, T tokens.
 """
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
@@ -26,7 +24,6 @@ from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from tests.stages import (
     LOOP,
-    WORDS,
     examples,
     make_stage,
     plan_stage,
@@ -34,12 +31,8 @@ from tests.stages import (
     run_stage,
     stage_context,
 )
-from tests.tiny import save_tiny, tiny_model, tiny_target
+from tests.tiny import tiny_model, tiny_target
 from tests.training import assert_equal
-from train.base.console import Reporter
-from train.report.report_files import render_page
-from train.run.config import load_config
-from train.run.run import Run
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -191,36 +184,3 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None
         make_stage("layer_skip", "s", teacher_temperature=2.0)
     with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
         make_stage("layer_skip", "s", tokens_per_pass=64)
-
-
-CONFIG = """
-name: exits
-output_dir: {base}/runs
-trackers: []
-threads: 1
-target: {{model: {base}/target, dtype: float32, device: cpu}}
-data: {{train: train.jsonl, dev: dev.jsonl, test: dev.jsonl, duplicates: keep}}
-evaluation:
-  {{prompts: 2, gamma: 2, max_new_tokens: 6, batch_size: 4, timed_prompts: 1, timed_tokens: 6,
-    generate: false, baselines: [], in_turn: []}}
-stages:
-  - {{name: early, kind: layer_skip, exit_layer: 2, loop: {{epochs: 1, tokens_per_batch: 120}}}}
-"""
-
-
-def test_a_run_judges_the_first_layers_on_the_new_target(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "target", layers=LAYERS)
-    rows = [
-        json.dumps({"prompt": " ".join(WORDS[i : i + 3]), "response": " ".join(WORDS[i:])}) + "\n"
-        for i in range(6)
-    ]
-    for split in ("train", "dev"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
-    config = load_config(tmp_path / "config.yaml")
-    report = Run(config, Accelerator(cpu=True), Reporter(silent=True)).execute()
-    (row,) = report["rows"]
-    assert row["drafter"] == "skip"
-    assert row["evaluation"]["identical_to_plain"] == 1.0
-    assert row["evaluation"]["drift"] == report["stages"][0]["summary"]["drift"]
-    assert "skip (new target)" in render_page(report, {})

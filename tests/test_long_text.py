@@ -3,6 +3,7 @@
 import hashlib
 import json
 import random
+import shutil
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import train.data.corpus
 import train.stages.text_stages
 from benchmarks import data as benchmark
+from decode.base.artifact import CorruptArtifact
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context
@@ -198,6 +200,11 @@ def test_finished_answers_survive_a_mended_file_and_other_parts(
 
     first = answers(part_prompts=5)
     assert len(first) == sum(decoded) == 20
+    # A part that a kill left out is made again, and no other.
+    shutil.rmtree(context.directory / "answers" / "part-1")
+    del decoded[:]
+    assert answers(part_prompts=5) == first
+    assert sum(decoded) == 5
     rows = context.corpus.examples["train"]
     mended = replace(rows[5], messages=examples("dev", 1)[0].messages)
     context.corpus.examples["train"] = [*rows[:3], *rows[4:5], mended, *rows[6:]]
@@ -215,6 +222,10 @@ def test_finished_answers_survive_a_mended_file_and_other_parts(
         UserError, match="part-0 were made with another max_new_tokens; set it back"
     ):
         answers(part_prompts=4, prompts=2, max_new_tokens=4)
+    file = context.directory / "answers" / "part-0" / "answers.jsonl"
+    file.write_text(file.read_text()[:-20])
+    with pytest.raises(CorruptArtifact, match=r"part-0.*answers\.jsonl"):
+        list(read_answers(context.directory / "answers"))
 
 
 def usable(context: StageInputs, **settings: Any) -> StageInputs:

@@ -65,10 +65,11 @@ def test_a_stage_has_its_profile_in_its_directory(tmp_path):
     assert (tmp_path / "one/profile/from-step-4.txt").exists()
 
 
-def test_a_plan_has_nothing_to_profile(tmp_path):
-    (tmp_path / "config.yaml").write_text("target: {model: none}\n")
-    arguments = ["train", str(tmp_path / "config.yaml"), "--profile", "2", "--dry-run"]
-    assert CliRunner().invoke(app, arguments).exit_code == 2
+def test_a_plan_has_nothing_to_profile():
+    config = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    refused = CliRunner().invoke(app, ["train", str(config), "--profile", "2", "--dry-run"])
+    assert refused.exit_code == 2
+    assert "--profile measures a training" in refused.output
 
 
 # --- the speed ------------------------------------------------------------------------------------

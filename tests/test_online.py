@@ -32,7 +32,7 @@ from decode.loop.decoding import Decoder
 from decode.shapes.static import Static
 from decode.verdict import Decision, Scores
 from decode.verification import Verification
-from distill.losses import LOSSES, WeightedLoss
+from distill.losses import WeightedLoss
 from distill.replay import rejections
 from distill.replay.online_student import SmallLMStudent
 from distill.replay.rejections import Collector
@@ -115,16 +115,6 @@ def test_padding_is_not_recorded() -> None:
     found = torch.as_tensor(record.log_p[0]).float()
     order = torch.as_tensor(record.ids[0].astype(np.int64))
     torch.testing.assert_close(found, expected[order], atol=5e-3, rtol=0)  # float16
-
-
-def test_fully_accepted_rounds_add_nothing_to_rejected_only() -> None:
-    collector = Collector(4, VOCAB)
-    text = [1, 2]
-    for seed in range(5):
-        collector(verified([text], [[3, 4]], [2], [5], seed=seed))
-        text = [*text, 3, 4, 5]
-    assert collector.take() == ([], [])
-    assert collector.requests == 1
 
 
 def test_of_other_tokens_the_share_that_was_asked_for_is_recorded() -> None:
@@ -307,29 +297,24 @@ def test_a_buffer_on_disk_survives_a_restart(
     assert [r.request for r in last] == [6, 7, 8, 99]
 
 
-@pytest.mark.parametrize("what", ["weights", "vocabulary", "dtype", "k", "draft vocabulary"])
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"k": 8}, "keeps the 4 likeliest"),
+        ({"vocabulary": torch.arange(50)}, "replay buffer .* was made from"),
+        ({}, "replay buffer .* was made from a target with other weights"),
+    ],
+)
 def test_a_buffer_of_something_else_is_refused(
-    what: str, tmp_path: Path, target: Any, made_with: dict[str, Any]
+    changed: dict[str, Any], said: str, tmp_path: Path, target: Any, made_with: dict[str, Any]
 ) -> None:
     buffer = ReplayBuffer(1 << 20, made_with, tmp_path)
     buffer.add([record_of(0)])
     buffer.commit()
-    other, k, ids = target, 4, None
-    if what == "weights":
-        other = tiny_target(seed=5)
-    elif what == "vocabulary":
-        other = tiny_target(vocab=301)
-    elif what == "dtype":
-        other = tiny_target()
-        other.model.to(torch.bfloat16)
-    elif what == "k":
-        k = 8
-    else:
-        ids = torch.arange(50)
-    description = describe_teacher(other, k=k, temperature=1.0, vocabulary=ids)
-    expected = {"vocabulary": "another vocabulary", "k": "keeps the 4 likeliest"}
-    with pytest.raises(UserError, match=expected.get(what, "replay buffer .* was made from")):
-        ReplayBuffer(1 << 20, description, tmp_path).restore(other)
+    other: Any = target if changed else tiny_target(seed=5)
+    settings: dict[str, Any] = {"k": 4, "temperature": 1.0, "vocabulary": None} | changed
+    with pytest.raises(UserError, match=said):
+        ReplayBuffer(1 << 20, describe_teacher(other, **settings), tmp_path).restore(other)
 
 
 def test_a_damaged_shard_is_named_and_can_be_done_without(
@@ -414,7 +399,7 @@ def recorded(k: int = VOCAB, texts: Any = ([1, 2, 3], [4, 5, 6, 7, 8])) -> list[
     return collector.take()[0]
 
 
-@pytest.mark.parametrize("loss", sorted(LOSSES))
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
 @pytest.mark.parametrize("k", [VOCAB, 5])
 def test_the_loss_is_the_divergence_at_the_rejected_places_by_hand(loss: str, k: int) -> None:
     """Alone and in a padded batch; and its gradient, so that nothing else is in it."""
@@ -455,17 +440,6 @@ def test_forward_kl_of_a_known_p_and_q() -> None:
     assert float(student.loss(records)[0].detach()) == pytest.approx(expected, rel=1e-3)  # float16
     lost = float(0.5 * (p - 1 / VOCAB).abs().sum())
     assert float(student.expected_rejections(records)) == pytest.approx(lost, rel=1e-3)
-
-
-def test_padded_rows_add_nothing() -> None:
-    student = student_of({"forward_kl": 1.0})
-    records = recorded()
-    whole = float(student.loss(records)[0].detach())
-    assert whole == pytest.approx(
-        sum(float(student.loss([r])[0].detach()) for r in records), rel=1e-5
-    )
-    filled = SmallLMStudent(student.model, student.weighted_loss, pad_id=7)
-    assert float(filled.loss(records)[0].detach()) == whole
 
 
 def test_a_reduced_draft_vocabulary_is_compared_over_its_own_tokens() -> None:

@@ -18,7 +18,7 @@ from decode.verification import Verification
 from tests.stages import plan_stage, run_stage
 from tests.test_online import online_of, pair, prompts_of
 from tests.test_online_stage import LEARNING, REQUESTS, context, online_stage
-from tests.training import Killed
+from tests.training import Killed, before_call
 from train.online.learning import Online
 from train.online.serving import Background, Serving
 from train.online.stream_progress import StreamProgress, Versions
@@ -132,16 +132,7 @@ def test_a_stage_learns_in_the_background_and_saves_only_whole_rounds(
 def test_killed_in_the_background_it_goes_on_where_it_was_saved(context, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         Slow(patch)
-        calls = []
-        served = Serving._serve
-
-        def serve(self, *args):
-            calls.append(1)
-            if len(calls) == 8:
-                raise Killed
-            return served(self, *args)
-
-        patch.setattr(Serving, "_serve", serve)
+        before_call(patch, Serving, "_serve", 8)
         with pytest.raises(Killed):
             run_stage(context, background_stage("killed"))
     newest = max((context.directory / "killed" / "progress").iterdir(), key=lambda p: p.name)

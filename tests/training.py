@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -227,6 +228,27 @@ def die() -> None:
 
 def ask_to_stop() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def before_call(
+    patch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    number: int = 0,
+    action: Callable[[], object] = die,
+) -> list[tuple[Any, ...]]:
+    """Act before the call of this number, from 1, of a function of `owner`. Returns the arguments
+    of its calls so far."""
+    original, calls = getattr(owner, name), []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        if len(calls) == number:
+            action()
+        return original(*args, **kwargs)
+
+    patch.setattr(owner, name, counted)
+    return calls
 
 
 # --- processes ------------------------------------------------------------------------------------
