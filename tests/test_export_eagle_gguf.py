@@ -1,7 +1,6 @@
 """EAGLE-3 as GGUF: the same drafts when read back, and accepted in llama-server as by us."""
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,17 @@ import torch
 
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import Counting
 from draftsmith.export.export_directory import check_export, export_drafter
-from draftsmith.export.formats import FORMATS, format_for
+from draftsmith.export.formats import format_for
 from draftsmith.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
 from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
+    EAGLE3,
     KEPT,
     PROMPTS,
+    assert_drafts_the_same,
     assert_same_counts,
     make_heads,
     make_taught,
@@ -33,7 +33,6 @@ from tests.export import (
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny
 
-EAGLE3 = {"type": "eagle3", "steps": 3}
 KINDS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "whole": (EAGLE3, None),
     "target's": (EAGLE3 | {"output": "target"}, None),
@@ -78,12 +77,7 @@ def test_rows_in_pairs_and_back() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -> None:
     out = exported(tmp_path, target, kind, moved=0.05)
-    asked = task(target, out, prompts=PROMPTS[:8])
-    before = open_drafter(str(tmp_path / "drafter"), target)
-    counted = [
-        count_drafts(asked, drafter, Counting()) for drafter in (before, reloaded(out, target))
-    ]
-    assert counted[0] == counted[1]
+    assert_drafts_the_same(tmp_path / "drafter", out, target)
     record = check_export(out)
     assert record["layout"] == "eagle3-gguf"
     assert record["facts"]["kept"] == (150 if kind == "reduced" else None)
@@ -111,13 +105,6 @@ def test_what_may_be_asked_for() -> None:
 
 
 def test_what_cannot_be_written(tmp_path: Path, target: Target) -> None:
-    directory = save_target(tmp_path / "directory", layers=7)
-    make_heads(tmp_path / "no-file", directory, EAGLE3)
-    with pytest.raises(UserError, match=r"takes the tokenizer from the target's GGUF file"):
-        export_drafter(tmp_path / "no-file", "gguf", tmp_path / "out")
-    make_heads(tmp_path / "newer", directory, EAGLE3 | {"norm_output": True})
-    with pytest.raises(UserError, match=r"has norm_output, .* with vLLM"):
-        export_drafter(tmp_path / "newer", "gguf", tmp_path / "out")
     rope = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     scaled = save_target(tmp_path / "scaled", layers=7, rope_parameters=rope)
     make_heads(tmp_path / "rope", scaled, EAGLE3)
@@ -190,55 +177,6 @@ def test_an_export_for_another_target(tmp_path: Path, target: Target) -> None:
         reloaded(out, load_target(str(tmp_path / "deeper.gguf")))
 
 
-Change = Callable[[dict[str, Any], dict[str, Any]], Any]
-WRONG: dict[str, tuple[Change, str]] = {
-    "a missing norm": (
-        lambda k, t: t.pop("blk.0.attn_norm_2.weight"),
-        "blk.0.attn_norm_2.weight is missing",
-    ),
-    "embeddings": (
-        lambda k, t: t.update({"token_embd.weight": t["output.weight"]}),
-        "tensor token_embd.weight is not expected",
-    ),
-    "no map": (lambda k, t: t.pop("d2t"), "tensor d2t is missing"),
-    "ids of no token": (lambda k, t: t.update({"d2t": t["d2t"] + 2}), "d2t does not hold distinct"),
-    "another order": (
-        lambda k, t: t.update({"d2t": t["d2t"][::-1].copy()}),
-        "d2t does not hold distinct token ids in ascending order",
-    ),
-    "layers": (
-        lambda k, t: k.update({"eagle3.target_layers": [2, 3]}),
-        "[32, 96], expected [32, 64]",
-    ),
-    "no layers": (lambda k, t: k.pop("eagle3.target_layers"), "has no eagle3.target_layers"),
-    "a norm of another kind": (
-        lambda k, t: k.update({"eagle3.norm_before_residual": True}),
-        "norm_before_residual is True, expected False",
-    ),
-    "a small LM's": (
-        lambda k, t: k.update({"general.architecture": "llama"}),
-        "architecture is 'llama', expected one of eagle3",
-    ),
-}
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Path:
-    return exported(tmp_path_factory.mktemp("sound"), target, "reduced")
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_the_schema_finds(what: str, sound: Path, tmp_path: Path) -> None:
-    change, said = WRONG[what]
-    for name in ("drafter.gguf", "export.json"):
-        (tmp_path / name).write_bytes((sound / name).read_bytes())
-    form = FORMATS["eagle3-gguf"]
-    rewrite_gguf(tmp_path / "drafter.gguf", lambda keys, tensors: None)
-    assert form.problems(tmp_path) == []
-    rewrite_gguf(tmp_path / "drafter.gguf", change)
-    assert said in form.problems(tmp_path)[0]
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize(("which", "reduced"), [("", False), ("", True), ("llama3", True)])
 def test_llama_server_accepts_what_our_loop_accepts(
@@ -252,6 +190,5 @@ def test_llama_server_accepts_what_our_loop_accepts(
     out = tmp_path / "out"
     export_drafter(tmp_path / "drafter", "llama-server", out, ExportOptions(target=str(file)))
     found = verify_export("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
-    assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 0.4 * found.our_drafted

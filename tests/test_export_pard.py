@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from decode.base.errors import UserError
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.directory import open_drafter
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import check_export, export_drafter, reload_export
 from draftsmith.export.formats import FORMATS, format_for
@@ -20,9 +19,9 @@ from draftsmith.export.verify_export import verify_export
 from heads.p_eagle_heads import PEagleDrafter
 from tests.export import (
     KEPT,
+    P_EAGLE,
     assert_same_counts,
     distill_import,
-    edit_json,
     exported,
     make_taught,
     needs,
@@ -31,7 +30,7 @@ from tests.export import (
     task,
     train_import,
 )
-from tests.tiny import VOCAB, tiny_tokenizer
+from tests.tiny import VOCAB, save_small_lm, with_noise
 
 MASK = 1  # <|im_start|>, which no prompt contains
 
@@ -41,16 +40,7 @@ def export(directory: Path, target: Target, mask: int = MASK, **changes: Any) ->
     right, and later ones sometimes."""
     model = copy.deepcopy(target.model)
     mark_parallel(model.config, mask)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.04 * weight.std() * torch.randn_like(weight)
-
-    def write(path: Path) -> None:
-        model.save_pretrained(path)
-        tiny_tokenizer().save_pretrained(path)
-
-    save_drafter(directory / "drafter", "pard", write, target=target, provenance={})
+    save_small_lm(directory / "drafter", with_noise(model, 0.04), target, "pard")
     options = ExportOptions(gamma=3, **changes)
     export_drafter(directory / "drafter", "vllm", directory / "export", options)
     return directory / "export"
@@ -78,24 +68,6 @@ def test_readers_that_would_draft_one_token_after_the_other_are_refused() -> Non
             format_for(name, "pard")
 
 
-@pytest.mark.parametrize(
-    ("edit", "expected"),
-    [
-        (edit_json("config.json", pard_token=300), "pard_token"),
-        (edit_json("config.json", pard_token=None), "pard_token"),
-        (edit_json("config.json", spd_type="eagle"), "spd_type"),
-    ],
-)
-def test_problems(
-    edit: Callable[[Path], None], expected: str, tmp_path: Path, target: Target
-) -> None:
-    out = export(tmp_path, target)
-    assert FORMATS["pard"].problems(out) == []
-    edit(out)
-    (problem,) = FORMATS["pard"].problems(out)
-    assert expected in problem
-
-
 @pytest.mark.engine
 def test_vllm_drafts_what_our_loop_drafts(tmp_path: Path) -> None:
     """To the token, after an import and a training. No text has the mask token, so it can be
@@ -110,29 +82,20 @@ def test_vllm_drafts_what_our_loop_drafts(tmp_path: Path) -> None:
     tuned = distill_import(tmp_path, target, source, parallel={"tokens": 3})
     export_drafter(tuned, "vllm", again, ExportOptions(gamma=3))
     done = verify_export("vllm", task(target, again), min_drafted=100)
-    assert done.failures == []
     assert_same_counts(done)
     assert 0.02 < done.our_accepted / done.our_drafted < 0.98
 
 
 # --- P-EAGLE --------------------------------------------------------------------------------------
 
-P_EAGLE = {"type": "p_eagle", "tokens": 3, "layers": 2}
-
-
-@pytest.fixture(scope="module")
-def deep(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """A target with enough layers, and rows of padding."""
-    return save_target(tmp_path_factory.mktemp("deep") / "target", layers=7, vocab=VOCAB + 4)
-
 
 @pytest.mark.parametrize("kept", [None, KEPT], ids=["all", "reduced"])
 def test_the_export_of_p_eagle_is_the_same_heads(
-    kept: torch.Tensor | None, tmp_path: Path, deep: Target
+    kept: torch.Tensor | None, tmp_path: Path, spare: Target
 ) -> None:
-    out = exported(tmp_path, deep, P_EAGLE, kept, moved=0.1)
-    drafter = reloaded(out, deep)
-    stored = open_drafter(str(tmp_path / "drafter"), deep)
+    out = exported(tmp_path, spare, P_EAGLE, kept, moved=0.1)
+    drafter = reloaded(out, spare)
+    stored = open_drafter(str(tmp_path / "drafter"), spare)
     assert isinstance(drafter, PEagleDrafter)
     assert isinstance(stored, PEagleDrafter)
     assert drafter.heads.options == stored.heads.options
@@ -140,25 +103,20 @@ def test_the_export_of_p_eagle_is_the_same_heads(
         assert torch.equal(tensor, drafter.heads.state_dict()[name]), name
     config = json.loads((out / "config.json").read_text())
     assert (config["pard_token"], config["num_hidden_layers"]) == (VOCAB, 2)
-    edit_json("config.json", pard_token=VOCAB + 4)(out)
-    (problem,) = FORMATS["p_eagle"].problems(out)
-    assert "no such embedding" in problem
 
 
-def test_p_eagle_needs_an_unused_token(tmp_path: Path) -> None:
-    full = save_target(tmp_path / "target", layers=7)
+def test_p_eagle_needs_an_unused_token(tmp_path: Path, seven: Target) -> None:
     with pytest.raises(UserError, match="no unused special token"):
-        exported(tmp_path, full, P_EAGLE)
+        exported(tmp_path, seven, P_EAGLE)
 
 
 @pytest.mark.engine
-def test_vllm_accepts_what_p_eagle_drafts(tmp_path: Path, deep: Target) -> None:
+def test_vllm_accepts_what_p_eagle_drafts(tmp_path: Path, spare: Target) -> None:
     """To the token, after a round trip through an import, with trained embeddings."""
     needs("vllm")
-    make_taught(tmp_path / "drafter", deep, P_EAGLE | {"embeddings": "trained"})
+    make_taught(tmp_path / "drafter", spare, P_EAGLE | {"embeddings": "trained"})
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "out", ExportOptions(gamma=3))
-    again = train_import(tmp_path, deep, "vllm", depth=3)
-    done = verify_export("vllm", task(deep, again), min_drafted=100)
-    assert done.failures == []
+    again = train_import(tmp_path, spare, "vllm", depth=3)
+    done = verify_export("vllm", task(spare, again), min_drafted=100)
     assert_same_counts(done)
     assert done.our_accepted > 0.1 * done.our_drafted

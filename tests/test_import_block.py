@@ -1,5 +1,6 @@
 """Published drafters that draft in one pass, as drafter directories: DFlash, DSpark, PARD."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,24 +16,26 @@ from decode.drafters.pard import ParallelLMDrafter
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from draftsmith.export import ImportOptions
-from draftsmith.export.engines import Counting
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.published import Checkpoint
-from draftsmith.export.verify_export import count_drafts
 from heads.dflash_heads import DFlashDrafter
-from heads.heads_directory import read_heads
-from tests.export import KEPT, PROMPTS, edit_json, edit_weights, make_heads, save_target, task
+from tests.export import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    assert_drafts_the_same,
+    edit_json,
+    edit_weights,
+    make_heads,
+    save_target,
+)
 from tests.published import HIDDEN, Published, layer_shapes, llama_config, random_tensors
 from tests.tiny import save_tiny
 
 ROWS = 304
-KINDS: dict[str, dict[str, Any]] = {
-    "dflash": {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]},
-    "dspark": {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8},
-}
-DFLASH2 = KINDS["dflash"] | {"type": "dflash2", "rank": 8, "candidates": 5, "window": 16}
+settings = functools.partial(edit_json, "config.json")
 
 
 @pytest.fixture(scope="module")
@@ -91,135 +94,65 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     for key in ("dflash_config", "block_size", "head_dim", "rope_theta", "num_target_layers"):
         assert config[key] == published.config[key], key
-    counted = []
-    for drafter in (
-        open_drafter(str(tmp_path / "out"), target),
-        FORMATS["dflash"].reload(tmp_path / "export", target),
-    ):
-        few = task(target, tmp_path / "export", prompts=PROMPTS[:4])
-        counted.append(count_drafts(few, drafter, Counting()))
-    assert counted[0] == counted[1]
+    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
 
 
-@pytest.mark.parametrize(
-    ("kind", "form", "kept"),
-    [
-        ("dflash2", "vllm", None),
-        *((kind, "vllm", None) for kind in KINDS),
-        *((kind, "speculators", None) for kind in KINDS),
-        *((kind, "speculators", KEPT) for kind in KINDS),
-    ],
-)
-def test_an_export_is_imported_as_it_was(
-    kind: str, form: str, kept: torch.Tensor | None, tmp_path: Path, target: Target
-) -> None:
-    make_heads(tmp_path / "drafter", target, (KINDS | {"dflash2": DFLASH2})[kind], kept, moved=0.1)
-    export_drafter(tmp_path / "drafter", form, tmp_path / "export")
-    checkpoint = Checkpoint.open(str(tmp_path / "export"))
-    (layout,) = [name for name in FORMATS if FORMATS[name].recognises(checkpoint)]
-    assert layout == (kind if form == "vllm" else f"speculators-{kind}")
-    if form == "speculators":
-        # The library writes these beside the settings of its layers, or not at all.
-        config = json.loads((tmp_path / "export" / "config.json").read_text())
-        for key in ("architectures", "block_size", "num_target_layers"):
-            del config["transformer_layer_config"][key]
-        (tmp_path / "export" / "config.json").write_text(json.dumps(config))
-    import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
-    before, after = (read_heads(tmp_path / name, target) for name in ("drafter", "out"))
-    assert before.options == after.options
-    assert before.state_dict().keys() == after.state_dict().keys()
-    for name, tensor in before.state_dict().items():
-        assert torch.equal(tensor, after.state_dict()[name]), name
-    if kept is not None:
-        assert after.vocabulary is not None
-        assert torch.equal(after.vocabulary, kept)
-    if (kind, form) == ("dspark", "speculators"):
-        # The library and vLLM read a missing one differently.
-        edit_json("config.json", sample_from_anchor=None)(tmp_path / "export")
-        with pytest.raises(UserError, match="has no sample_from_anchor"):
-            import_drafter(str(tmp_path / "export"), target, tmp_path / "x")
-
-
-FAULTS: dict[str, tuple[str, Callable[[Path], None], str]] = {
-    "windows": (
-        "vllm",
-        edit_json("config.json", layer_types=["full_attention", "sliding_attention"]),
-        "layer_types is ['full_attention', 'sliding_attention'], which is not valid",
-    ),
-    "another target": (
-        "vllm",
-        edit_json("config.json", num_target_layers=36),
-        "num_target_layers is 36, expected 4",
-    ),
-    "no taps": (
-        "vllm",
-        edit_json("config.json", dflash_config={"mask_token_id": 303}),
-        "dflash_config is",
-    ),
-    "taps past the target": (
-        "vllm",
-        edit_json("config.json", dflash_config={"mask_token_id": 303, "target_layer_ids": [0, 4]}),
-        "taps are [0, 4]; expected numbers from 0 to 3 in ascending order",
-    ),
-    "a block beyond the context": (
-        "vllm",
-        edit_json("config.json", block_size=256),
-        "block_size is 256; expected from 2 to 255: the target's context has 256 tokens",
-    ),
-    "a token of texts": (
-        "vllm",
-        edit_json("config.json", dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 2]}),
-        "mask_token is 9, which",
-    ),
-    "a missing norm": (
-        "vllm",
-        edit_weights(lambda tensors: tensors.pop("layers.1.self_attn.q_norm.weight")),
-        "tensor layers.1.self_attn.q_norm.weight is missing",
-    ),
-    "a trained output layer": (
-        "speculators",
-        edit_weights(lambda tensors: tensors["lm_head.weight"][5:7].add_(1.0)),
-        "lm_head.weight differs from the target's output layer in 2 of 304 rows",
-    ),
-    "no map of the draft vocabulary": (
-        "speculators",
-        edit_json("config.json", draft_vocab_size=150),
-        "tensor d2t is missing",
-    ),
-    "two names of one tensor": (
-        "vllm",
-        edit_weights(lambda tensors: tensors.update({"model.fc.weight": torch.zeros(64, 128)})),
-        "both stand for fc.weight",
-    ),
-    "an embedding of the mask token": (
-        "vllm",
-        lambda directory: torch.save(torch.zeros(64), directory / "mask_embedding.pt"),
-        "has mask_embedding.pt, a trained embedding of its mask token",
-    ),
-    "the other shift": (
-        "speculators",
-        edit_json("config.json", sample_from_anchor=True),
-        "sample_from_anchor is True, expected False",
-    ),
+# By layout and by what is said: the fault.
+FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
+    "dflash": {
+        "layer_types is ['full_attention', 'sliding_attention'], which is not valid": settings(
+            layer_types=["full_attention", "sliding_attention"]
+        ),
+        "num_target_layers is 36, expected 4": settings(num_target_layers=36),
+        "dflash_config is": settings(dflash_config={"mask_token_id": 303}),
+        "taps are [0, 4]; expected numbers from 0 to 3 in ascending order": settings(
+            dflash_config={"mask_token_id": 303, "target_layer_ids": [0, 4]}
+        ),
+        "block_size is 256; expected from 2 to 255: the target's context has 256 tokens": settings(
+            block_size=256
+        ),
+        "mask_token is 9, which": settings(
+            dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 2]}
+        ),
+        "tensor layers.1.self_attn.q_norm.weight is missing": edit_weights(
+            lambda tensors: tensors.pop("layers.1.self_attn.q_norm.weight")
+        ),
+        "both stand for fc.weight": edit_weights(
+            lambda tensors: tensors.update({"model.fc.weight": torch.zeros(64, 128)})
+        ),
+        "has mask_embedding.pt, a trained embedding of its mask token": lambda directory: (
+            torch.save(torch.zeros(64), directory / "mask_embedding.pt")
+        ),
+    },
+    "speculators-dflash": {
+        "lm_head.weight differs from the target's output layer in 2 of 304 rows": edit_weights(
+            lambda tensors: tensors["lm_head.weight"][5:7].add_(1.0)
+        ),
+        "tensor d2t is missing": settings(draft_vocab_size=150),
+        "sample_from_anchor is True, expected False": settings(sample_from_anchor=True),
+    },
+    # The library and vLLM read a missing one differently.
+    "speculators-dspark": {"has no sample_from_anchor": settings(sample_from_anchor=None)},
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_refused_by_name(fault: str, tmp_path: Path, target: Target) -> None:
-    form, change, message = FAULTS[fault]
-    make_heads(tmp_path / "drafter", target, KINDS["dflash"])
-    export_drafter(tmp_path / "drafter", form, tmp_path / "export")
-    change(tmp_path / "export")
+@pytest.mark.parametrize(
+    ("layout", "said"), [(layout, said) for layout in FAULTS for said in FAULTS[layout]]
+)
+def test_a_fault_is_refused_by_name(layout: str, said: str, tmp_path: Path, target: Target) -> None:
+    make_heads(tmp_path / "drafter", target, DSPARK if "dspark" in layout else DFLASH)
+    export_drafter(tmp_path / "drafter", layout, tmp_path / "export")
+    FAULTS[layout][said](tmp_path / "export")
     with pytest.raises(UserError) as refused:
         import_drafter(str(tmp_path / "export"), target, tmp_path / "out")
-    assert message in str(refused.value)
+    assert said in str(refused.value)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_published_dflash2_says_all_that_readers_need(tmp_path: Path, target: Target) -> None:
     """The block size is in `dflash_config`. Layers with a window are causal unless the config says
     otherwise. Scaled logits are refused by name."""
-    make_heads(tmp_path / "drafter", target, DFLASH2)
+    make_heads(tmp_path / "drafter", target, DFLASH2 | {"window": 16})
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "export")
     config = json.loads((tmp_path / "export" / "config.json").read_text())
     assert "block_size" not in config

@@ -205,7 +205,6 @@ def test_vllm_drafts_with_a_module_from_the_export(
         MtpHeads, "readout", lambda heads, states: heads.layers[0].post_norm(states)
     )
     found = verify_export("vllm", task(target, tmp_path / "out", gamma=2), min_drafted=500)
-    assert found.failures == []
     assert_same_counts(found)
     assert found.our_accepted > 30
 

@@ -17,11 +17,11 @@ from draftsmith.export import ImportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
 from heads.heads_directory import SAMPLE, read_heads, stored_options
-from tests.export import KEPT, make_heads, save_target
+from tests.export import DFLASH, DSPARK, KEPT, make_heads, save_target
 from tests.published import LAYOUTS
 from tests.stages import make_stage, plan_stage, run_stage, stage_context
 from tests.test_import import FORMS
-from tests.test_import_block import KINDS, z_lab
+from tests.test_import_block import z_lab
 from tests.tiny import VOCAB, save_tiny
 
 # One batch holds all of the text, so that losses of two steps can be compared.
@@ -31,32 +31,20 @@ BLOCK_LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """Layers enough for EAGLE-3."""
-    return save_target(tmp_path_factory.mktemp("target") / "target", layers=7)
-
-
-@pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """The layers that Nemo's config names."""
     return save_target(tmp_path_factory.mktemp("deep") / "target", layers=8)
-
-
-@pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """With ids that are no tokens, for masks."""
-    return save_target(tmp_path_factory.mktemp("wide") / "target", layers=7, vocab=VOCAB + 4)
 
 
 def published_heads(layout: str) -> Callable[[Path, Target], Path]:
     return lambda directory, target: LAYOUTS[layout](target).save(directory)
 
 
-def exported_heads(kind: str, form: str) -> Callable[[Path, Target], Path]:
+def exported_heads(options: dict[str, Any], form: str) -> Callable[[Path, Target], Path]:
     """Heads of ours in a layout that our export writes as its authors do."""
 
     def save(directory: Path, target: Target) -> Path:
-        make_heads(directory / "drafter", target, KINDS[kind], moved=0.05)
+        make_heads(directory / "drafter", target, options, moved=0.05)
         export_drafter(directory / "drafter", form, directory / "export")
         return directory / "export"
 
@@ -65,19 +53,19 @@ def exported_heads(kind: str, form: str) -> Callable[[Path, Target], Path]:
 
 BLOCKS: dict[str, tuple[Callable[[Path, Target], Path], str]] = {
     "dflash": (lambda directory, _: z_lab(layers=7).save(directory), "dflash"),
-    "dspark": (exported_heads("dspark", "dspark"), "dspark"),
-    "speculators_dflash": (exported_heads("dflash", "speculators"), "speculators"),
-    "speculators_dspark": (exported_heads("dspark", "speculators"), "speculators"),
+    "dspark": (exported_heads(DSPARK, "dspark"), "dspark"),
+    "speculators_dflash": (exported_heads(DFLASH, "speculators"), "speculators"),
+    "speculators_dspark": (exported_heads(DSPARK, "speculators"), "speculators"),
 }
 HEADS = {name: (published_heads(name), FORMS.get(name, "")) for name in LAYOUTS} | BLOCKS
 
 
 @pytest.mark.parametrize("layout", HEADS)
 def test_imported_heads_are_trained_and_exported(
-    layout: str, tmp_path: Path, target: Target, deep: Target, wide: Target
+    layout: str, tmp_path: Path, seven: Target, deep: Target, spare: Target
 ) -> None:
     has_mask = layout in BLOCKS or "p_eagle" in layout
-    chosen = wide if has_mask else deep if layout == "nemo_eagle3" else target
+    chosen = spare if has_mask else deep if layout == "nemo_eagle3" else seven
     save, form = HEADS[layout]
     source = save(tmp_path / "published", chosen)
     is_fixed = layout in BLOCKS or "medusa" in layout  # their depth is not a choice
@@ -86,23 +74,15 @@ def test_imported_heads_are_trained_and_exported(
     settings = {"type": imported.kind, **(imported.settings or {})}
     losses = BLOCK_LOSSES if imported.kind == "dspark" else {"cross_entropy": 1.0}
     start = {"start": str(tmp_path / "imported"), "heads": settings, "losses": losses}
-    context = stage_context(tmp_path / "stages", chosen)
-    outcome = run_stage(context, make_stage("heads", "tune", **start, **SETTINGS))
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    trained = weights_of(outcome.drafter)
-    for name, before in weights_of(tmp_path / "imported").items():
-        if not name.endswith(("draft_vocabulary", SAMPLE)):
-            assert trained[name].dtype == torch.float32, name
-            assert not torch.equal(trained[name], before.float()), name
-    assert_returns(outcome.drafter, form or imported.kind, chosen, tmp_path, options)
+    drafter = train_further(tmp_path, chosen, "heads", **start)
+    assert_returns(drafter, form or imported.kind, chosen, tmp_path, options)
     card = (tmp_path / "export" / "README.md").read_text()
     assert "started from" in card
 
 
 @pytest.mark.parametrize("layout", ["small_lm", "pard"])
 def test_an_imported_model_is_trained_and_exported(
-    layout: str, tmp_path: Path, wide: Target
+    layout: str, tmp_path: Path, spare: Target
 ) -> None:
     source = save_tiny(tmp_path / "published", layers=1, vocab=VOCAB + 4)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -111,27 +91,36 @@ def test_an_imported_model_is_trained_and_exported(
         model.config.pard_token = VOCAB + 2
         parallel = {"parallel": {"tokens": 3}}
     model.save_pretrained(source)
-    imported = import_drafter(str(source), wide, tmp_path / "imported")
+    imported = import_drafter(str(source), spare, tmp_path / "imported")
     assert imported.kind == layout
     start = {"drafter": {"model": str(tmp_path / "imported")}, **parallel}
-    context = stage_context(tmp_path / "stages", wide)
-    outcome = run_stage(context, make_stage("distill", "tune", **start, **SETTINGS))
-    history = outcome.summary["training"]["history"]
-    assert history[-1]["loss"] < history[0]["loss"]
-    trained = weights_of(outcome.drafter)
-    for name, before in weights_of(tmp_path / "imported").items():
-        assert not torch.equal(trained[name], before.float()), name
+    drafter = train_further(tmp_path, spare, "distill", **start)
     form = "hf" if layout == "small_lm" else "pard"
-    assert_returns(outcome.drafter, form, wide, tmp_path, ImportOptions())
+    assert_returns(drafter, form, spare, tmp_path, ImportOptions())
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert config.get("pard_token") == (VOCAB + 2 if layout == "pard" else None)
 
 
+def train_further(base: Path, target: Target, kind: str, **settings: Any) -> Path:
+    """Train what was imported in a stage, which changes all of its weights and lowers its loss.
+    Returns the new drafter."""
+    stage = make_stage(kind, "tune", **settings, **SETTINGS)
+    outcome = run_stage(stage_context(base / "stages", target), stage)
+    history = outcome.summary["training"]["history"]
+    assert history[-1]["loss"] < history[0]["loss"]
+    assert outcome.drafter is not None
+    trained = weights_of(outcome.drafter)
+    for name, before in weights_of(base / "imported").items():
+        if not name.endswith(("draft_vocabulary", SAMPLE)):
+            assert trained[name].dtype == torch.float32, name
+            assert not torch.equal(trained[name], before.float()), name
+    return outcome.drafter
+
+
 def assert_returns(
-    drafter: Path | None, form: str, target: Target, base: Path, options: ImportOptions
+    drafter: Path, form: str, target: Target, base: Path, options: ImportOptions
 ) -> None:
     """The export of a drafter is imported with the same tensors, bit by bit."""
-    assert drafter is not None
     export_drafter(drafter, form, base / "export")
     import_drafter(str(base / "export"), target, base / "again", options)
     before, after = weights_of(drafter), weights_of(base / "again")
@@ -141,24 +130,23 @@ def assert_returns(
         assert torch.equal(tensor, after[name]), name
 
 
-def weights_of(drafter: Path | None) -> dict[str, torch.Tensor]:
-    assert drafter is not None
+def weights_of(drafter: Path) -> dict[str, torch.Tensor]:
     (file,) = drafter.glob("*.safetensors")
     return load_file(file)
 
 
-def test_imported_heads_keep_their_settings(tmp_path: Path, target: Target) -> None:
-    published = LAYOUTS["specforge_eagle3"](target)
+def test_imported_heads_keep_their_settings(tmp_path: Path, seven: Target) -> None:
+    published = LAYOUTS["specforge_eagle3"](seven)
     out = tmp_path / "imported"
-    import_drafter(str(published.save(tmp_path / "published")), target, out, ImportOptions(depth=2))
+    import_drafter(str(published.save(tmp_path / "published")), seven, out, ImportOptions(depth=2))
     settings = stored_options(out).model_dump(exclude_defaults=True) | {"type": "eagle3"}
     with pytest.raises(UserError, match=r"set the same type and options, heads: \{"):
         make_stage("heads", "tune", start=str(out), heads={"type": "eagle3"}, **SETTINGS)
     with pytest.raises(UserError, match="no earlier stage 'nowhere'"):
         make_stage("heads", "tune", start="nowhere", heads=settings, **SETTINGS)
     stage = make_stage("heads", "tune", start=str(out), heads=settings, **SETTINGS)
-    plan = plan_stage(stage_context(tmp_path / "stages", target), stage)
-    heads = read_heads(out, target)
+    plan = plan_stage(stage_context(tmp_path / "stages", seven), stage)
+    heads = read_heads(out, seven)
     assert plan.trained_parameters == sum(p.numel() for p in heads.parameters())
     assert heads.vocabulary is not None
     assert torch.equal(heads.vocabulary, KEPT)

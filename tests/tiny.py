@@ -25,6 +25,7 @@ from decode.draw.random_numbers import CounterRNG
 from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import EMBEDDED, Target, load_target
+from decode.opening.directory import save_drafter
 from decode.rules import Rule
 from decode.verdict import Decision, Scores, Verdict
 from decode.verification import Outcome, Verification
@@ -277,6 +278,26 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
     tiny_model(family, **shape).save_pretrained(directory)
     tiny_tokenizer().save_pretrained(directory)
     return directory
+
+
+def save_small_lm(directory: Path, model: Any, target: Target, kind: str = "small_lm") -> Path:
+    """Writes a drafter directory with this model and the tiny tokenizer; returns the directory."""
+
+    def write(path: Path) -> None:
+        model.save_pretrained(path)
+        tiny_tokenizer().save_pretrained(path)
+
+    save_drafter(directory, kind, write, target=target, provenance={})
+    return directory
+
+
+def with_noise(model: Any, noise: float) -> Any:
+    """The model after noise of this share of its weights' spread: it is right now and then."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += noise * weight.std() * torch.randn_like(weight)
+    return model
 
 
 def verification(accepted: Sequence[int], **fields: Any) -> Verification:

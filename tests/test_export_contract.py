@@ -1,0 +1,343 @@
+"""What all layouts of exports promise: what they cannot hold is refused before anything is written,
+and every fault of a directory is found (`Format.problems`), because loaders do not."""
+
+import functools
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from decode.base.errors import UserError
+from decode.drafters.pard import mark_parallel
+from decode.model.loading import Target, load_target
+from draftsmith.export import ExportOptions
+from draftsmith.export.export_directory import export_drafter
+from draftsmith.export.formats import FORMATS
+from tests.export import (
+    DFLASH,
+    DFLASH2,
+    DSPARK,
+    EAGLE1,
+    EAGLE3,
+    KEPT,
+    P_EAGLE,
+    edit_json,
+    edit_weights,
+    make_heads,
+    rewrite_gguf,
+)
+from tests.test_target import write_gguf
+from tests.tiny import save_small_lm, tiny_llama
+
+MEDUSA = {"type": "medusa", "heads": 3}
+# By layout: the options of heads, and the tokens of a reduced draft vocabulary.
+HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
+    "medusa": (MEDUSA | {"output": "shared"}, None),
+    "eagle1": (EAGLE1, None),
+    "eagle1-sglang": (EAGLE1, None),
+    "eagle3": (EAGLE3, KEPT),
+    "eagle3-gguf": (EAGLE3, KEPT),
+    "speculators": (EAGLE3, KEPT),
+    "p_eagle": (P_EAGLE, KEPT),
+    "dflash": (DFLASH, None),
+    "dflash2": (DFLASH2, None),
+    "dspark": (DSPARK, None),
+    "speculators-dflash": (DFLASH, KEPT),
+    "speculators-dspark": (DSPARK, KEPT),
+}
+SMALL_LMS = ("hf", "pard", "gguf")
+LAYOUTS = (*HEADS, *SMALL_LMS)
+# Our own directories have no table of tensors, and a target with its module is a layout of its own.
+ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf"}
+
+WINDOW = {"window": 4}
+
+Change = Callable[[Path], Any]
+
+
+@pytest.fixture(scope="module")
+def target(spare: Target) -> Target:
+    return spare
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+# Options of heads, a format, and why it cannot hold them.
+UNHELD: list[tuple[dict[str, Any], str, str]] = [
+    (MEDUSA, "gguf", r"llama\.cpp has no Medusa heads; serve them with vLLM or TGI"),
+    (MEDUSA, "llama-server", r"llama\.cpp has no Medusa heads"),
+    (MEDUSA, "sglang", "sglang cannot hold a medusa drafter; use --format medusa"),
+    (EAGLE1, "gguf", r"llama\.cpp has no EAGLE-1; serve it with vLLM"),
+    (EAGLE3, "tgi", "cannot hold a eagle3 drafter; use --format eagle3"),
+    (EAGLE3, "gguf", "takes the tokenizer from the target's GGUF file"),
+    (EAGLE3 | {"norm_output": True}, "gguf", "has norm_output, .* with vLLM"),
+    (EAGLE1 | {"output_rank": 8}, "sglang", "has an output layer of its own .output_rank., but"),
+    (DSPARK, "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
+    (DSPARK, "gguf", "use --format dspark or speculators-dspark"),
+    ({"type": "blockwise", "k": 4, "hidden": 8}, "vllm", "no engine supports Blockwise heads"),
+    ({"type": "hydra", "heads": 3}, "vllm", "no engine supports Hydra heads"),
+    ({"type": "hydra_plus", "heads": 3}, "vllm", r"no engine supports Hydra\+\+ heads"),
+    # Readers that would ignore a window.
+    (EAGLE1 | WINDOW, "vllm", "a window of 4 tokens, .*; train it without window"),
+    (EAGLE3 | WINDOW, "sglang", "a window of 4 tokens, .*; export it as speculators"),
+    (EAGLE3 | WINDOW, "gguf", "a window of 4 tokens, .*; export it as speculators"),
+    (DFLASH | WINDOW, "vllm", "a window of 4 tokens, .*; export it as speculators-dflash"),
+    (DSPARK | WINDOW, "speculators", "a window of 4 tokens, .*; train it without window"),
+    (EAGLE3 | WINDOW | {"sinks": 2}, "speculators", "no engine keeps sinks"),
+]
+# Heads with a reduced draft vocabulary, and why vLLM cannot read them.
+UNREDUCED = [
+    (MEDUSA, "must be measured: give --prompts"),
+    (EAGLE1, "must be measured: give --prompts"),
+    (DFLASH, "reduced draft vocabulary, .*; export them as speculators-dflash"),
+    (DFLASH2, "reduced draft vocabulary, which no engine reads; train them without"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "form", "gamma", "message"),
+    [
+        *((options, None, form, None, message) for options, form, message in UNHELD),
+        *((options, KEPT, "vllm", None, message) for options, message in UNREDUCED),
+        *((x, None, "vllm", 4, "gamma is 4, but .* at most 3 tokens") for x in (MEDUSA, EAGLE1)),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_by_name(
+    options: dict[str, Any],
+    kept: torch.Tensor | None,
+    form: str,
+    gamma: int | None,
+    message: str,
+    tmp_path: Path,
+    target: Target,
+) -> None:
+    make_heads(tmp_path / "drafter", target, options, kept)
+    with pytest.raises(UserError, match=message):
+        export_drafter(tmp_path / "drafter", form, tmp_path / "out", ExportOptions(gamma=gamma))
+    assert not (tmp_path / "out").exists()
+
+
+# --- faults ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[[str], Path]:
+    """A directory in each layout without a fault, which is only read."""
+    place = tmp_path_factory.mktemp("exports")
+    write_gguf(place / "target.gguf", layers=7)
+    of_file = load_target(str(place / "target.gguf"))
+
+    @functools.cache
+    def exported(layout: str) -> Path:
+        drafter, out = place / f"{layout}-drafter", place / layout
+        if layout in HEADS:
+            make_heads(drafter, of_file if "gguf" in layout else target, *HEADS[layout])
+        else:
+            model = tiny_llama(layers=1, seed=7, tie=False)
+            if layout == "pard":
+                mark_parallel(model.config, 1)
+            save_small_lm(drafter, model, of_file, "pard" if layout == "pard" else "small_lm")
+        export_drafter(drafter, layout, out, ExportOptions(gamma=3))
+        assert FORMATS[layout].problems(out) == []
+        return out
+
+    return exported
+
+
+def test_every_layout_is_here_or_elsewhere() -> None:
+    assert {*LAYOUTS} == {*FORMATS} - ELSEWHERE
+
+
+def edit_one(directory: Path, change: Callable[[dict[str, Any], str], Any]) -> str:
+    """Change one of the tensors in a directory. Returns its name."""
+    names: list[str] = []
+
+    def edit(tensors: dict[str, Any]) -> None:
+        names.append(min(name for name in tensors if name.endswith("weight")))
+        change(tensors, names[0])
+
+    if (directory / "drafter.gguf").exists():
+        rewrite_gguf(directory / "drafter.gguf", lambda keys, tensors: edit(tensors))
+    else:
+        edit_weights(edit)(directory)
+    return names[0]
+
+
+DAMAGE: dict[str, Callable[[dict[str, Any], str], Any]] = {
+    "tensor {} is missing": lambda tensors, name: tensors.pop(name),
+    "tensor x is not expected": lambda tensors, name: tensors.update(x=tensors[name] * 1),
+    "tensor {} has shape": lambda tensors, name: tensors.update({name: tensors[name][:-1] * 1}),
+    "tensor {} holds values that are NaN": lambda tensors, name: tensors.update(
+        {name: tensors[name] * math.nan}
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tensors_are_compared_with_those_that_are_expected(
+    layout: str, sound: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for number, (said, change) in enumerate(DAMAGE.items()):
+        out = Path(shutil.copytree(sound(layout), tmp_path / str(number)))
+        name = edit_one(out, change)
+        assert said.format(name) in "\n".join(FORMATS[layout].problems(out))
+    (file,) = (*out.glob("*.safetensors"), *out.glob("*.gguf"))
+    file.write_bytes(file.read_bytes()[:-100])
+    problem = FORMATS[layout].problems(out)[0]
+    assert "cannot be read" in problem or "cut short" in problem
+
+
+settings = functools.partial(edit_json, "config.json")
+
+
+def nested(*keys: str, **changes: Any) -> Change:
+    """Sets keys of config.json, or of an object within it."""
+
+    def edit(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        inner = config
+        for key in keys:
+            inner = inner[key]
+        inner.update(changes)
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return edit
+
+
+def edit_gguf(change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> Change:
+    return lambda directory: rewrite_gguf(directory / "drafter.gguf", change)
+
+
+def metadata(**changes: Any) -> Change:
+    """Sets keys of a GGUF file, with __ for a point; None takes one away."""
+
+    def change(keys: dict[str, Any], tensors: dict[str, Any]) -> None:
+        for name, value in changes.items():
+            key = name.replace("__", ".")
+            if value is None:
+                del keys[key]
+            else:
+                keys[key] = value
+
+    return edit_gguf(change)
+
+
+# By layout and by what is said: the fault.
+FAULTS: dict[str, dict[str, Change]] = {
+    "hf": {
+        "expected [301, 32]": settings(vocab_size=301),
+        "architectures is ['LlamaModel']": settings(architectures=["LlamaModel"]),
+        "config.json has no rope_theta": settings(rope_theta=None),
+        "num_assistant_tokens_schedule is 'heuristic'": edit_json(
+            "generation_config.json", num_assistant_tokens_schedule="heuristic"
+        ),
+        "tokenizer.json is missing": lambda directory: (directory / "tokenizer.json").unlink(),
+    },
+    "pard": {
+        "pard_token is 300, which is not valid": settings(pard_token=300),
+        "config.json has no pard_token": settings(pard_token=None),
+        "spd_type is 'eagle', expected 'pard'": settings(spd_type="eagle"),
+    },
+    "gguf": {
+        "has shape [32, 32], expected [32, 64]": metadata(llama__attention__head_count=8),
+        "vocab_size is 299, expected 300": metadata(llama__vocab_size=299),
+        "block_count is 2, expected 1": metadata(llama__block_count=2),
+        "has no llama.rope.freq_base": metadata(llama__rope__freq_base=None),
+        "architecture is 'gpt2'": metadata(general__architecture="gpt2"),
+    },
+    "medusa": {
+        "config.json is missing or is not JSON": lambda directory: (
+            directory / "config.json"
+        ).write_text("{"),
+        "has architectures, which is not expected": settings(architectures=["MedusaModel"]),
+        "config.json has no medusa_num_heads": settings(medusa_num_heads=None),
+        "tensor 3.0.linear.bias is missing": settings(medusa_num_heads=4),
+        "tensor 0.0.linear.bias is F32, expected F16": settings(torch_dtype="float16"),
+        "original_lm_head is set, but tensor 2.1.weight differs from head 0's": edit_weights(
+            lambda found: found["2.1.weight"].add_(1)
+        ),
+    },
+    "eagle1": {
+        "architectures is ['LlamaForCausalLMEagle'], expected ['LlamaForCausalLM']": settings(
+            architectures=["LlamaForCausalLMEagle"]
+        ),
+    },
+    "eagle3": {
+        "has eagle_config, which is not expected": settings(
+            eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+        ),
+        "config.json has no draft_vocab_size": settings(draft_vocab_size=None),
+        "d2t does not give distinct token ids": edit_weights(
+            lambda found: found["d2t"].add_(torch.arange(150))
+        ),
+        "t2d does not mark the tokens of d2t": edit_weights(
+            lambda found: found["t2d"].logical_not_()
+        ),
+        "rope_theta is 0, which is not valid": settings(rope_theta=0),
+    },
+    "eagle3-gguf": {
+        "d2t does not hold distinct token ids": edit_gguf(
+            lambda keys, tensors: tensors.update({"d2t": tensors["d2t"] + 2})
+        ),
+        "in ascending order": edit_gguf(
+            lambda keys, tensors: tensors.update({"d2t": tensors["d2t"][::-1].copy()})
+        ),
+        "[32, 96], expected [32, 64]": metadata(eagle3__target_layers=[2, 3]),
+        "has no eagle3.target_layers": metadata(eagle3__target_layers=None),
+        "norm_before_residual is True, expected False": metadata(eagle3__norm_before_residual=True),
+        "architecture is 'llama', expected one of eagle3": metadata(general__architecture="llama"),
+    },
+    "speculators": {
+        "speculators_config is {'algorithm': 'eagle',": nested(
+            "speculators_config", algorithm="eagle"
+        ),
+        "speculators_config is {'algorithm': 'eagle3'": nested(
+            "speculators_config", "verifier", name_or_path=None
+        ),
+        "norm_before_residual is 'after', which is not valid": settings(
+            norm_before_residual="after"
+        ),
+        "transformer_layer_config is []": settings(transformer_layer_config=[]),
+        "down_proj.weight has shape [64, 128], expected [64, 64]": nested(
+            "transformer_layer_config", intermediate_size=64
+        ),
+        "tensor fc.weight has shape [64, 192], expected [64, 128]": nested(
+            eagle_aux_hidden_state_layer_ids=[2, 3]
+        ),
+        "model_type, which is not expected": settings(model_type="llama"),
+    },
+    "p_eagle": {
+        "pard_token is 304, but there is no such embedding": settings(pard_token=304),
+    },
+    "dflash": {
+        "the target's layers are [0, 7], which is not valid": settings(
+            dflash_config={"mask_token_id": 3, "target_layer_ids": [0, 7]}
+        ),
+        "dflash_config is {'target_layer_ids'": settings(
+            dflash_config={"target_layer_ids": [0, 2]}
+        ),
+        "layer_types is ['full_attention', 'sliding_attention']": settings(
+            layer_types=["full_attention", "sliding_attention"]
+        ),
+    },
+    "dflash2": {"is_causal is True, expected False": settings(is_causal=True)},
+    "dspark": {
+        "markov_head_type is 'gated', expected 'vanilla'": settings(markov_head_type="gated"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"), [(layout, said) for layout in FAULTS for said in FAULTS[layout]]
+)
+def test_a_fault_is_named(
+    layout: str, said: str, sound: Callable[[str], Path], tmp_path: Path
+) -> None:
+    out = Path(shutil.copytree(sound(layout), tmp_path / "out"))
+    FAULTS[layout][said](out)
+    assert said in "\n".join(FORMATS[layout].problems(out))
