@@ -114,12 +114,14 @@ TRAINED: dict[str, dict[str, Any]] = {
 }
 HEADS |= {name: HEADS[name.partition("_")[0]] for name in TRAINED}
 # Small LMs, of the target's first two layers. "pard" drafts all tokens in one pass.
-SMALL_LM, PARD = "small_lm", "pard"
-KNOWN = (SMALL_LM, PARD, *HEADS)
+SMALL_LM, LOW_RANK_LM, PARD = "small_lm", "small_lm_low_rank", "pard"
+SMALL_LMS = (SMALL_LM, LOW_RANK_LM, PARD)
+KNOWN = (*SMALL_LMS, *HEADS)
 # These compare variants, and run only if --arms names them.
 ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash2", "dflash_kl", "dspark_kl")
 EXTRA = (
     *ONE_PASS,
+    LOW_RANK_LM,
     "kangaroo",
     "mtp",
     "eagle31",
@@ -246,15 +248,16 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         },
     ]
     small_lm: dict[str, Any] = {"kind": "distill", "train_embeddings": False, **training}
+    words = {"drafter": {"layers": [0, 1]}, "losses": {"cross_entropy": 1.0}, "loop": start_loop}
     if {SMALL_LM, PARD} & {*settings.arms}:
-        stages.append(
-            small_lm
-            | {"name": "words", "drafter": {"layers": [0, 1]}, "draft_vocabulary": 8000}
-            | {"losses": {"cross_entropy": 1.0}, "loop": start_loop}
-        )
+        stages.append(small_lm | words | {"name": "words", "draft_vocabulary": 8000})
+    if LOW_RANK_LM in settings.arms:
+        factors = {"draft_vocabulary": 16000, "output_rank": 128}
+        stages.append(small_lm | words | {"name": "words-low-rank"} | factors)
     for name in settings.arms:
-        if name in (SMALL_LM, PARD):
-            distilled = {"name": name, "drafter": {"stage": "words"}, "teacher": "states"}
+        if name in SMALL_LMS:
+            start = "words-low-rank" if name == LOW_RANK_LM else "words"
+            distilled = {"name": name, "drafter": {"stage": start}, "teacher": "states"}
             distilled |= {"losses": {"forward_kl": 1.0}, "dev": dev}
             if name == PARD:
                 distilled["parallel"] = {"tokens": 4, "mask_token": "<reponame>"}

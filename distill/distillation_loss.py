@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from decode.model.forward.low_rank_output import last_product
 from distill.agreement import Agreement, agreement_sums
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
@@ -113,9 +114,9 @@ class Distillation(nn.Module):
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`chunked_loss` of hidden states [n, H] that predict the tokens `labels`, int64 [n]."""
-        weight, bias, _ = self._output()
+        inputs, weight, bias = self.last_product(hidden)
         return chunked_loss(
-            hidden,
+            inputs,
             weight,
             bias,
             teacher,
@@ -136,20 +137,24 @@ class Distillation(nn.Module):
 
     def agreement(self, hidden: Tensor, target: Callable[[slice], TeacherLogits]) -> Tensor:
         """`agreement_sums` of hidden states [n, H]."""
-        weight, bias, ids = self._output()
-        return agreement_sums(hidden, weight, bias, target, ids, chunk=self.chunk)
+        inputs, weight, bias = self.last_product(hidden)
+        return agreement_sums(inputs, weight, bias, target, self.target_ids, chunk=self.chunk)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         """The figures of `Agreement` from the sums that `forward` returns with `agreement_with`,
         added up over batches."""
         return asdict(Agreement.from_sums(sums))
 
-    def _output(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The rows of the output layer that are tokens, weight and bias, and their ids if it is
-        reduced."""
-        ids = self.vocabulary if isinstance(self.vocabulary, Tensor) else None
+    def last_product(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """The product that makes the logits of the tokens from hidden states [n, H]: its input
+        [n, R], weight [V', R] and bias [V']. R is H, or the rank of the output layer."""
         # A reduced layer has no padding.
-        padded = ids is None and self.tokens < self.vocab_size
+        padded = self.target_ids is None and self.tokens < self.vocab_size
         rows = slice(self.tokens) if padded else None
-        layer, added = self.student.get_output_embeddings(), added_bias(self.student)
-        return *SplitModel(None, layer, added).rows(rows), ids
+        hidden, layer = last_product(self.student.get_output_embeddings(), hidden)
+        return hidden, *SplitModel(None, layer, added_bias(self.student)).rows(rows)
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [V']: the token of each row of a reduced output layer. None: it is not reduced."""
+        return self.vocabulary if isinstance(self.vocabulary, Tensor) else None

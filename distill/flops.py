@@ -71,10 +71,11 @@ def products_flops(*modules: nn.Module, config: Any = None) -> float:
 def _product_weights(module: nn.Module, output: nn.Module | None) -> list[tuple[str, nn.Parameter]]:
     """The weights of matrix products, those of the output layer apart. Embeddings are looked up,
     and vectors scale or are added."""
+    left_out = set() if output is None else set(output.modules())
     return [
         (f"{place}.{name}", weight)
         for place, part in module.named_modules()
-        if part is not output and not isinstance(part, nn.Embedding)
+        if part not in left_out and not isinstance(part, nn.Embedding)
         for name, weight in part.named_parameters(recurse=False)
         if weight.dim() > 1
     ]

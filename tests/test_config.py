@@ -396,6 +396,13 @@ def test_a_draft_vocabulary_is_not_changed_midway(tmp_path):
         load(tmp_path, text)
 
 
+def test_an_output_rank_needs_a_draft_vocabulary(tmp_path):
+    text = GOOD.replace("    kind: distill\n", "    kind: distill\n    output_rank: 4\n", 1)
+    assert text != GOOD
+    with pytest.raises(UserError, match="output_rank cannot be set here: it is of an output layer"):
+        load(tmp_path, text)
+
+
 def test_differences_are_listed_by_key():
     old = {"a": 1, "b": {"c": [1, 2], "d": 4}}
     new = {"a": 1, "b": {"c": [1, 3], "d": 4}, "e": 5}

@@ -333,13 +333,15 @@ def test_distillation_leaves_padding_out(target_rows, rows):
     assert sums[2].item() == pytest.approx(p[:, 280:].sum().item(), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("rank", [None, 5])
 @pytest.mark.parametrize("tie", [True, False])
-def test_a_reduced_student_survives_its_directory(tmp_path, tie: bool):
+def test_a_reduced_student_survives_its_directory(tmp_path, tie: bool, rank: int | None):
     student = tiny_llama(layers=1, tie=tie)
     whole = student(torch.arange(9)[None]).logits
-    vocabulary = reduce_output(student, torch.arange(0, 300, 7))
+    vocabulary = reduce_output(student, torch.arange(0, 300, 7), rank)
     with torch.no_grad():
-        student.get_output_embeddings().weight.mul_(1.5)
+        for weight in student.get_output_embeddings().parameters():
+            weight.mul_(1.5)
     expected = student(torch.arange(9)[None]).logits
     save_with_vocabulary(student, vocabulary, tmp_path)
     assert student(torch.arange(9)[None]).logits.shape[-1] == len(vocabulary.ids)
@@ -350,6 +352,34 @@ def test_a_reduced_student_survives_its_directory(tmp_path, tie: bool):
     assert found is not None
     assert torch.equal(found.ids, vocabulary.ids)
     torch.testing.assert_close(loaded(torch.arange(9)[None]).logits, expected)
+
+
+def test_an_output_layer_of_low_rank_starts_near_the_full_one_and_learns_as_its_product():
+    target, student = tiny_llama(seed=0), tiny_llama(seed=1, layers=1)
+    ids = torch.arange(0, 300, 3)
+    rows = student.get_output_embeddings().weight.detach()[ids]
+    reduce_output(student, ids, 20)
+    low: Any = student.get_output_embeddings()
+    singular = torch.linalg.svdvals(rows)
+    left_out = (rows - low.weight).detach().norm()
+    torch.testing.assert_close(left_out, singular[20:].norm(), rtol=1e-3, atol=1e-4)
+
+    batch = batch_of([(4, 6)])
+    signal = LiveTeacher(split_model(target), vocabulary=ids).signal(**batch, ids=["a"])
+    loss, parts = Distillation(student, ALL_TERMS, vocabulary=ids)(**batch, teacher=signal)
+    factors = dict(low.named_parameters())
+    found = torch.autograd.grad(loss, factors.values())
+    # The gradient of the full layer of the same product gives those of the factors.
+    full = torch.nn.Linear(low.in_features, low.out_features, bias=False)
+    full.weight = torch.nn.Parameter(low.weight.detach())
+    student.set_output_embeddings(full)
+    loss, expected = Distillation(student, ALL_TERMS, vocabulary=ids)(**batch, teacher=signal)
+    torch.testing.assert_close(parts, expected, rtol=1e-5, atol=1e-6)
+    (of_full,) = torch.autograd.grad(loss, [full.weight])
+    up, down = factors["up.weight"], factors["down.weight"]
+    by_name = dict(zip(factors, found, strict=True))
+    torch.testing.assert_close(by_name["up.weight"], of_full @ down.t(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(by_name["down.weight"], up.t() @ of_full, rtol=1e-3, atol=1e-5)
 
 
 def test_a_vocabulary_map_that_does_not_fit_is_refused(tmp_path):

@@ -20,6 +20,7 @@ from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.features import Features
+from decode.model.forward.low_rank_output import expand
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.shapes import SHAPES
@@ -31,7 +32,6 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions, trained_positions
 from heads.layers.eagle_taps import auxiliary_layers
-from heads.layers.factored_output import expand
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from tests.contract import moved_heads

@@ -142,6 +142,15 @@ def test_a_model_that_was_rebuilt_is_prepared_again() -> None:
     assert through_slots(CachedLM(model)).shape[-1] == 45
 
 
+def test_an_output_layer_of_low_rank_runs_as_two_packed_products() -> None:
+    model = tiny_model("llama", tie=False)
+    reduce_output(model, torch.arange(5, 50), 7)
+    lm = CachedLM(model)
+    torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=2e-4)
+    products: Any = lm.forward_pass.output
+    assert [x.inputs[0] for x in products] == [32, 7]
+
+
 @pytest.mark.real
 def test_a_real_model_in_float32_decodes_the_same_tokens() -> None:
     target = real_target()

@@ -3,6 +3,8 @@
 For a small drafter the output layer is most of the cost, and most of its rows are rarely used.
 The drafter's q over the full vocabulary is still exact: its probabilities on the kept tokens, 0
 elsewhere. Decoding stays lossless. A removed token is never drafted.
+
+The reduced layer may also be of low rank (`decode.model.forward.low_rank_output`).
 """
 
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.model.forward.low_rank_output import LowRankLinear, factors
 
 FILE = "draft_vocabulary.safetensors"
 
@@ -26,14 +29,33 @@ class ReducedVocabulary:
     full: nn.Linear
 
 
-def reduce_output(model: PreTrainedModel, ids: Tensor) -> ReducedVocabulary:
-    """Gives `model` a separate output layer with only these rows, copied from the full one."""
-    full = model.get_output_embeddings()
-    reduced = nn.Linear(full.in_features, len(ids), bias=full.bias is not None)
+def reduce_output(
+    model: PreTrainedModel, ids: Tensor, rank: int | None = None
+) -> ReducedVocabulary:
+    """Gives `model` a separate output layer with only these rows, copied from the full one. rank:
+    of the layer, which is then as near to those rows as it can be; None: a full layer. Raises
+    UserError for a rank that saves no weights."""
+    vocabulary = _replace_output(model, ids, rank)
+    full = vocabulary.full
+    rows = full.weight.detach()[ids]
+    weights = [rows] if rank is None else factors(rows, rank)
+    if full.bias is not None:
+        weights.append(full.bias[ids])
     with torch.no_grad():
-        reduced.weight.copy_(full.weight[ids])
-        if full.bias is not None:
-            reduced.bias.copy_(full.bias[ids])
+        for parameter, values in zip(
+            model.get_output_embeddings().parameters(), weights, strict=True
+        ):
+            parameter.copy_(values)
+    return vocabulary
+
+
+def _replace_output(model: PreTrainedModel, ids: Tensor, rank: int | None) -> ReducedVocabulary:
+    """Gives `model` an output layer with a row for each of these tokens, whatever is in them."""
+    full = model.get_output_embeddings()
+    if rank is None:
+        reduced = nn.Linear(full.in_features, len(ids), bias=full.bias is not None)
+    else:
+        reduced = LowRankLinear(full, len(ids), rank)
     model.set_output_embeddings(reduced.to(full.weight.device, full.weight.dtype))
     return ReducedVocabulary(ids.to(model.device), full)
 
@@ -70,12 +92,13 @@ def load_vocabulary(path: Path, model: PreTrainedModel) -> ReducedVocabulary | N
     ids = rows.pop("ids")
     size = model.config.get_text_config().vocab_size
     fits = len(ids) and ids[0] >= 0 and ids[-1] < size and bool((ids.diff() > 0).all())
-    if not fits or rows["weight"].shape[0] != len(ids):
+    last = rows["up.weight" if "up.weight" in rows else "weight"]
+    if not fits or len(last) != len(ids):
         raise UserError(
-            f"{path / FILE} has {len(ids)} token ids and {rows['weight'].shape[0]} rows; expected "
-            f"one row for each id, and ascending ids ≥ 0 and < {size}. Make the drafter again"
+            f"{path / FILE} has {len(ids)} token ids and {len(last)} rows; expected one row for "
+            f"each id, and ascending ids ≥ 0 and < {size}. Make the drafter again"
         )
-    vocabulary = reduce_output(model, ids)
+    vocabulary = _replace_output(model, ids, last.shape[1] if "up.weight" in rows else None)
     model.get_output_embeddings().load_state_dict(rows)
     model.get_output_embeddings().requires_grad_(False)
     return vocabulary

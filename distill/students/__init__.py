@@ -112,7 +112,7 @@ class Student:
                 self.target.vocab_size,
                 always=self.target.eos_token_ids,
             )
-            self.vocabulary = reduce_output(self.model, ids)
+            self.vocabulary = reduce_output(self.model, ids, self.settings.output_rank)
             return coverage
         if cache is not None:
             self._take_vocabulary(cache)

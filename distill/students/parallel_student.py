@@ -190,7 +190,7 @@ class ParallelDistillation(Distillation):
         token of the flattened texts, this one included. predicted: bool [B, T], the tokens whose
         next one is predicted."""
         following = torch.nn.functional.pad(input_ids[:, 1:], (0, 1))[predicted]
-        rows = len(self._output()[0])
+        rows = self.tokens if self.target_ids is None else len(self.target_ids)
         shares = teacher_shares(teacher, self.output_rows(following), rows, chunk=self.chunk)
         log_p = shares.new_zeros(predicted.numel())
         # A probability of 0 must stay one that can be subtracted.
@@ -208,8 +208,8 @@ class ParallelDistillation(Distillation):
     ) -> Tensor:
         """float32 [n]: D-PACE's weights of the predictions. places: the copy, row and anchor of
         each, int64 [n]. shape: B, T."""
-        weight, bias, _ = self._output()
-        shares = label_shares(hidden, weight, bias, self.output_rows(labels), chunk=self.chunk)
+        last = self.last_product(hidden)
+        shares = label_shares(*last, self.output_rows(labels), chunk=self.chunk)
         placed = shares.new_full((self.parallel.tokens, *shape), float("nan"))
         placed[places] = shares
         assert self.parallel.place_smoothing is not None

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
+from decode.model.forward.low_rank_output import LowRankLinear
 from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
@@ -113,11 +114,13 @@ def _require_target_tokens(drafter: Fingerprint, target: Target, spec: str) -> N
 
 
 def choose_trained(model: PreTrainedModel, *, embeddings: bool) -> None:
-    """Make all weights trainable, or all except the token embeddings and the output layer."""
+    """Make all weights trainable, or all except the token embeddings and the output layer. Factors
+    of an output layer are always trained."""
     model.requires_grad_(True)
     if not embeddings:
         model.get_input_embeddings().requires_grad_(False)
-        model.get_output_embeddings().requires_grad_(False)
+        output = model.get_output_embeddings()
+        output.requires_grad_(isinstance(output, LowRankLinear))
 
 
 def checkpoint_layers(model: PreTrainedModel) -> None:

@@ -18,13 +18,13 @@ from decode.drafters import DRAFTERS
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.drafters.pard import small_lm_drafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.model.forward.low_rank_output import expand
 from decode.model.identity import token_count
 from decode.model.loading import DTYPES, EMBEDDED, EMBEDDED_PREFIX, Target, load_model_and_tokenizer
 from decode.opening.directory import DRAFTER_FILE, describe_drafter
 from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HEADS, HeadOptions, Heads
-from heads.layers.factored_output import expand
 from heads.layers.target_layers import output_layer
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
-from heads.layers.factored_output import LowRankLinear, factors
+from decode.model.forward.low_rank_output import LowRankLinear, factors, last_product
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -106,8 +106,6 @@ class HeadOutput(nn.Module):
         if self._layer_in_use is not None:
             return self._layer_in_use
         layer = self._layer(depth)
-        if isinstance(layer, LowRankLinear):
-            return layer.product()
         assert isinstance(layer, nn.Linear | PackedLinear)
         return layer.weight, layer.bias
 
@@ -116,7 +114,8 @@ class HeadOutput(nn.Module):
         at depth 1, 2, … from states [n, H]. R is H, or the rank."""
         layer = self._layer(depth) if self._layer_in_use is None else None
         if isinstance(layer, LowRankLinear):
-            return layer.last_product(states)
+            states, last = last_product(layer, states)
+            return states, last.weight, last.bias
         return states, *self.of(depth)
 
     def logits(self, states: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class DistillConfig(LossConfig):
     """Figures on a dev slice during the training. None: no figures."""
     train_embeddings: bool = True
     """Train the token embeddings and the output layer too. If false, they keep their init
-    weights."""
+    weights. The factors of an output layer (`output_rank`) are trained in any case."""
     lora: DrafterLora | None = None
     """Train adapters. None: train the weights themselves."""
     gradient_checkpointing: bool = False
@@ -66,6 +66,10 @@ class DistillConfig(LossConfig):
     draft_vocabulary: int | None = Field(None, ge=1)
     """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
     of the stage that this stage continues, or of the cache."""
+    output_rank: int | None = Field(None, ge=1)
+    """r; the output layer of the draft vocabulary is then two trained factors, [r, H] and [V', r]
+    (SlimSpec, 2605.10453), which start as near to the full layer as that rank can be. None: a full
+    layer, or the one of the stage that this stage continues."""
     weights: Literal["int8"] | None = None
     """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits.
     None: it reads its weights as they are."""
@@ -85,6 +89,8 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
     if config.drafter.stage is not None:
         _check_start(config, config.drafter.stage, earlier)
     student_kind(config, encoder=False)  # refuses settings
+    if config.draft_vocabulary is None:
+        refuse(config, output_rank="it is of an output layer made for a draft_vocabulary")
     require_own_weights(config)
     if config.boost is not None:
         check_boost(config.boost, earlier, stage=config.name)

@@ -17,6 +17,7 @@ from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer, rotation_of
 from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm
+from decode.model.forward.low_rank_output import LowRankLinear
 from decode.model.pretrained import is_hooked
 
 # A layer is compared on tokens at the positions 0, STRIDE, 2·STRIDE, ….
@@ -50,7 +51,8 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
     if is_wrapped(model):
         raise NotLean("another library has wrapped or quantised the model")
     for module in model.modules():
-        if type(module).__module__.split(".")[0] not in ("transformers", "torch"):
+        foreign = type(module).__module__.split(".")[0] not in ("transformers", "torch")
+        if foreign and type(module) is not LowRankLinear:
             # A forward of someone else may differ in cases that the comparison does not try.
             raise NotLean(f"{type(module).__name__} is no class of transformers or PyTorch")
     if len({parameter.device for parameter in model.parameters()}) != 1:
@@ -66,7 +68,7 @@ def lean_forward(model: PreTrainedModel, *, packed: bool) -> LeanForward:
     last_norm: Any = getattr(stack, "norm", None)
     embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
     norm = lean_norm(last_norm, packed)
-    if embedding is None or norm is None or type(output) is not nn.Linear:
+    if embedding is None or norm is None or type(output) not in (nn.Linear, LowRankLinear):
         raise NotLean("its embedding, last norm or output layer is of another kind")
     config = model.config.get_text_config()
     tried: set[Any] = set()

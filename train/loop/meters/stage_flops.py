@@ -12,11 +12,12 @@ def distill_flops(
 ) -> TextFlops:
     """A student that drafts one token after the other. runs_target: the target's layers run over
     each batch. reads_logits: its output layer gives the loss the rows of the draft vocabulary."""
-    weight = student.get_output_embeddings().weight
-    rows, width = weight.shape
+    output = student.get_output_embeddings()
     flops = layers_flops(student, trained=True)
-    flops += output_flops(rows, width, trained=weight.requires_grad)
-    return flops + _teacher_flops(target, rows, runs_target, reads_logits)
+    # Two products if it is of low rank.
+    for weight in (x for x in output.parameters() if x.dim() > 1):
+        flops += output_flops(*weight.shape, trained=weight.requires_grad)
+    return flops + _teacher_flops(target, output.out_features, runs_target, reads_logits)
 
 
 def heads_flops(

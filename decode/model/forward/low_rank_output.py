@@ -9,13 +9,15 @@ from torch import Tensor, nn
 from decode.base.errors import UserError
 
 
-class LowRankLinear(nn.Module):
+class LowRankLinear(nn.Linear):
     """The factors `down`, [r, H], and `up`, [V', r], in place of an output layer of V' rows like
-    `layer`. Raises UserError for a rank that saves no weights."""
+    `layer`. `weight` and `bias` are those of the full layer that computes the same. Raises
+    UserError for a rank that saves no weights."""
 
     def __init__(self, layer: nn.Linear, rows: int, rank: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # that of a linear layer would make a full weight
         size = layer.in_features
+        self.in_features, self.out_features = size, rows
         if rank * (rows + size) >= rows * size:
             raise UserError(
                 f"output_rank is {rank}: factors of that rank are no smaller than the output layer "
@@ -29,13 +31,21 @@ class LowRankLinear(nn.Module):
         logits: Tensor = self.up(self.down(states))
         return logits
 
-    def product(self) -> tuple[Tensor, Tensor | None]:
-        """Weight [V', H] and bias [V'] of the full layer that computes the same."""
-        return self.up.weight @ self.down.weight, self.up.bias
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        return self.up.weight @ self.down.weight
 
-    def last_product(self, states: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Rows [n, r] for states [n, H], and the weight [V', r] and bias [V'] that follow."""
-        return self.down(states), self.up.weight, self.up.bias
+    @property
+    def bias(self) -> Tensor | None:  # type: ignore[override]
+        return self.up.bias
+
+
+def last_product(layer: nn.Linear, states: Tensor) -> tuple[Tensor, nn.Linear]:
+    """The last product of an output layer: its input [n, R] for states [n, H], and a layer of V'
+    rows. R is H, or the rank."""
+    if isinstance(layer, LowRankLinear):
+        return layer.down(states), layer.up
+    return states, layer
 
 
 def factors(weight: Tensor, rank: int) -> list[Tensor]:
@@ -51,8 +61,7 @@ def expand(layers: nn.ModuleList) -> None:
     """Replace layers of low rank with the full layers that compute the same."""
     for place, layer in enumerate(layers):
         if isinstance(layer, LowRankLinear):
-            weight, bias = layer.product()
-            rows, size = weight.shape
-            full = nn.Linear(size, rows, bias=bias is not None, device="meta")
-            full.weight, full.bias = nn.Parameter(weight, requires_grad=False), layer.up.bias
+            size, rows = layer.in_features, layer.out_features
+            full = nn.Linear(size, rows, bias=layer.bias is not None, device="meta")
+            full.weight, full.bias = nn.Parameter(layer.weight, requires_grad=False), layer.up.bias
             layers[place] = full
