@@ -16,8 +16,9 @@ from draftsmith.auditing.findings import Audit
 from draftsmith.auditing.options import AuditOptions
 from tests.controls import CONTROLS, Control, Setup
 from tests.lossless import Case
-from tests.other_tokenizers import as_target, words
+from tests.other_tokenizers import words
 from tests.service import serving
+from tests.tiny import as_target
 
 RULE = "of_control"
 ROWS = 96
@@ -54,10 +55,7 @@ class LawControl:
             mock.patch.dict(RULES._parts, {RULE: setup.rule}),
             setup.breaking(),
             serving(
-                target,
-                setup.drafter(),
-                DecodeSettings(gamma=case.gamma, rule=RULE),
-                max_rows=ROWS,
+                target, setup.drafter(), DecodeSettings(gamma=case.gamma, rule=RULE), max_rows=ROWS
             ) as running,
         ):
             return audit(running.url, target, case.prompts, options, concurrency=16)

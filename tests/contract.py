@@ -60,6 +60,7 @@ from tests.lossless import (
     through_transformers,
 )
 from tests.other_tokenizers import shared_small_lm, text_small_lm
+from tests.tiny import finish, moved
 
 NEW = 20
 EOS = LONGER.eos
@@ -135,20 +136,19 @@ def moved_heads(
 
 
 def heads_drafter(kind: str, shape: Shape | None = None, case: Case = LONGER) -> Drafter:
+    return heads_on(case.model(0.0), kind, case.vocab, shape)
+
+
+def heads_on(lm: Any, kind: str, vocab: int, shape: Shape | None = None) -> Drafter:
     """A drafter with untrained heads. Those guess the token before; these are moved so that they
     guess more than that."""
-    lm = case.model(0.0)
     options = HeadOptions.of(HEAD_OPTIONS[kind])
     made: Any = HEADS[options.type](options, lm)  # type: ignore[call-arg]
     made.init_weights(lm)
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if not name.startswith("output."):
-                parameter += 0.2 * torch.randn(parameter.shape, generator=g)
+    moved(made, 0.2, seed=5, which=lambda name, _: not name.startswith("output."))
     made.borrow(lm)
     build: Any = InTreeDrafter if kind == "in_tree" else DRAFTERS[kind]
-    found: Drafter = build(made, case.vocab, shape)
+    found: Drafter = build(made, vocab, shape)
     return found
 
 
@@ -311,12 +311,6 @@ def case_of(kind: str) -> Case:
 
 def decoder(drafter: Drafter, case: Case = LONGER, **options: Any) -> Decoder:
     return Decoder(case.model(0.0), drafter, **({"gamma": 3} | options))
-
-
-def finish(decoding: Decoding) -> dict[int, list[int]]:
-    while not decoding.finished:
-        decoding.step()
-    return decoding.outputs
 
 
 def alone(which: Decoder, limits: Sequence[int] = LIMITS) -> list[list[int]]:

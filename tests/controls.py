@@ -159,8 +159,11 @@ def _of_loop(
     return Control(name, case, rows, sound, Setup(sound.drafter, sound.rule, breaking))
 
 
-def _of_drafter(kind: type[Control], faulty: Making, sound: Making, *what: Any) -> Control:
-    return kind(*what, Setup(sound, SpeculativeSampling), Setup(faulty, SpeculativeSampling))
+def _of_drafter(
+    name: str, faulty: Making, sound: Making, rows: int, case: Case, kind: type[Control] = Control
+) -> Control:
+    setups = (Setup(drafter, SpeculativeSampling) for drafter in (sound, faulty))
+    return kind(name, case, rows, *setups)
 
 
 def _pairs(siblings: Any, case: Case = SHORT) -> Making:
@@ -181,36 +184,28 @@ def _small_and_smaller() -> tuple[SmallLMDrafter, SmallLMDrafter]:
 
 CONTROLS = [
     _of_drafter(
-        Control,
-        lambda: ColdDrafter(model(0.2)),
-        small_lm,
-        "q of another temperature",
-        SHORT,
-        20_000,
+        "q of another temperature", lambda: ColdDrafter(model(0.2)), small_lm, 20_000, SHORT
     ),
     _of_drafter(
-        Control,
+        "q of a draw, but the likeliest token is drafted",
         lambda: ChoosingDrafter(model(0.2)),
         small_lm,
-        "q of a draw, but the likeliest token is drafted",
-        SHORT,
         3_000,
+        SHORT,
     ),
     _of_drafter(
-        Control,
+        "drawn tokens dropped for their own q",
         lambda: DroppingDrafter(model(0.2)),
         small_lm,
-        "drawn tokens dropped for their own q",
-        SHORT,
         8_000,
+        SHORT,
     ),
     _of_drafter(
-        Control,
+        "q of shared tokens, not renormalised",
         lambda: shared_small_lm(kind=NotRestricted),
         shared_small_lm,
-        "q of shared tokens, not renormalised",
-        LONGER,
         6_000,
+        LONGER,
     ),
     _of_rule("residual of the wrong row", WrongResidualRow, small_lm, 10_000, "speculative"),
     _of_rule("bonus of the wrong row", BonusOffByOne, small_lm, 20_000, "speculative"),
@@ -279,44 +274,41 @@ CONTROLS = [
         COUNTED,
     ),
     _of_drafter(
-        Control,
+        "a cascade's inner rule with the numbers of the target's",
         lambda: SharedCascade(*_small_and_smaller()),
         lambda: VerticalCascade(*_small_and_smaller()),
-        "a cascade's inner rule with the numbers of the target's",
-        LONGER,
         16_000,
+        LONGER,
     ),
     _of_drafter(
-        Control,
+        "a cascade's inner rule lossy",
         lambda: LenientCascade(*_small_and_smaller(), lenience=0.3),
         lambda: VerticalCascade(*_small_and_smaller()),
-        "a cascade's inner rule lossy",
-        LONGER,
         1_500,
+        LONGER,
     ),
     _of_drafter(
-        Control,
+        "the row of q of the place, not of the drafter",
         lambda: ForgottenRows(lookup_and_cascade()),
         lambda: CompositeDrafter(lookup_and_cascade()),
-        "the row of q of the place, not of the drafter",
-        LONGER,
         1_500,
+        LONGER,
     ),
     _of_drafter(
-        OfDrafting,
+        "drafter's cache stale after full acceptance",
         lambda: StaleCache(LONGER.model(0.0)),
         lambda: SmallLMDrafter(LONGER.model(0.0)),
-        "drafter's cache stale after full acceptance",
-        SHALLOW,
         1_000,
+        SHALLOW,
+        OfDrafting,
     ),
     _of_drafter(
-        OfDrafting,
+        "a part of the cache without the newest tokens",
         lambda: NeverCopied(budget=140),
         lambda: SparseDrafter(budget=140),
-        "a part of the cache without the newest tokens",
-        SHALLOW,
         1_000,
+        SHALLOW,
+        OfDrafting,
     ),
 ]
 

@@ -41,7 +41,7 @@ from decode.shapes import SHAPES
 from distill.untrained_student import student_from_layers
 from tests.markdown import table
 from tests.stages import make_stage, run_stage, stage_context
-from tests.tiny import tiny_tokenizer
+from tests.tiny import own_text, tiny_tokenizer
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "families.md"
 MEMORY = 6 << 30  # bytes of address space beyond those of the parent
@@ -61,16 +61,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 8},
 }
-
-
-@torch.no_grad()
-def own_text(model: Any, prompt: list[int], tokens: int) -> list[int]:
-    """Greedy, by the model's own forward over the whole text."""
-    ids = list(prompt)
-    for _ in range(tokens):
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
-        ids.append(int(logits[0, -1].argmax()))
-    return ids[len(prompt) :]
 
 
 class Trials:

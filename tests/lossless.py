@@ -37,7 +37,7 @@ from decode.shapes import Growth, Shape
 from decode.stats import Counts
 from decode.verdict import Decision, Scores
 from decode.verification import Verification
-from tests.tiny import padded, tiny_model
+from tests.tiny import is_matrix, moved, padded, tiny_model
 
 VOCAB = 16
 HEAD = 2  # the first tokens are likely ones; every other has a probability near 0.003
@@ -55,12 +55,8 @@ def model(apart: float) -> Any:
     texts that are spread evenly it would drown in the noise of thousands of bins.
     """
     shape: dict[str, Any] = {"layers": 1, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
-    lm = tiny_model("llama", vocab=VOCAB, seed=10, **shape)
-    generator = torch.Generator().manual_seed(1)
+    lm = moved(tiny_model("llama", vocab=VOCAB, seed=10, **shape), apart, seed=1, which=is_matrix)
     with torch.no_grad():
-        for parameter in lm.parameters():
-            if parameter.ndim > 1:
-                parameter += apart * torch.randn(parameter.shape, generator=generator)
         # Channel 0 of the hidden states is large and never changes; after the norm it is about √8.
         lm.get_input_embeddings().weight[:, 0] = 10.0
         layer = lm.model.layers[0]
@@ -81,12 +77,7 @@ def longer_model(apart: float, layers: int = 2) -> Any:
     shows in what follows. `apart` moves its weights randomly."""
     shape: dict[str, Any] = {"layers": layers, "hidden": 8, "heads": 1, "kv_heads": 1, "tie": False}
     lm = tiny_model("llama", vocab=5, seed=4, **shape)
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            if parameter.ndim > 1:
-                parameter += apart * torch.randn(parameter.shape, generator=generator)
-    return lm
+    return moved(lm, apart, seed=2, which=is_matrix)
 
 
 def more_texts(times: int) -> pytest.MarkDecorator:
@@ -113,6 +104,12 @@ class Case:
     eos: tuple[int, ...] = ()
     summed: int = 0
     processors: tuple[Any, ...] = ()
+
+    def decoder(self, drafter: Drafter, rule: Rule | str | None = None, **options: Any) -> Decoder:
+        """What decodes the case, unless the options say something else."""
+        usual = {"eos_token_ids": self.eos, "gamma": self.gamma, "sampling": self.sampling}
+        usual |= {"processors": self.processors}
+        return Decoder(self.model(0.0), drafter, rule=rule, **(usual | options))
 
 
 # The prefill's token, then two drafted ones and a bonus.
@@ -362,16 +359,7 @@ def decode_runs(
     case: Case = SHORT,
     policy: str | None = None,
 ) -> tuple[Fit, list[Decoded]]:
-    decoder = Decoder(
-        case.model(0.0),
-        drafter,
-        eos_token_ids=case.eos,
-        gamma=case.gamma,
-        rule=rule,
-        policy=policy,
-        sampling=case.sampling,
-        processors=case.processors,
-    )
+    decoder = case.decoder(drafter, rule, policy=policy)
     runs = []
     for begin in range(0, rows, BATCH):
         places = range(begin, min(begin + BATCH, rows))
@@ -396,9 +384,7 @@ class FixedDraft(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
         rows = len(contexts.lengths)
         return Draft(
             torch.tensor([self.tokens]).expand(rows, -1),

@@ -183,10 +183,8 @@ class LenientCascade(VerticalCascade):
 class ForgottenRows(CompositeDrafter):
     """Takes row i of q for node i of every chain."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
+        draft = super().draft(contexts, *rest)
         if draft.is_chain:
             draft.q_rows = None
         return draft
@@ -209,10 +207,8 @@ class ColdDrafter(SmallLMDrafter):
 class ChangingDrafter(SmallLMDrafter):
     """Changes what it has drawn."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
+        draft = super().draft(contexts, *rest)
         if draft.q is not None:
             self.change(draft, draft.q)
         return draft
@@ -241,10 +237,8 @@ class StaleCache(SmallLMDrafter):
     """Takes its own last token for cached, which was drawn but never fed: so after full acceptance
     it reads a slot that nothing was written to."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, rng)
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
+        draft = super().draft(contexts, limits, *rest)
         self._cached = self._cached + (limits.depths > 0)
         return draft
 
@@ -294,11 +288,9 @@ class NotRestricted(SharedVocabularyDrafter):
         self._shares.append(share.exp().reshape(len(logits), -1))
         return shared
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
         self._shares: list[Tensor] = []
-        draft = super().draft(contexts, limits, sampling, rng)
+        draft = super().draft(contexts, *rest)
         if draft.q is not None:
             draft.q = draft.q * torch.cat(self._shares, 1)[:, : draft.q.shape[1], None]
         return draft

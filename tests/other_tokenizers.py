@@ -11,10 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 from decode.drafters.tokenizers.retokenised import RetokenisedDrafter
 from decode.drafters.tokenizers.shared_tokens import SharedVocabularyDrafter
-from decode.model.identity import fingerprint
-from decode.model.loading import Target
 from tests.lossless import LONGER, Case
-from tests.tiny import tiny_tokenizer
+from tests.tiny import as_target, tiny_tokenizer
 
 _SENTENCES = (
     "Another text gives another vocabulary: the quick dog proposes a token, naïve and brown.",
@@ -114,11 +112,6 @@ def with_rows(model: Any, order: list[int] | torch.Tensor) -> Any:
 
 def _layers(model: Any) -> tuple[Any, Any]:
     return model.get_input_embeddings(), model.get_output_embeddings()
-
-
-def as_target(model: Any, tokenizer: Any) -> Target:
-    identity = fingerprint(tokenizer, model.config, model.generation_config)
-    return Target(model, tokenizer, "tiny", None, identity, identity.eos_token_ids)
 
 
 # The drafter's tokens, as tokens of the case's models: 1 (b) is missing, and three copies of likely

@@ -21,9 +21,8 @@ from tests.lossless import LONGER
 UNPAIRED = {"none": "drafts nothing"}
 # Joint tests of what is not a pairing: the file and function, and which texts are sampled.
 ELSEWHERE = {
-    "test_coupled.py::test_texts_have_the_targets_distribution": "`coupled`, with its rejections",
     "test_drafters.py::test_texts_have_the_targets_distribution": (
-        "a drafter with another sampling than the target, and `A+B` of one block"
+        "a drafter with another sampling than the target"
     ),
     "test_drafters.py::test_texts_have_the_distribution_of_a_target_with_other_padding": (
         "tokens that the drafter never drafts"
@@ -47,9 +46,6 @@ ELSEWHERE = {
     "test_online_heads.py"
     "::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
         "heads that learn after every pass"
-    ),
-    "test_other_tokenizers.py::test_sampled_text_has_the_targets_distribution": (
-        "drafters with another tokenizer, in one block"
     ),
     "test_policies.py::test_lengths_do_not_change_what_is_sampled": "drafts that a policy ends",
     "test_recurrent.py::test_sampled_texts_have_the_targets_distribution": (

@@ -20,7 +20,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.calibrate_tree import TreeCalibration, _plan, calibrate_tree, cheapest
-from decode.model.loading import load_target
+from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
 from decode.shapes.calibrated import grow_greedily
@@ -34,7 +34,7 @@ from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
-from tests.tiny import save_tiny, tiny_target, tiny_tokenizer
+from tests.tiny import moved, save_tiny, tiny_target, tiny_tokenizer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples
 
@@ -55,10 +55,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_tiny(base / "target")
     target = load_target(str(base / "target"), dtype="float32", device="cpu")
     noisy = copy.deepcopy(target.model)
-    g = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in noisy.model.layers.parameters():
-            parameter += 0.05 * torch.randn(parameter.shape, generator=g)
+    moved(noisy.model.layers, 0.05)
 
     def write(directory: Path) -> None:
         noisy.save_pretrained(directory)
@@ -92,6 +89,14 @@ def drafters(base: Path, tmp_path: Path) -> Path:
     for name in ("small", "heads"):
         shutil.copytree(base / name, tmp_path / name)
     return tmp_path
+
+
+def loaded(base: Path, drafter: Path) -> tuple[Target, Any, list[list[int]]]:
+    """The target, the drafter and the dev prompts."""
+    target = load_target(str(base / "target"), dtype="float32", device="cpu")
+    examples, _ = read_examples(str(base / "dev.jsonl"))
+    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    return target, open_drafter(str(drafter), target), prompts
 
 
 def command(name: str, base: Path, drafter: Path | str, *more: str) -> Result:
@@ -148,12 +153,9 @@ def test_a_tree_is_measured_stored_and_then_the_default(
     # What was promised is what the loop emits where the tree is a chain's worth of acceptance;
     # with siblings the ranks' independence is an approximation.
     assert told["promised_tokens_per_step"] == pytest.approx(told["tokens_per_step"], rel=0.35)
-    target = load_target(str(base / "target"), dtype="float32", device="cpu")
-    drafter: Any = open_drafter(str(path), target)
+    target, drafter, prompts = loaded(base, path)
     assert drafter.shape.structure == shape.structure
     counts = DecodeSettings(gamma=shape.structure.depth).decoder(target, drafter)[0]
-    examples, _ = read_examples(str(base / "dev.jsonl"))
-    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
     done = counts.decode(prompts, NEW)
     assert done.counts.tokens_per_step == pytest.approx(told["tokens_per_step"])
     plain = Decoder(target.model, DRAFTERS["none"]()).decode(prompts, NEW)
@@ -168,11 +170,8 @@ def test_a_tree_is_measured_stored_and_then_the_default(
     verify_directory(path)
 
 
-@pytest.mark.parametrize("which", ["small", "heads"])
-def test_evaluate_and_generate_use_and_name_the_stored_tree(
-    base: Path, drafters: Path, which: str
-) -> None:
-    path, file = drafters / which, drafters / "evaluation.json"
+def test_evaluate_and_generate_use_and_name_the_stored_tree(base: Path, drafters: Path) -> None:
+    path, file = drafters / "small", drafters / "evaluation.json"
     said, figures = evaluate(base, path, file)
     assert figures["drafts"] == "chain"
     assert figures["rule"] == "speculative"
@@ -203,8 +202,7 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(
 
     # Another shape takes its place, and a rule for chains is refused with the way out.
     said, figures = evaluate(base, path, file, "--shape", "chain", "--temperature", "0.8")
-    most = 3 if which == "heads" else 4  # there are three heads
-    assert (figures["rule"], figures["drafts"], figures["gamma"]) == ("speculative", "chain", most)
+    assert (figures["rule"], figures["drafts"], figures["gamma"]) == ("speculative", "chain", 4)
     chains = command(
         "evaluate",
         base,
@@ -276,8 +274,7 @@ def test_a_depth_of_0_is_not_taken_for_none_given(base: Path) -> None:
 def test_python_drafts_the_stored_tree_whole(base: Path, drafters: Path) -> None:
     path = drafters / "small"
     store_tree(path, Structure([(0,), (0, 0), (0, 0, 0)]), {})
-    target = load_target(str(base / "target"), dtype="float32", device="cpu")
-    drafter = open_drafter(str(path), target)
+    target, drafter, _ = loaded(base, path)
     assert Decoder(target.model, drafter, gamma=1).policy.max_depth == 3
     generator = SpeculativeGenerator(
         target.model, target.tokenizer, drafter, gamma=1, policy="heuristic"
@@ -335,10 +332,7 @@ def test_noisy_costs_choose_one_tree() -> None:
 def test_a_smaller_tree_within_the_noise_is_taken_and_told(
     base: Path, monkeypatch: pytest.MonkeyPatch, method: Any
 ) -> None:
-    target = load_target(str(base / "target"), dtype="float32", device="cpu")
-    drafter = open_drafter(str(base / "small"), target)
-    examples, _ = read_examples(str(base / "dev.jsonl"))
-    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    target, drafter, prompts = loaded(base, base / "small")
 
     def found(noise: float, others: float | None = None) -> TreeCalibration:
         costs = Costs(0.03, 1, 0.02, (1, 2, 3, 5, 9), (1.0, 1.0, 1.0, 1.02, 1.04), noise, others)
@@ -362,10 +356,7 @@ def test_a_smaller_tree_within_the_noise_is_taken_and_told(
 
 def test_calibrating_for_sampled_text_measures_draws(base: Path) -> None:
     """At temperature 1 no candidate is right as often as the greedy one at temperature 0."""
-    target = load_target(str(base / "target"), dtype="float32", device="cpu")
-    drafter = open_drafter(str(base / "small"), target)
-    examples, _ = read_examples(str(base / "dev.jsonl"))
-    prompts = [prompt_tokens(e, target.tokenizer) for e in examples]
+    target, drafter, prompts = loaded(base, base / "small")
     found = [
         calibrate_tree(
             target,

@@ -25,6 +25,7 @@ from decode.verdict import Scores
 from tests.enumeration import PLAIN, TOKENS, Contextual, logits_of, total_variation
 from tests.lossless import CONSTRAINED, LONGER, Sums, small_lm
 from tests.test_rules import CHAINS, Exact, enumerated, pairings
+from tests.tiny import finish
 
 
 class Table:
@@ -207,13 +208,7 @@ def test_positions_out_of_reach_and_rows_without_a_grammar_stay_as_they_are() ->
 
 def test_a_masked_drafter_that_is_the_target_is_always_right() -> None:
     case = CONSTRAINED
-    decoder = Decoder(
-        case.model(0.0),
-        SmallLMDrafter(case.model(0.0)),
-        eos_token_ids=case.eos,
-        gamma=3,
-        sampling=case.sampling,
-    )
+    decoder = case.decoder(SmallLMDrafter(case.model(0.0)), gamma=3)
     counts = decoder.decode(list(case.prompts) * 20, 6).counts
     assert counts.acceptance_rate == 1
     assert counts.accepted.sum() > 50
@@ -224,14 +219,8 @@ def test_lossy_rules_never_accept_a_masked_token(rule: str) -> None:
     case = CONSTRAINED
     options = {"top_k": {"k": 5, "min_accepted": 3}, "threshold": {"threshold": 0.0}}.get(rule, {})
     made: Any = RULES[rule]
-    decoder = Decoder(
-        case.model(0.0),
-        small_lm(case=LONGER),
-        eos_token_ids=case.eos,
-        rule=made(**options),
-        sampling=case.sampling,
-        draft_sampling=Sampling(3.0),
-    )
+    drafter = small_lm(case=LONGER)
+    decoder = case.decoder(drafter, made(**options), draft_sampling=Sampling(3.0))
     outputs = decoder.decode(list(case.prompts) * 30, 6).outputs
     for text in outputs:
         guide = Guide(Sums(), 0)
@@ -256,8 +245,7 @@ def test_rows_with_and_without_a_grammar_join_and_leave() -> None:
             decoding.admit(prompts, 12, row_ids=[*group], settings=[settings[row] for row in group])
             if not decoding.finished:
                 decoding.step()
-        while not decoding.finished:
-            decoding.step()
+        finish(decoding)
         return outputs
 
     together = texts([range(4), range(4, 6), range(6, 9)])
@@ -295,8 +283,7 @@ def test_a_grammar_that_fails_ends_its_row_only(drafter: Drafter) -> None:
         6,
         settings=[RowSettings(Sampling(grammar=Fails())), RowSettings(LONGER.sampling)],
     )
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert "the grammar fails in step" in str(errors[0])
     assert "too complex" in str(errors[0])
     assert list(outputs) == [1]

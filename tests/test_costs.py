@@ -16,7 +16,6 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramIndex
 from decode.drafters.lookup.suffix import SuffixTrie
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.lengths.by_batch import ByBatch
 from decode.lengths.cost_model import CostModel
@@ -25,7 +24,7 @@ from decode.measure.evaluation import evaluate
 from decode.measure.time_costs import measure_costs
 from decode.model.cache.cached_model import CachedLM
 from decode.settings import DecodeSettings, EvaluationProtocol
-from tests.tiny import tiny_model, tiny_target
+from tests.tiny import finish, tiny_model, tiny_target
 
 model = functools.cache(tiny_model)
 PROMPT = [5, 17, 250, 9, 42]
@@ -134,9 +133,7 @@ class OnePass(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
         self.clock.now += 0.4 + 0.02 * limits.max_depth
         tokens = torch.zeros(len(limits.depths), limits.max_depth, dtype=torch.int64)
         return Draft(tokens, limits.depths.copy())
@@ -262,8 +259,7 @@ def test_indexing_the_prompt_is_no_draft_step(
     decoding.step()
     assert decoding.clock.timing.draft_prefill == len(PROMPT) + 1
     decoding.admit([PROMPT * 4], 8)
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     timing = decoding.result().timing
     assert timing.draft_prefill == len(PROMPT) + 1 + 4 * len(PROMPT) + 1
     assert 0 < timing.draft <= 2 * 6

@@ -17,8 +17,6 @@ from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import RowSettings
-from decode.rules import RULES
-from tests.lossless import LONGER, Watched, decode_runs, small_lm
 from tests.tiny import VOCAB, near_drafter, tiny_model
 
 PROMPTS = [[5, 9, 12, 40], [7, 7, 3], [100, 2]]
@@ -27,15 +25,6 @@ SAMPLING = Sampling(temperature=0.9, top_p=0.95)
 
 def decoder(drafter: Drafter, rule: str = "coupled", sampling: Sampling = SAMPLING) -> Decoder:
     return Decoder(tiny_model("llama"), drafter, rule=rule, sampling=sampling, gamma=3)
-
-
-def test_texts_have_the_targets_distribution() -> None:
-    judge = Watched(RULES["coupled"]())
-    fitted, runs = decode_runs(small_lm(case=LONGER), judge, rows=9_000, case=LONGER)
-    assert fitted.passes, fitted
-    assert fitted.df > 60
-    assert 0.05 < judge.rejecting / judge.rounds < 0.95
-    assert runs[0].counts.by_accepted[2:].sum() > 0
 
 
 def test_equal_draws_are_as_frequent_as_the_bound_says() -> None:

@@ -27,8 +27,8 @@ from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
 from tests.contract import HEAD_OPTIONS
 from tests.device import SimulatedDevice, Wait, simulated_device
-from tests.other_tokenizers import as_target, shuffled, with_rows
-from tests.tiny import VOCAB, tiny_model, tiny_tokenizer
+from tests.other_tokenizers import shuffled, with_rows
+from tests.tiny import VOCAB, as_target, tiny_model
 
 PROMPTS = [[5, 17, 250, 9, 42], [7, 8, 9], [11, 12, 13, 11, 12, 13, 11]]
 NEW = 14
@@ -166,7 +166,7 @@ def with_other_tokenizer(kind: Any) -> Build:
     def build(target: Any, move: Callable[[Any], Any]) -> Drafter:
         tokenizer, order = shuffled()
         model = move(with_rows(tiny_model("llama", seed=7, layers=1), order))
-        built: Drafter = kind.of_models(model, tokenizer, as_target(target, tiny_tokenizer()))
+        built: Drafter = kind.of_models(model, tokenizer, as_target(target))
         return built
 
     return build

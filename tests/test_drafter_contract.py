@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.draft_vocabulary import save_with_vocabulary
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.drafters.pard import mark_parallel
 from decode.model.loading import Target
@@ -39,7 +38,7 @@ from tests.contract import (
 )
 from tests.lossless import LONGER, more_texts
 from tests.other_tokenizers import shuffled, with_rows
-from tests.tiny import VOCAB, padded, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import VOCAB, padded, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 GROUPS_WITH_HEADS = [
     "heads, then lookup",
@@ -122,6 +121,7 @@ LAWS = [
     ("speculative", "changing layers", "deeper"),
     ("speculative", "texts of all rows", "plain"),
     ("speculative", "shared tokens", "plain"),
+    ("block", "shared tokens", "penalised"),
     ("speculative", "text", "penalised"),
     ("traversal", "pairs of shared tokens", "plain"),
     ("traversal", "parallel tree", "plain"),
@@ -130,6 +130,7 @@ LAWS = [
     ("traversal", "merged with lookup", "plain"),
     ("block", "chain", "penalised"),
     ("traversal", "merged with lookup", "processed"),
+    ("coupled", "chain", "plain"),
     ("speculative", "chain", "constrained"),
     ("multi_round", "forced or a model", "constrained"),
     ("speculative", "grammar", "constrained"),
@@ -153,14 +154,12 @@ MORE_LAWS = [
     ("speculative", "horizontal", "plain"),
     ("traversal", "tree of changing layers", "deeper"),
     ("speculative", "longest match", "plain"),
-    ("block", "shared tokens", "penalised"),
     ("block", "chain", "plain"),
     ("speculative", "parallel", "plain"),
     ("spectr", "independent", "plain"),
     ("multi_round", "merged with lookup", "plain"),
     ("traversal", "merged models", "plain"),
     ("exact", "merged models", "plain"),
-    ("coupled", "chain", "plain"),
     ("coupled", "in turn", "penalised"),
     ("multi_round", "merged models", "penalised"),
     ("traversal", "tree", "constrained"),
@@ -174,10 +173,7 @@ MORE_LAWS = [
 @more_texts(4)
 @pytest.mark.parametrize(
     ("rule", "drafter", "case"),
-    [
-        *LAWS,
-        *(pytest.param(*law, marks=pytest.mark.thorough) for law in MORE_LAWS),
-    ],
+    [*LAWS, *(pytest.param(*law, marks=pytest.mark.thorough) for law in MORE_LAWS)],
 )
 def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, times: int) -> None:
     """Prompts of different lengths, drafts four deep, and texts that end inside a block."""
@@ -189,12 +185,8 @@ def test_ragged_texts_of_many_rounds(rule: str, drafter: str, case: str, times: 
 
 
 def _write_model(directory: Path, model: Any, tokenizer: Any) -> None:
-    save_with_vocabulary(model, None, directory)
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
-
-
-def _small(directory: Path) -> None:
-    _write_model(directory, tiny_model("llama", layers=1), tiny_tokenizer())
 
 
 def _parallel(directory: Path) -> None:
@@ -214,8 +206,8 @@ def _datastore(directory: Path) -> None:
 
 
 # What writes the files of a directory of each kind.
-STORED: dict[str, Callable[[Path], None]] = {
-    "small_lm": _small,
+STORED: dict[str, Callable[[Path], object]] = {
+    "small_lm": lambda path: save_tiny(path, layers=1),
     "pard": _parallel,
     "shared_vocabulary": _shared,
     "rest": _datastore,

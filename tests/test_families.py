@@ -19,8 +19,7 @@ from decode.model.forward import recognition
 from decode.model.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.model.memory import slot_bytes
 from heads.layers.layer_config import layer_config
-from tests.families import own_text
-from tests.tiny import sharpen, tiny_model
+from tests.tiny import own_text, sharpen, tiny_model
 
 WINDOW = 8
 PROMPTS = [[5, 9, 3, 7, 5], [(n * 7 + 3) % 61 + 3 for n in range(19)]]

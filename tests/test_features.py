@@ -13,8 +13,6 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.hidden_states import FINAL, Recorder
 from decode.verification import Verification
@@ -62,9 +60,7 @@ class Reader(Drafter):
     def keep_rows(self, rows: torch.Tensor) -> None:
         self.given = [self.given[row] for row in rows.tolist()]
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
         likeliest = []
         for row, length in enumerate(contexts.lengths):
             text = torch.as_tensor(contexts.tokens[row, :length])[None]
@@ -81,9 +77,13 @@ class Reader(Drafter):
         return Draft(tokens, np.full(len(tokens), 3), parents=parents)
 
 
-@pytest.mark.parametrize("first_target", [True, False])
-@pytest.mark.parametrize("tree", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "tree", "first_target"),
+    [
+        *(("llama", tree, first) for tree in (False, True) for first in (False, True)),
+        *((family, True, True) for family in ("gpt2", "gemma", "qwen3")),
+    ],
+)
 def test_each_token_is_read_once_as_a_plain_forward_has_it(
     family: str, tree: bool, first_target: bool
 ) -> None:

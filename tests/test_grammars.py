@@ -30,15 +30,8 @@ from decode.text import SpeculativeGenerator
 from decode.text_stream import text_of
 from draftsmith.cli.main import app
 from tests.export import save_target
-from tests.stages import (
-    examples,
-    make_stage,
-    plan_stage,
-    run_stage,
-    stage_context,
-    with_examples,
-)
-from tests.tiny import tiny_target
+from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
+from tests.tiny import finish, tiny_target
 from train.data.corpus import read_answers
 from train.data.read import Example
 
@@ -108,10 +101,7 @@ def test_every_answer_parses_and_is_valid(
     """Each row has a schema of its own, in one batch with rows that come and go."""
     schemas = list(some_schemas(count))
     decoder = Decoder(
-        target.model,
-        open_drafter(drafter, target),
-        eos_token_ids=target.eos_token_ids,
-        gamma=4,
+        target.model, open_drafter(drafter, target), eos_token_ids=target.eos_token_ids, gamma=4
     )
     decoding = Decoding(decoder)
     for begin in range(0, count, 10):
@@ -123,8 +113,7 @@ def test_every_answer_parses_and_is_valid(
             for row in range(begin, min(begin + 10, count))
         ]
         decoding.admit([[5, 6, 7]] * len(settings), 60, settings=settings)
-        while not decoding.finished:
-            decoding.step()
+        finish(decoding)
     ended = 0
     for row, schema in enumerate(schemas):
         output = decoding.outputs[row]
@@ -253,8 +242,7 @@ def test_an_expression_that_explodes_ends_its_row_in_words(
     decoding = Decoding(decoder, on_error=errors.__setitem__)
     held = Sampling(grammar=grammars.regex("(a?){2000}a{2000}"))
     decoding.admit([[5, 6], [5, 6]], 60, settings=[RowSettings(held), RowSettings(Sampling())])
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert list(errors) == [0]
     assert "the grammar fails in step" in str(errors[0])
     assert "too many expressions" in str(errors[0])

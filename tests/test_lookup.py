@@ -25,10 +25,8 @@ from decode.drafters.lookup.documents import (
     write_datastore,
 )
 from decode.drafters.lookup.lookahead import LookaheadDrafter
-from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.lookup.rest import RestDrafter, RestOptions, write_rest
 from decode.drafters.lookup.suffix import Node, Place, SuffixDrafter, SuffixTrie
-from decode.drafters.several.combined import CompositeDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.evaluation import evaluate
@@ -242,19 +240,23 @@ def test_an_evaluation_does_not_time_answers_that_were_seen(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("spec", "said"),
     [
-        ("max_tree_depth=1", "max_tree_depth is 1; expected a whole number from 2 to 256"),
-        ("max_tree_depth=257", "max_tree_depth is 257; expected a whole number from 2 to 256"),
-        ("min_token_prob=1.5", "of at most 1"),
-        ("max_spec_factor=0", "allow no token"),
-        ("tree_nodes=0", "tree_nodes is 0"),
-        ("tree_nodes=1000000000", "from 1 to 1024"),
+        ("suffix:max_tree_depth=1", "max_tree_depth is 1; expected a whole number from 2 to 256"),
+        (
+            "suffix:max_tree_depth=257",
+            "max_tree_depth is 257; expected a whole number from 2 to 256",
+        ),
+        ("suffix:min_token_prob=1.5", "of at most 1"),
+        ("suffix:max_spec_factor=0", "allow no token"),
+        ("suffix:tree_nodes=0", "tree_nodes is 0"),
+        ("suffix:tree_nodes=1000000000", "from 1 to 1024"),
+        ("lookahead:ngram=1", "ngram - 1 is 0"),
     ],
 )
-def test_settings_of_suffix_decoding_are_checked(options: str, said: str) -> None:
+def test_settings_are_checked(spec: str, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        open_drafter(f"suffix:{options}", tiny_target())
+        open_drafter(spec, tiny_target())
 
 
 # --- other methods by settings --------------------------------------------------------------------
@@ -388,11 +390,6 @@ def test_rest_drafts_the_most_frequent_nodes(tmp_path: Path) -> None:
     assert drafted(RestDrafter(store), [7, 1], 4).sizes[0] == 0
     with pytest.raises(UserError, match="no distributions for the shape static"):
         path.with_shape(SHAPES.make("static:widths=[2]"))
-
-
-@pytest.fixture(scope="module")
-def target() -> Target:
-    return tiny_target()
 
 
 @pytest.fixture(scope="module")
@@ -560,16 +557,3 @@ def test_ngrams_are_the_targets_continuations_of_the_window(
     assert checked > 3 * window
     assert run.counts.accepted.sum() > 5
     assert run.steps[0].width <= 1 + drafter.max_nodes(4)
-
-
-def test_a_window_survives_other_drafts() -> None:
-    """A lookup in front takes some drafts, and drafts near the end are cut."""
-    model = longer_model(0.0)
-    plain = Decoder(model, NoDrafter()).decode(PROMPTS, NEW).outputs
-    both = CompositeDrafter([NgramDrafter(3, 3), LookaheadDrafter(3, 3, 3)])
-    for policy in (None, "fixed:max_depth=2"):
-        run = Decoder(model, both, policy=policy).decode(PROMPTS, NEW)
-        assert run.outputs == plain
-    assert run.counts.drafted.sum() > 0
-    with pytest.raises(UserError, match="ngram - 1 is 0"):
-        LookaheadDrafter(ngram=1)

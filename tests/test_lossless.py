@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from decode.draft import Contexts, Draft, Limits
+from decode.draft import Contexts, Draft
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.max_gram import MaxGramDrafter
 from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
@@ -27,7 +27,6 @@ from decode.drafters.swift import SwiftDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
 from decode.loop import step
-from decode.loop.decoding import Decoder
 from decode.model.forward import few_rows
 from decode.model.forward.weight_bytes import use_bytes
 from decode.rules import RULES
@@ -165,15 +164,7 @@ PAIRWISE = replace(LONGER, prompts=LONGER.prompts[:1], eos=(), sampling=Sampling
 
 def texts_of_the_second_decode(drafter: Drafter, rule: str, rows: int) -> Fit:
     """All texts in one batch: a drafter must tell the rows apart to learn from them."""
-    case = LONGER
-    decoder = Decoder(
-        case.model(0.0),
-        drafter,
-        eos_token_ids=case.eos,
-        gamma=case.gamma,
-        rule=rule,
-        sampling=case.sampling,
-    )
+    case, decoder = LONGER, LONGER.decoder(drafter, rule)
     prompts = [case.prompts[row % len(case.prompts)] for row in range(rows)]
     decoder.decode(prompts, case.new, seed=5)
     return fit_texts(decoder.decode(prompts, case.new, seed=5).outputs, case)
@@ -216,14 +207,7 @@ def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
     case = replace(DEEPER if name == "swift" else LONGER, prompts=LONGER.prompts[:1])
     texts = []
     for seed in range(400):
-        drafter = LEARNERS[name](case)
-        decoder = Decoder(
-            case.model(0.0),
-            drafter,
-            eos_token_ids=case.eos,
-            gamma=case.gamma,
-            sampling=case.sampling,
-        )
+        decoder = case.decoder(LEARNERS[name](case))
         for _ in range(2):
             text = decoder.decode(case.prompts, case.new, seed=seed).outputs[0]
         texts.append(text)
@@ -235,10 +219,8 @@ def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
 class Timid(Remembering):
     """Drafts only where it remembers token 2."""
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
-    ) -> Draft:
-        draft = super().draft(contexts, limits, sampling, noise)
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
+        draft = super().draft(contexts, *rest)
         draft.cut(np.where(self.last[self.rows, contexts.lengths] == 2, draft.sizes, 0))
         return draft
 
@@ -249,12 +231,11 @@ def test_texts_with_a_seed_whose_plain_text_taught_the_drafter(remembers: bool) 
     gave another token than 2."""
     case = replace(PAIRWISE, new=4)
     prompts = [list(case.prompts[0])] * 4_000
-    plain = Decoder(case.model(0.0), NoDrafter(), sampling=case.sampling)
-    learnt = plain.decode(prompts, case.new, seed=5).outputs
+    learnt = case.decoder(NoDrafter()).decode(prompts, case.new, seed=5).outputs
     texts = [prompt + output for prompt, output in zip(prompts, learnt, strict=True)]
     drafter = Timid(case.vocab, drawn=True, remembers=remembers)
     drafter.now = Contexts.of(texts, 32).tokens
-    which = Decoder(case.model(0.0), drafter, gamma=1, sampling=case.sampling)
+    which = case.decoder(drafter, gamma=1)
     found = fit_texts(which.decode(prompts, case.new, seed=5).outputs, case)
     assert found.passes == remembers, found
 
@@ -275,7 +256,7 @@ def test_a_text_that_another_decode_continues_with_the_same_seed(
 
     if counted:
         monkeypatch.setattr(CounterRNG, "uniforms", from_the_start)
-    which = Decoder(case.model(0.0), small_lm(case=case), gamma=2, sampling=case.sampling)
+    which = case.decoder(small_lm(case=case), gamma=2)
     for _ in range(2):
         began = len(texts[0])
         outputs = which.decode(texts, case.new // 2, seed=5).outputs

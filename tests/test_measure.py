@@ -18,7 +18,6 @@ from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.loop.decoding import Decoded, Decoder
@@ -31,7 +30,7 @@ from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES, Chain
 from decode.stats import Counts, Tally, Timing, summary
 from decode.verification import Seconds, Verification
-from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, verification
+from tests.tiny import tiny_model, tiny_target, tiny_tokenizer, tokens_fed, verification
 from train.base.provenance import describe_process
 from train.report.report_summary import footnotes
 
@@ -57,9 +56,7 @@ class Scripted(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
         said = int(contexts.lengths[0]) - len(PROMPT)
         gamma = limits.max_depth
         places = range(said, said + gamma)
@@ -333,10 +330,7 @@ def test_costs_from_timings_by_hand() -> None:
     tally = Tally(1, depth=4)
     tally.add(
         verification(
-            [4],
-            nodes_by_depth=np.array([[1] * 4]),
-            emitted=np.array([5]),
-            ended=np.array([False]),
+            [4], nodes_by_depth=np.array([[1] * 4]), emitted=np.array([5]), ended=np.array([False])
         )
     )
 
@@ -564,15 +558,7 @@ def test_a_decode_as_json() -> None:
 def test_a_pass_of_the_drafter_for_a_token_that_was_held_back_counts() -> None:
     """c is the time of one pass of the drafter, so all its passes are counted."""
     small = SmallLMDrafter(model("llama", seed=7, layers=1))
-    passes = []
-    forward = small.lm.forward
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        passes.append(1)
-        found: torch.Tensor = forward(*args, **kwargs)
-        return found
-
-    small.lm.forward = counted  # type: ignore[method-assign]
+    passes = tokens_fed(small.lm)
     policy = POLICIES.make("confidence:max_depth=5,threshold=0.4")
     run = Decoder(model("llama"), small, policy=policy).decode([PROMPT, [7]], 30)
     assert any(0 < step.drafted.max() < step.draft_steps for step in run.steps)

@@ -24,21 +24,9 @@ from decode.drafters.tokenizers.token_texts import (
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.opening.directory import open_drafter
-from decode.rules import RULES
 from decode.shapes.static import Static
-from tests.lossless import LONGER, PENALISED, decode
-from tests.mutants import NotRestricted
-from tests.other_tokenizers import (
-    as_target,
-    byte_level,
-    sentencepiece,
-    shared_small_lm,
-    shuffled,
-    text_small_lm,
-    with_rows,
-    words,
-)
-from tests.tiny import EOS_ID, save_tiny, tiny_model, tiny_target, tiny_tokenizer
+from tests.other_tokenizers import byte_level, sentencepiece, shuffled, with_rows, words
+from tests.tiny import EOS_ID, as_target, finish, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 TEXTS = [
     "The quick brown fox, naïve and 日本語 🙂 too.\n\nA new  line",
@@ -162,8 +150,7 @@ def test_drafts_are_those_of_the_text_so_far(kind: str, other: str) -> None:
         begin = len(decoding.outputs)
         decoding.admit(PROMPTS[begin : begin + count], NEW)
         decoding.step()
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert decoding.result().outputs == plain(eos_token_ids=(EOS_ID,))
     assert check.checked > 50
 
@@ -228,37 +215,6 @@ def test_trees_of_shared_tokens(sampling: Sampling) -> None:
     assert decoded(longer, rule="exact", sampling=sampling).outputs == run.outputs
     with pytest.raises(UserError, match="chains only"):
         made(RetokenisedDrafter, byte_level).with_shape(shape)
-
-
-# --- sampled --------------------------------------------------------------------------------------
-
-
-def test_sampled_text_has_the_targets_distribution() -> None:
-    """Four of five tokens are shared. The sound drafter passes, and the same draws with a q that is
-    not renormalised are found."""
-    rule = RULES["speculative"]
-    found, counts = decode(shared_small_lm(), rule(), rows=6000, case=LONGER)
-    assert found.passes, found
-    assert found.df > 60
-    assert 0.3 < counts.acceptance_rate < 0.95
-    found, counts = decode(text_small_lm(), rule(), rows=3000, case=LONGER)
-    assert found.passes, found
-    assert counts.acceptance_rate > 0.2
-    found, _ = decode(shared_small_lm(PENALISED), rule(), rows=6000, case=PENALISED)
-    assert found.passes, found
-    found, _ = decode(shared_small_lm(kind=NotRestricted), rule(), rows=6000, case=LONGER)
-    assert not found.passes, found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sampled_text_is_the_same_alone_and_in_a_batch(kind: str) -> None:
-    tokenizer, order = shuffled()
-    target = tiny_target()
-    drafter = KINDS[kind].of_models(with_rows(target.model, order), tokenizer, target)
-    which = Decoder(target.model, drafter, sampling=Sampling(0.9), gamma=3)
-    together = which.decode(PROMPTS, NEW, seed=5).outputs
-    for row, prompt in enumerate(PROMPTS):
-        assert which.decode([prompt], NEW, seed=5, row_ids=[row]).outputs == [together[row]]
 
 
 # --- by name --------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from decode.model.forward.prepare_model import (
 from decode.model.forward.recognition import NotLean, lean_forward
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.shapes import SHAPES
-from tests.tiny import FAMILIES, forbid_packing, real_target, tiny_model
+from tests.tiny import FAMILIES, forbid_packing, own_text, real_target, tiny_model
 
 IDS = torch.randint(3, 300, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -180,16 +180,6 @@ LEAN: dict[str, dict[str, Any]] = {
 }
 
 
-def greedy_text(model: Any, prompt: list[int], new: int) -> list[int]:
-    """By forwards over all of the text, without a cache."""
-    ids = torch.tensor([prompt])
-    with torch.inference_mode():
-        for _ in range(new):
-            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1].argmax(-1)[:, None]], 1)
-    text: list[int] = ids[0, len(prompt) :].tolist()
-    return text
-
-
 PROMPTS = [[5, 17, 250, 9, 5, 17], [7, 11, 13]]
 
 
@@ -215,7 +205,7 @@ def test_standard_decoders_are_lean(family: str) -> None:
     assert isinstance(lm.forward_pass, LeanForward)
     torch.testing.assert_close(through_slots(lm), logits(model), rtol=0, atol=1e-4)
     if family in ("phi3", "smollm3", "olmo2"):  # test_loop has texts of the others
-        expected = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+        expected = [own_text(model, prompt, 12) for prompt in PROMPTS]
         assert texts_in_the_loop(model) == expected
 
 
@@ -252,11 +242,11 @@ def test_a_changed_model_falls_back_says_why_once_and_decodes_its_text(
     change: Callable[[Any], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny_model("llama").eval()
-    before = greedy_text(model, PROMPTS[0], 12)
+    before = own_text(model, PROMPTS[0], 12)
     assert isinstance(prepare(model), LeanForward)
     assert not caplog.records
     reason = change(model)
-    expected = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+    expected = [own_text(model, prompt, 12) for prompt in PROMPTS]
     assert expected[0] != before
     copied = copy.deepcopy(model)
     with caplog.at_level("WARNING"):
@@ -275,7 +265,7 @@ def test_a_switched_adapter_changes_the_text() -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     model = tiny_model("llama").eval()
-    plain = [greedy_text(model, prompt, 12) for prompt in PROMPTS]
+    plain = [own_text(model, prompt, 12) for prompt in PROMPTS]
     adapted(model)
     assert texts_in_the_loop(model) != plain
     for layer in model.modules():
@@ -287,7 +277,7 @@ def test_a_switched_adapter_changes_the_text() -> None:
 def test_a_copy_has_no_dropout() -> None:
     """A model may still be in training mode when it is prepared."""
     model = tiny_model("gpt2", resid_pdrop=0.5)
-    expected = [greedy_text(model.eval(), prompt, 12) for prompt in PROMPTS]
+    expected = [own_text(model.eval(), prompt, 12) for prompt in PROMPTS]
     model.train()
     prepare(model)
     assert texts_in_the_loop(model.eval()) == expected

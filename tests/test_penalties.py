@@ -19,6 +19,7 @@ from decode.rules import RULES
 from decode.verdict import Scores
 from tests.lossless import COUNTED, decode, small_lm
 from tests.test_processors import FixedGrowth, random_tree
+from tests.tiny import finish
 
 ALL = {
     "presence_penalty": 0.7,
@@ -72,20 +73,23 @@ def test_each_place_is_penalised_by_its_own_text(name: str, nodes: int, branchin
 
 
 @pytest.mark.parametrize("vocabulary", [None, torch.arange(1, 20, 3)])
-def test_a_drafter_is_penalised_as_the_target(vocabulary: Tensor | None) -> None:
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_drafter_is_penalised_as_the_target(branching: bool, vocabulary: Tensor | None) -> None:
+    """Grown layer by layer, over the whole vocabulary and a reduced one."""
     ids = torch.arange(20) if vocabulary is None else vocabulary
-    draft, contexts, _ = random_tree(5, 6, len(ids), True)
+    draft, contexts, _ = random_tree(5, 6, len(ids), branching)
     contexts.answers = Answers(np.minimum(contexts.lengths, 2), EOS)
     everywhere = torch.randn(20, generator=torch.Generator().manual_seed(0))
     sampling = Sampling(**ALL)  # type: ignore[arg-type]
     growth = FixedGrowth(everywhere[ids], contexts, sampling, torch.device("cpu"), 20, vocabulary)
     found = [growth.first()[:, None]]
     for begin, end in ((0, 2), (2, 3), (3, 6)):
-        parents = draft.parents[:, begin:end]  # type: ignore[index]
+        parents = draft.parents[:, begin:end] if draft.parents is not None else None
         found.append(growth.extend(draft.tokens[:, begin:end], parents))
     target = Draft(ids[draft.tokens], draft.sizes, parents=draft.parents)
     wanted = Scores(everywhere.expand(5, 7, -1), sampling, target, contexts).logits[..., ids]
     assert torch.equal(torch.cat(found, 1), wanted)
+    assert not torch.equal(wanted, everywhere[ids].expand_as(wanted))
 
 
 @pytest.mark.parametrize(
@@ -99,10 +103,8 @@ def test_texts_have_the_law_of_counted_penalties(rule: str, siblings: Any) -> No
 
 
 def test_a_penalised_drafter_that_is_the_target_is_always_right() -> None:
-    case = COUNTED
-    drafter = SmallLMDrafter(case.model(0.0))
-    decoder = Decoder(case.model(0.0), drafter, eos_token_ids=case.eos, sampling=case.sampling)
-    assert decoder.decode(list(case.prompts) * 20, 9).counts.acceptance_rate == 1
+    decoder = COUNTED.decoder(SmallLMDrafter(COUNTED.model(0.0)))
+    assert decoder.decode(list(COUNTED.prompts) * 20, 9).counts.acceptance_rate == 1
 
 
 def test_a_text_that_goes_on_elsewhere_counts_all_that_is_generated() -> None:
@@ -121,9 +123,7 @@ def decoder_text(
 ) -> list[list[int]]:
     decoding = Decoding(decoder)
     decoding.admit(prompts, limit, settings=RowSettings(sampling, answered=answered))
-    while not decoding.finished:
-        decoding.step()
-    return list(decoding.outputs.values())
+    return list(finish(decoding).values())
 
 
 def test_a_stop_id_ends_its_own_row_only() -> None:
@@ -133,10 +133,8 @@ def test_a_stop_id_ends_its_own_row_only() -> None:
     each = [RowSettings(Sampling(stop_token_ids=ids)) for ids in ((token,), (), (token, token))]
     decoding = Decoding(decoder)
     decoding.admit([(2, 1)] * 3, 12, settings=each)
-    while not decoding.finished:
-        decoding.step()
     ended = plain[: plain.index(token) + 1]
-    assert list(decoding.outputs.values()) == [ended, plain, ended]
+    assert list(finish(decoding).values()) == [ended, plain, ended]
 
 
 @pytest.mark.parametrize(

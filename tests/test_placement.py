@@ -28,8 +28,8 @@ from decode.loop.decoding import Decoder
 from decode.model.cache.slots import Slots
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import can_pack, prepare
-from decode.model.identity import fingerprint, require_same_weights, sample_weights, weights_sha256
-from decode.model.loading import Target, load_target, resolve_device
+from decode.model.identity import require_same_weights, sample_weights, weights_sha256
+from decode.model.loading import load_target, resolve_device
 from decode.model.pretrained import input_device, require_finite
 from decode.model.without_weights import load_shapes
 from decode.opening.directory import open_drafter
@@ -40,19 +40,13 @@ from distill.untrained_student import student_from_layers
 from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
-from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import as_target, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from train.base.console import Reporter
 from train.run.config import validate_config
 from train.run.run import Run
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 TREE = "static:widths=[2,1]"
-
-
-def target_of(model: Any) -> Target:
-    tokenizer = tiny_tokenizer()
-    identity = fingerprint(tokenizer, model.config, model.generation_config)
-    return Target(model, tokenizer, "tiny", None, identity, identity.eos_token_ids)
 
 
 def require_plain_text(model: Any, expected: Any, drafters: dict[str, Drafter]) -> None:
@@ -100,7 +94,7 @@ PLACED: dict[str, Callable[[Any, Path], Any]] = {
 def test_targets_under_a_device_map_say_the_same(how: str, tmp_path: Path) -> None:
     whole = tiny_model("llama", tie=False).requires_grad_(False)
     expected = plain_text(whole)
-    target = target_of(PLACED[how](whole, tmp_path))
+    target = as_target(PLACED[how](whole, tmp_path))
     assert not can_pack(target.model)
     assert target.device == input_device(target.model) == torch.device("cpu")
     tree = small(shape=SHAPES.make(TREE))
@@ -117,10 +111,10 @@ def test_targets_under_a_device_map_say_the_same(how: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("how", ["cpu offload", "part on disk"])
 def test_what_reads_offloaded_weights_is_refused(how: str, tmp_path: Path) -> None:
-    whole = target_of(tiny_model("llama", tie=False).requires_grad_(False))
+    whole = as_target(tiny_model("llama", tie=False).requires_grad_(False))
     made = new_heads(HeadOptions.of({"type": "medusa", "heads": 2}), whole, None)
     save_heads(tmp_path / "heads", made, target=whole, provenance={})
-    placed = target_of(PLACED[how](tiny_model("llama", tie=False), tmp_path / "off"))
+    placed = as_target(PLACED[how](tiny_model("llama", tie=False), tmp_path / "off"))
     with pytest.raises(
         UserError, match=r"heads on the target must read .*LlamaForCausalLM's are off"
     ):
@@ -296,7 +290,7 @@ def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> No
     """Text is plain decoding's. Heads are for the quantised target that they were made for, and not
     for the model that it was made of."""
     whole = tiny_model("llama", tie=False).requires_grad_(False)
-    target = target_of(quantise(tiny_model("llama", tie=False)).requires_grad_(False).eval())
+    target = as_target(quantise(tiny_model("llama", tie=False)).requires_grad_(False).eval())
     model = target.model
     assert not can_pack(model)
     expected = plain_text(model)

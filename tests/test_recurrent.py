@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
@@ -23,8 +22,6 @@ from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.cascade import VerticalCascade
 from decode.drafters.skip import SkipDrafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache, prefix_cache
@@ -37,7 +34,7 @@ from decode.shapes.static import Static
 from tests.contract import heads_drafter
 from tests.lossless import LONGER, Case, decode_runs
 from tests.stages import examples, make_stage, run_stage, stage_context
-from tests.tiny import PAD_ID, tiny_model, tiny_target
+from tests.tiny import finish, generated, is_matrix, moved, tiny_model, tiny_target
 from train.data.chat_tokens import prompt_tokens
 from train.data.corpus import read_answers
 
@@ -100,14 +97,7 @@ def model(family: str, seed: int = 3, **fields: Any) -> Any:
 @functools.cache
 def expected(family: str) -> list[list[int]]:
     """What `generate()` continues each prompt with, alone."""
-    settings = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=PAD_ID)
-    texts = []
-    for prompt in PROMPTS:
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        text = model(family).generate(ids, attention_mask=mask, generation_config=settings)
-        texts.append(text[0, len(prompt) :].tolist())
-    return texts
+    return [generated(model(family), prompt, NEW) for prompt in PROMPTS]
 
 
 class OftenWrong(Drafter):
@@ -120,9 +110,7 @@ class OftenWrong(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:
         tokens = np.zeros((len(contexts.lengths), limits.max_depth), dtype=np.int64)
         for row, length in enumerate(contexts.lengths.tolist()):
             begun = contexts.tokens[row, :length].tolist()
@@ -200,8 +188,7 @@ def test_rows_that_join_sit_out_and_leave() -> None:
             decoding.read(first, 4)
         decoding.step()
     decoding.drop(3)
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     texts = expected("qwen3_next")
     rows = (0, 1, 2, 4, 5, 6)  # the fifth prompt has two rows
     assert [decoding.outputs[row] for row in rows] == [*texts[:3], texts[4], *texts[4:]]
@@ -229,12 +216,7 @@ def few_tokens(family: str) -> Callable[[float], Any]:
         if family != "lfm2":
             fields |= {"linear_num_key_heads": 1, "linear_num_value_heads": 1}
         lm = tiny_model(family, vocab=5, seed=4, **fields)
-        generator = torch.Generator().manual_seed(2)
-        with torch.no_grad():
-            for parameter in lm.parameters():
-                if parameter.ndim > 1:
-                    parameter += apart * torch.randn(parameter.shape, generator=generator)
-        return lm
+        return moved(lm, apart, seed=2, which=is_matrix)
 
     return make
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from decode.base.errors import UserError
-from decode.draft import Contexts, Draft, Limits, Siblings
+from decode.draft import Contexts, Draft, Siblings
 from decode.drafters import Drafter
 from decode.draw.constraint import Constraint, Guide
 from decode.draw.mixed_sampling import MixedSampling
@@ -253,9 +253,8 @@ def random_draft(siblings: Siblings, *, chain: bool = False, seed: int = 0) -> D
     logits = random_logits(seed) + random_logits(-1)
     q = FILTERED.probs(logits)
     for row in range(ROWS):
-        # Not below the one before it, so that shallow nodes come before deeper ones.
+        # Sorted, so that shallow nodes come before deeper ones.
         parents[row] = np.sort(random.integers(-1, np.arange(NODES)))
-        parents[row] = np.minimum(parents[row], np.arange(NODES) - 1)
         if chain:
             parents[row] = np.arange(NODES) - 1
         if siblings == "mixed":  # a q for each node, near that of its parent
@@ -539,9 +538,7 @@ class Stand(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
         return Draft.none(len(contexts.lengths), "cpu")
 
 

@@ -25,7 +25,7 @@ from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from draftsmith.cli.main import app
 from draftsmith.edge.remote_target import RemoteLM
-from tests.tiny import save_tiny, tiny_model, tiny_target
+from tests.tiny import as_target, finish, save_tiny, tiny_model, tiny_target
 
 LAYERS = 4
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
@@ -125,8 +125,9 @@ def test_a_draft_leaves_no_trace_in_the_slots() -> None:
     assert checked > 12
 
 
-def test_one_drafter_of_two_decoders_drafts_for_the_one_that_runs() -> None:
-    drafter, lms = SkipDrafter(attention="1"), [model(), model(seed=3)]
+@pytest.mark.parametrize("name", ["skip:attention=1", "sparse:sinks=1,recent=2,chunk=2,budget=6"])
+def test_one_drafter_of_two_decoders_drafts_for_the_one_that_runs(name: str) -> None:
+    drafter, lms = DRAFTERS.make(name), [model(), model(seed=3)]
     decoders = [Decoder(lm, drafter) for lm in lms]
     for lm, decoder in zip(lms, decoders, strict=True):
         assert decoder.decode(PROMPTS, 12).outputs == plain_texts(lm, 12)
@@ -221,15 +222,7 @@ def test_acceptance_is_that_of_drafts(sampling: Sampling) -> None:
 
 
 def test_the_search_finds_sublayers_that_add_little() -> None:
-    target = tiny_target(layers=6)
-    target = type(target)(
-        weak_model(QUIET).requires_grad_(False),
-        target.tokenizer,
-        target.name,
-        None,
-        target.fingerprint,
-        target.eos_token_ids,
-    )
+    target = as_target(weak_model(QUIET).requires_grad_(False))
     tried: list[int] = []
     done = calibrate_layers(target, PROMPTS, costs=COSTS, progress=tried.append)
     assert done.chosen.skipped >= QUIET
@@ -276,8 +269,7 @@ def test_swift_searches_while_it_serves() -> None:
         for prompt in PROMPTS:
             decoding.admit([prompt], 120)
             decoding.step()
-        while not decoding.finished:
-            decoding.step()
+        finish(decoding)
         assert decoding.result().outputs == plain
         assert drafter.search is not None
         runs.append((drafter.skipped, drafter.search.score, drafter.search.trials))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.draft import Draft, Limits, Siblings
+from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, draw
@@ -22,7 +23,7 @@ from decode.shapes import SHAPES, Growth, Shape
 from decode.shapes.structure import Structure
 from decode.tree_nodes import best, first_equal, pack, renumbered
 from tests.test_drafters import append, contexts_of, limits_of, model, noise_for
-from tests.tiny import FAMILIES, after, tiny_model
+from tests.tiny import FAMILIES, after, moved, tiny_model
 
 GREEDY = Sampling()
 PLAIN = Sampling(1.0)
@@ -110,20 +111,8 @@ def grow(
 def random_trees(rows: int, nodes: int, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and parents of random trees, shallow nodes first."""
     random = np.random.default_rng(seed)
-    parents = np.full((rows, nodes), -1)
-    depth = np.zeros((rows, nodes + 1), dtype=int)  # of node i at i + 1; the root's is 0
-    for row in range(rows):
-        for node in range(1, nodes):
-            # No shallower than the node before: any parent that is as deep as its, or one deeper.
-            above = parents[row, node - 1]
-            allowed = [
-                i
-                for i in range(-1, node)
-                if depth[row, above + 1] <= depth[row, i + 1] <= depth[row, node]
-            ]
-            parents[row, node] = random.choice(allowed)
-            depth[row, node + 1] = depth[row, parents[row, node] + 1] + 1
-        depth[row, 1] = 1
+    # Any node before it is a node's parent; where parents are sorted, so are depths.
+    parents = np.sort(random.integers(-1, np.arange(nodes), (rows, nodes)), axis=1)
     return torch.as_tensor(random.integers(0, tokens, (rows, nodes))), torch.as_tensor(parents)
 
 
@@ -445,12 +434,7 @@ class Checking(Shape):
         return self.shape.grow(growth, limits, sampling, rng)
 
     def _check(
-        self,
-        growth: Any,
-        limits: Limits,
-        sampling: Sampling,
-        logits: Tensor,
-        seen: Tensor | None,
+        self, growth: Any, limits: Limits, sampling: Sampling, logits: Tensor, seen: Tensor | None
     ) -> None:
         lm, ids = growth.drafter.lm.model, growth.vocabulary
         penalty = transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty)
@@ -479,16 +463,6 @@ class Checking(Shape):
             self.checked += len(nodes)
 
 
-def noisy(family: str) -> Any:
-    """`model(family, seed=3)` with a little noise: it accepts the drafts of that often."""
-    lm = tiny_model(family, seed=3)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in lm.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
-    return lm
-
-
 TEXTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
 
 
@@ -505,9 +479,9 @@ def test_logits_are_those_of_each_path(family: str, name: str, penalty: float) -
     checking = Checking(shape(name))
     drafter = SmallLMDrafter(model(family, seed=3), shape=checking)
     sampling = Sampling(temperature, repetition_penalty=penalty)
-    run = Decoder(noisy(family), drafter, gamma=3, rule="exact", sampling=sampling).decode(
-        TEXTS, 12
-    )
+    # It accepts often what it drafts itself, with a little noise.
+    target = moved(tiny_model(family, seed=3), 0.02)
+    run = Decoder(target, drafter, gamma=3, rule="exact", sampling=sampling).decode(TEXTS, 12)
     assert checking.checked > 30
     assert (run.counts.by_accepted > 0).sum() >= 2
 
@@ -516,9 +490,7 @@ def test_logits_are_those_of_each_path(family: str, name: str, penalty: float) -
 def test_trees_over_a_reduced_vocabulary(name: str) -> None:
     lm = tiny_model("llama", layers=1, seed=7)
     ids = torch.arange(4, 300, 3)
-    output = torch.nn.Linear(32, len(ids), bias=False)
-    output.weight = torch.nn.Parameter(lm.get_output_embeddings().weight[ids].clone())
-    lm.set_output_embeddings(output)
+    reduce_output(lm, ids)
     for sampling in (GREEDY, Sampling(0.8, top_k=40, repetition_penalty=1.2)):
         checking = Checking(shape(name))
         drafter = SmallLMDrafter(lm.requires_grad_(False), ids, checking)

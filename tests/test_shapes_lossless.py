@@ -29,13 +29,8 @@ from decode.rules.exact import ExactMatch
 from decode.shapes import SHAPES, Growth, Shape
 from decode.tree_nodes import first_equal, pack
 from decode.verdict import Decision, Scores
-from tests.enumeration import (
-    TOKENS,
-    Contextual,
-    drawing_by_cdf,
-    enumerate_drafts,
-    total_variation,
-)
+from tests.enumeration import TOKENS, Contextual, drawing_by_cdf, enumerate_drafts, total_variation
+from tests.lossless import FixedDraft
 from tests.test_drafters import contexts_of, limits_of, model, noise_for
 from tests.test_shapes import Path, paths_of
 
@@ -118,22 +113,6 @@ class TableDrafter(Drafter):
         self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
     ) -> Draft:
         return self.shape.grow(TableGrowth(contexts, self.q, sampling), limits, sampling, rng)
-
-
-class Says(Drafter):
-    """Chooses these tokens always."""
-
-    def __init__(self, *tokens: int) -> None:
-        self.tokens = torch.tensor([tokens])
-
-    def start(self, contexts: Contexts) -> None:
-        return None
-
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        rows = len(contexts.lengths)
-        return Draft(self.tokens.expand(rows, -1), np.full(rows, self.tokens.shape[1]))
 
 
 def trees_of(draft: Draft) -> Iterator[tuple[Tree, int]]:
@@ -271,7 +250,7 @@ def merged_drafts(other: str, seed: int) -> tuple[Contextual, Draft]:
         drafters.insert(0, TableDrafter(second, SHAPES["chains"](chains=2, budget=3)))
         rng = GridNoise(grid(4, 5), each=3)
     else:
-        drafters = [Says(1, 2), *drafters, Says(1, 0)]
+        drafters = [FixedDraft((1, 2)), *drafters, FixedDraft((1, 0))]
         rng = GridNoise(grid(4, 2))
     several = SeveralDrafters(drafters)
     draft = drafts_of(several, rng)
@@ -408,7 +387,9 @@ def test_greedy_drafts_beside_drawn_ones_are_lossless(name: str, options: Any, r
 
 
 def test_several_that_choose_are_merged() -> None:
-    several = SeveralDrafters([Says(1, 2, 0), Says(1, 0), Says(2), Says(1, 2, 1)])
+    several = SeveralDrafters(
+        [FixedDraft((1, 2, 0)), FixedDraft((1, 0)), FixedDraft((2,)), FixedDraft((1, 2, 1))]
+    )
     contexts = contexts_of([[0], [0]])
     several.start(contexts)
     draft = several.draft(contexts, limits_of(contexts, 3), PLAIN, noise_for(2))
@@ -467,7 +448,7 @@ def test_several_drafters_are_refused() -> None:
     with pytest.raises(UserError, match="give at least one drafter"):
         SeveralDrafters([])
     distinct = SHAPES["static"](widths=[2], draw="distinct")
-    several = SeveralDrafters([Says(1), SmallLMDrafter(model("llama"), shape=distinct)])
+    several = SeveralDrafters([FixedDraft((1,)), SmallLMDrafter(model("llama"), shape=distinct)])
     with pytest.raises(UserError, match="SmallLMDrafter draws siblings without replacement"):
         several.siblings(PLAIN)
     assert several.siblings(Sampling()) == "chosen"

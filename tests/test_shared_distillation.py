@@ -23,9 +23,9 @@ from distill.students.shared_vocabulary_student import (
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import TeacherLogits
-from tests.other_tokenizers import as_target, byte_level, sentencepiece, shuffled, with_rows, words
+from tests.other_tokenizers import byte_level, sentencepiece, shuffled, with_rows, words
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
-from tests.tiny import padded, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import as_target, padded, tiny_model, tiny_target, tiny_tokenizer
 from train.data.batches import collate, inputs
 from train.data.chat_tokens import Sample
 

@@ -20,7 +20,7 @@ from decode.model.forward.prepare_model import prepare
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from draftsmith.edge.remote_target import RemoteLM
-from tests.tiny import forbid_packing, near_drafter, tiny_model, tiny_target
+from tests.tiny import finish, forbid_packing, near_drafter, tiny_model, tiny_target
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9, [11, 12, 13, 14, 200, 3] * 6]
 # Chosen anew every 6 tokens: 2 sinks, 4 to 6 recent tokens and two chunks of 3.
@@ -143,8 +143,7 @@ def test_slots_have_the_kept_tokens_while_rows_join_and_leave(shape: str) -> Non
                 decoding.step()
             decoding.read(row, 30)
         decoding.step()
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     for text, whole in zip(decoding.result().outputs, plain, strict=True):
         assert text == whole[: len(text)]
     assert drafter.checked > 200
@@ -200,13 +199,6 @@ def test_in_a_cascade_it_drafts_what_it_drafts_alone(inner: str) -> None:
         assert [step.accepted.tolist() for step in both.steps] == [
             step.accepted.tolist() for step in alone.steps
         ]
-
-
-def test_one_drafter_of_two_decoders_drafts_for_the_one_that_runs() -> None:
-    drafter, lms = sparse(), [tiny_model("llama"), tiny_model("llama", seed=3)]
-    decoders = [Decoder(lm, drafter) for lm in lms]
-    for lm, decoder in zip(lms, decoders, strict=True):
-        assert decoder.decode(PROMPTS, 12).outputs == plain_texts(lm, 12)
 
 
 # --- what is refused ------------------------------------------------------------------------------

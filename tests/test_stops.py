@@ -8,21 +8,18 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from decode import text_stream
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.text_stream import StopStrings, TextStream, decode, text_of
-from tests.tiny import PAD_ID, VOCAB, tiny_model, tiny_tokenizer
+from tests.test_loop import NEW, PROMPTS
+from tests.tiny import VOCAB, generated, tiny_model, tiny_tokenizer
 
 tokenizer = functools.cache(tiny_tokenizer)
-
-PROMPTS = ((5, 17, 250, 9, 42), (7,), (30,) * 9, (11, 12, 13, 14) * 3 + (11, 12))
-NEW = 24
 
 
 @functools.cache
@@ -39,22 +36,8 @@ def model() -> Any:
 @functools.cache
 def answer(prompt: tuple[int, ...], *stop: str) -> list[int]:
     """What `generate()` says, up to a stop string."""
-    ids = torch.tensor([prompt])
-    settings = GenerationConfig(
-        max_new_tokens=NEW,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=PAD_ID,
-        stop_strings=list(stop) or None,
-    )
-    found = model().generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        generation_config=settings,
-        tokenizer=tokenizer(),
-    )
-    tokens: list[int] = found[0, len(prompt) :].tolist()
-    return tokens
+    call = {"tokenizer": tokenizer()}
+    return generated(model(), prompt, NEW, call, stop_strings=list(stop) or None)
 
 
 def plain(prompt: tuple[int, ...], stop: list[str]) -> list[int]:
@@ -74,12 +57,7 @@ def drafter(name: str) -> Drafter:
 
 
 def decoded(name: str, stop: list[str], gamma: int = 7, prompts: Any = PROMPTS) -> Any:
-    decoder = Decoder(
-        model(),
-        drafter(name),
-        gamma=gamma,
-        stop=StopStrings(tokenizer(), stop),
-    )
+    decoder = Decoder(model(), drafter(name), gamma=gamma, stop=StopStrings(tokenizer(), stop))
     return decoder.decode(prompts, NEW)
 
 
@@ -116,21 +94,6 @@ def test_what_comes_after_the_end_is_not_counted() -> None:
     assert run.counts.emitted == emitted
     assert run.counts.reached.sum() == run.counts.accepted.sum() <= emitted
     assert stop in decode(tokenizer(), run.outputs[0])
-
-
-def test_a_batch_stops_as_each_row_alone() -> None:
-    stops = stops_of(PROMPTS[1])[2:4] + stops_of(PROMPTS[3])[5:6]
-    sampling = Sampling(0.9, top_k=30)
-    decoder = Decoder(
-        model(),
-        drafter("same"),
-        gamma=5,
-        sampling=sampling,
-        stop=StopStrings(tokenizer(), stops),
-    )
-    together = decoder.decode(PROMPTS, NEW, seed=2).outputs
-    for row, prompt in enumerate(PROMPTS):
-        assert decoder.decode([prompt], NEW, seed=2, row_ids=[row]).outputs == [together[row]]
 
 
 # --- the strings themselves -----------------------------------------------------------------------

@@ -42,28 +42,12 @@ def _write(directory: Path) -> None:
 def saved(tmp_path: Path, target: Target) -> Path:
     path = tmp_path / "drafters" / "small"
     save_drafter(
-        path,
-        "small_lm",
-        _write,
-        target=target,
-        provenance={"steps": 3, "data": ["a.jsonl"]},
+        path, "small_lm", _write, target=target, provenance={"steps": 3, "data": ["a.jsonl"]}
     )
     return path
 
 
-def test_round_trip(saved: Path, target: Target) -> None:
-    drafter = open_drafter(str(saved), target)
-    assert isinstance(drafter, SmallLMDrafter)
-    again = tiny_model("llama", **DRAFTER)
-    for name, tensor in drafter.lm.model.state_dict().items():
-        assert torch.equal(tensor, again.state_dict()[name])
-    runs = [
-        Decoder(target.model, which, gamma=3).decode(PROMPTS, 16)
-        for which in (drafter, SmallLMDrafter(again))
-    ]
-    assert runs[0].outputs == runs[1].outputs
-    assert runs[0].counts.to_dict() == runs[1].counts.to_dict()
-
+def test_a_directory_says_what_was_saved(saved: Path, target: Target) -> None:
     described = describe_drafter(saved)
     assert described["kind"] == "small_lm"
     assert described["target"]["name"] == target.name
@@ -174,16 +158,11 @@ def test_a_permuted_vocabulary_is_refused(tmp_path: Path, target: Target) -> Non
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", DRAFTER_FILE])
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_damage_is_refused_and_named(saved: Path, target: Target, name: str, damage: str) -> None:
+def test_damage_is_refused_and_named(saved: Path, target: Target, name: str) -> None:
+    """`test_artifact` has every kind of damage."""
     file = saved / name
     data = file.read_bytes()
-    if damage == "flip":
-        file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
-    elif damage == "cut":
-        file.write_bytes(data[: len(data) // 2])
-    else:
-        file.unlink()
+    file.write_bytes(data[:-3] + bytes([data[-3] ^ 1]) + data[-2:])
     with pytest.raises(CorruptArtifact) as caught:
         open_drafter(str(saved), target)
     assert caught.value.file == name

@@ -2,23 +2,22 @@
 
 import functools
 import io
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, TextStreamer
+from transformers import AutoModelForCausalLM, TextStreamer
 
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
-from decode.drafters.draft_vocabulary import save_with_vocabulary
-from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.opening.directory import save_drafter
 from decode.text import SpeculativeGenerator, TextPieces
 from decode.text_stream import decode
-from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
+from tests.tiny import EOS_ID, generated, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 
 model = functools.cache(tiny_model)
 tokenizer = functools.cache(tiny_tokenizer)
@@ -28,21 +27,9 @@ MESSAGES = [{"role": "user", "content": "What is the sum of 12 and 30?"}]
 NEW = 20
 
 
-def generated(ids: list[int], new: int = NEW, **options: Any) -> list[int]:
+def said(ids: list[int], call: Mapping[str, Any] = {}, **settings: Any) -> list[int]:
     """What transformers' generate() answers."""
-    settings = GenerationConfig(
-        max_new_tokens=new,
-        do_sample=False,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        **options,
-    )
-    tokens = torch.tensor([ids])
-    found = model("llama").generate(
-        tokens, attention_mask=torch.ones_like(tokens), generation_config=settings
-    )
-    answer: list[int] = found[0, len(ids) :].tolist()
-    return answer
+    return generated(model("llama"), ids, NEW, call, eos_token_id=EOS_ID, **settings)
 
 
 def generator(drafter: Any = "ngram", **options: Any) -> SpeculativeGenerator:
@@ -51,7 +38,7 @@ def generator(drafter: Any = "ngram", **options: Any) -> SpeculativeGenerator:
 
 def test_text_in_text_out_as_generate() -> None:
     ours = generator(model("llama", seed=7, layers=1), gamma=3)
-    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    wanted = [decode(tokenizer(), said(tokenizer()(text).input_ids)) for text in TEXTS]
     assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
     assert ours.decoded is not None
     assert ours.decoded.counts.steps > 0
@@ -65,7 +52,7 @@ def test_text_in_text_out_as_generate() -> None:
 
 def test_messages_are_written_by_the_chat_template() -> None:
     ids = tokenizer().apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
-    wanted = decode(tokenizer(), generated(ids))
+    wanted = decode(tokenizer(), said(ids))
     assert generator().generate(MESSAGES, max_new_tokens=NEW) == wanted
     assert generator().generate([MESSAGES, MESSAGES], max_new_tokens=NEW) == [wanted] * 2
     bare = tiny_tokenizer()
@@ -77,7 +64,7 @@ def test_messages_are_written_by_the_chat_template() -> None:
 def test_options_reach_the_decoder() -> None:
     ours = generator()
     ids = tokenizer()(TEXTS[0]).input_ids
-    penalised = decode(tokenizer(), generated(ids, repetition_penalty=1.5))
+    penalised = decode(tokenizer(), said(ids, repetition_penalty=1.5))
     assert ours.generate(TEXTS[0], max_new_tokens=NEW, repetition_penalty=1.5) == penalised
     sampled: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 1.2, "min_p": 0.01}
     texts = ours.generate(TEXTS, **sampled, seed=5)
@@ -104,7 +91,7 @@ def test_parts_by_name() -> None:
     ours = generator(
         small, rule="exact", policy="heuristic:max_depth=6", shape="static:widths=[2,1]"
     )
-    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
+    wanted = [decode(tokenizer(), said(tokenizer()(text).input_ids)) for text in TEXTS]
     assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
     assert ours.decoded is not None
     assert ours.decoded.counts.nodes_per_step > 2
@@ -126,7 +113,6 @@ def test_streamed_pieces_add_up_to_the_text(temperature: float) -> None:
 
 def test_streamers_of_transformers_print_what_they_print_there() -> None:
     ids = tokenizer()(TEXTS[0]).input_ids
-    tokens = torch.tensor([ids])
     printed = []
     for skip_prompt in (False, True):
         for ours in (True, False):
@@ -137,18 +123,7 @@ def test_streamers_of_transformers_print_what_they_print_there() -> None:
                         TEXTS[0], max_new_tokens=NEW, streamer=streamer
                     )
                 else:
-                    settings = GenerationConfig(
-                        max_new_tokens=NEW,
-                        do_sample=False,
-                        eos_token_id=EOS_ID,
-                        pad_token_id=PAD_ID,
-                    )
-                    model("llama").generate(
-                        tokens,
-                        attention_mask=torch.ones_like(tokens),
-                        generation_config=settings,
-                        streamer=streamer,
-                    )
+                    said(ids, {"streamer": streamer})
             printed.append(out.getvalue())
     assert printed[0] == printed[1] != printed[2] == printed[3]
 
@@ -156,17 +131,8 @@ def test_streamers_of_transformers_print_what_they_print_there() -> None:
 def test_our_streamer_in_transformers_loop() -> None:
     ids = tokenizer()(TEXTS[0]).input_ids
     pieces: list[str] = []
-    tokens = torch.tensor([ids])
-    settings = GenerationConfig(
-        max_new_tokens=NEW, do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-    )
-    model("llama").generate(
-        tokens,
-        attention_mask=torch.ones_like(tokens),
-        generation_config=settings,
-        streamer=TextPieces(tokenizer(), pieces.append),
-    )
-    assert "".join(pieces) == decode(tokenizer(), generated(ids))
+    whole = said(ids, {"streamer": TextPieces(tokenizer(), pieces.append)})
+    assert "".join(pieces) == decode(tokenizer(), whole)
 
 
 def test_a_stream_may_be_left_and_tells_of_errors() -> None:
@@ -195,48 +161,17 @@ def test_what_is_left_to_generate_or_makes_no_sense() -> None:
 # --- drafters here and there ----------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A drafter directory as training writes it."""
-    path = tmp_path_factory.mktemp("drafter") / "drafter"
-
-    def write(directory: Path) -> None:
-        save_with_vocabulary(model("llama", seed=7, layers=1), None, directory)
-        tokenizer().save_pretrained(directory)
-
-    save_drafter(path, "small_lm", write, target=tiny_target(), provenance={})
-    return path
-
-
-def test_a_saved_drafter_is_an_assistant_model(saved: Path) -> None:
+def test_a_saved_drafter_is_an_assistant_model(tmp_path: Path) -> None:
+    """As training writes it."""
+    saved = tmp_path / "drafter"
+    options: dict[str, Any] = {"target": tiny_target(), "provenance": {}}
+    save_drafter(saved, "small_lm", lambda path: save_tiny(path, layers=1, seed=7), **options)
     assistant = AutoModelForCausalLM.from_pretrained(saved)
     for text in TEXTS:
         ids = tokenizer()(text).input_ids
-        tokens = torch.tensor([ids])
-        settings = GenerationConfig(
-            max_new_tokens=NEW, do_sample=False, eos_token_id=EOS_ID, pad_token_id=PAD_ID
-        )
-        found = model("llama").generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
-            generation_config=settings,
-            assistant_model=assistant,
-        )
-        wanted = generated(ids)
-        assert found[0, len(ids) :].tolist() == wanted
+        wanted = said(ids)
+        assert said(ids, {"assistant_model": assistant}) == wanted
         # And ours with the same drafter says the same.
         ours = generator(str(saved))
         assert ours.generate(text, max_new_tokens=NEW) == decode(tokenizer(), wanted)
         assert isinstance(ours.drafter, SmallLMDrafter)
-
-
-def test_several_drafters_by_name(saved: Path) -> None:
-    ours = generator(f"ngram+{saved}")
-    assert isinstance(ours.drafter, CompositeDrafter)
-    wanted = [decode(tokenizer(), generated(tokenizer()(text).input_ids)) for text in TEXTS]
-    assert ours.generate(TEXTS, max_new_tokens=NEW) == wanted
-    merged = generator(f"ngram++{saved}")
-    assert isinstance(merged.drafter, SeveralDrafters)
-    assert merged.generate(TEXTS, max_new_tokens=NEW) == wanted
-    with pytest.raises(UserError, match="nothing/here/at/all does not exist"):
-        generator("ngram+nothing/here/at/all")

@@ -8,7 +8,7 @@ import copy
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from decode.draft import Contexts, Draft
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
+from decode.loop.decoding import Decoding
 from decode.model.features import Features
 from decode.model.identity import fingerprint
 from decode.model.loading import EMBEDDED, Target, load_target
@@ -255,10 +256,14 @@ def tiny_llama(**shape: Any) -> Any:
 
 def tiny_target(family: str = "llama", **shape: Any) -> Target:
     """A frozen tiny model with the tiny tokenizer, as `load_target` would give it."""
-    model = tiny_model(family, **shape).requires_grad_(False)
-    tokenizer = tiny_tokenizer()
+    return as_target(tiny_model(family, **shape).requires_grad_(False), name=f"tiny-{family}")
+
+
+def as_target(model: Any, tokenizer: Any = None, name: str = "tiny") -> Target:
+    """A model with this tokenizer, the tiny one by default."""
+    tokenizer = tiny_tokenizer() if tokenizer is None else tokenizer
     identity = fingerprint(tokenizer, model.config, model.generation_config)
-    return Target(model, tokenizer, f"tiny-{family}", None, identity, identity.eos_token_ids)
+    return Target(model, tokenizer, name, None, identity, identity.eos_token_ids)
 
 
 @functools.cache
@@ -332,11 +337,71 @@ def after(contexts: Contexts, features: Features | None = None) -> Verification:
     return verification([0] * len(contexts.lengths), contexts=contexts, features=features)
 
 
-def near_drafter(kind: type[SmallLMDrafter] = SmallLMDrafter) -> SmallLMDrafter:
-    """A drafter that is near the target, not equal to it."""
-    model = tiny_model("llama")
-    generator = torch.Generator().manual_seed(3)
+def moved(
+    module: Any,
+    by: float,
+    seed: int = 0,
+    which: Callable[[str, torch.Tensor], bool] = lambda name, weight: True,
+) -> Any:
+    """The module, with normal noise of this size on its weights: near what it was."""
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in model.parameters():
-            weight += 0.03 * torch.randn(weight.shape, generator=generator)
-    return kind(model)
+        for name, weight in module.named_parameters():
+            if which(name, weight):
+                weight += by * torch.randn(weight.shape, generator=generator)
+    return module
+
+
+def is_matrix(name: str, weight: torch.Tensor) -> bool:
+    return weight.ndim > 1
+
+
+def near_drafter(kind: type[SmallLMDrafter] = SmallLMDrafter) -> SmallLMDrafter:
+    return kind(moved(tiny_model("llama"), 0.03, seed=3))
+
+
+def finish(decoding: Decoding) -> dict[int, list[int]]:
+    """The texts of all rows, after the steps that are left."""
+    while not decoding.finished:
+        decoding.step()
+    return decoding.outputs
+
+
+def tokens_fed(lm: Any) -> list[int]:
+    """How many tokens each pass of a model feeds from now on."""
+    forward, fed = lm.forward, []
+
+    def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
+        fed.append(ids.numel())
+        return forward(ids, *args, **more)
+
+    lm.forward = counted
+    return fed
+
+
+def generated(
+    model: Any, prompt: Sequence[int], new: int, call: Mapping[str, Any] = {}, **settings: Any
+) -> list[int]:
+    """What transformers' greedy `generate()` says after one prompt, its EOS included. call: more
+    of its arguments. settings: those of its config, which names no EOS by itself."""
+    ids = torch.tensor([prompt])
+    config = {"do_sample": False, "eos_token_id": None, "pad_token_id": PAD_ID} | settings
+    found = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        generation_config=transformers.GenerationConfig(max_new_tokens=new, **config),
+        **call,
+    )
+    begin = 1 if model.config.is_encoder_decoder else len(prompt)
+    text: list[int] = found[0, begin:].tolist()
+    return text
+
+
+@torch.no_grad()
+def own_text(model: Any, prompt: Sequence[int], new: int) -> list[int]:
+    """Greedy, by the model's own forward over the whole text, without a cache."""
+    ids = list(prompt)
+    for _ in range(new):
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits
+        ids.append(int(logits[0, -1].argmax()))
+    return ids[len(prompt) :]
