@@ -109,7 +109,7 @@ def test_training_drops_later_places_and_reaches_the_stand_ins(options: dict[str
 
 def test_published_options_are_drafted_with_and_survive_their_directory(tmp_path: Path) -> None:
     heads = make(**PUBLISHED)
-    check_drafts_are_trained(heads, target().model, reads_drafted=False)
+    check_drafts_are_trained(heads, target().model)
     save_heads(tmp_path / "drafter", heads, target=target(), provenance={})
     loaded, _ = load_heads(tmp_path / "drafter", target(), torch.float32)
     drafters = (PEagleDrafter(each, VOCAB) for each in (heads, loaded))
