@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.model.forward.low_rank_output import last_product
+from decode.model.forward.low_rank_output import LowRankLinear
 from distill.agreement import Agreement, agreement_sums
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
@@ -151,7 +151,9 @@ class Distillation(nn.Module):
         # A reduced layer has no padding.
         padded = self.target_ids is None and self.tokens < self.vocab_size
         rows = slice(self.tokens) if padded else None
-        hidden, layer = last_product(self.student.get_output_embeddings(), hidden)
+        layer = self.student.get_output_embeddings()
+        if isinstance(layer, LowRankLinear):
+            hidden, layer = layer.down(hidden), layer.up
         return hidden, *SplitModel(None, layer, added_bias(self.student)).rows(rows)
 
     @property

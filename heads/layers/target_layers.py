@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
-from decode.model.forward.low_rank_output import LowRankLinear, factors, last_product
+from decode.model.forward.low_rank_output import LowRankLinear, factors
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -114,8 +114,7 @@ class HeadOutput(nn.Module):
         at depth 1, 2, … from states [n, H]. R is H, or the rank."""
         layer = self._layer(depth) if self._layer_in_use is None else None
         if isinstance(layer, LowRankLinear):
-            states, last = last_product(layer, states)
-            return states, last.weight, last.bias
+            return layer.down(states), layer.up.weight, layer.up.bias
         return states, *self.of(depth)
 
     def logits(self, states: Tensor) -> Tensor:

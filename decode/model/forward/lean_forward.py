@@ -27,8 +27,8 @@ from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_layer import LeanLayer, Rotation, rotation_of
-from decode.model.forward.lean_parts import LeanNorm, product
-from decode.model.forward.low_rank_output import LowRankLinear
+from decode.model.forward.lean_parts import LeanNorm
+from decode.model.forward.low_rank_output import output_product
 from decode.model.hidden_states import FINAL
 
 # Not on a CPU, keys are padded to a multiple of this. Then many steps of a growing text have
@@ -72,7 +72,7 @@ class LeanForward(nn.Module):
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
-        self.output = _output_product(output, packed)
+        self.output = output_product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
         self.keeps_bits = (
@@ -187,9 +187,3 @@ def columns_of(x: Tensor, columns: Tensor | None) -> Tensor:
     if columns is None:
         return x
     return x[torch.arange(len(x), device=x.device)[:, None], columns]
-
-
-def _output_product(output: nn.Linear, packed: bool) -> nn.Module:
-    if isinstance(output, LowRankLinear):
-        return nn.Sequential(*(product(x, packed=packed) for x in (output.down, output.up)))
-    return product(output, packed=packed)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
+from decode.model.forward.lean_parts import product
 
 
 class LowRankLinear(nn.Linear):
@@ -40,12 +41,11 @@ class LowRankLinear(nn.Linear):
         return self.up.bias
 
 
-def last_product(layer: nn.Linear, states: Tensor) -> tuple[Tensor, nn.Linear]:
-    """The last product of an output layer: its input [n, R] for states [n, H], and a layer of V'
-    rows. R is H, or the rank."""
+def output_product(layer: nn.Linear, *, packed: bool) -> nn.Module:
+    """The product of an output layer (`decode.model.forward.lean_parts`), or of both factors."""
     if isinstance(layer, LowRankLinear):
-        return layer.down(states), layer.up
-    return states, layer
+        return nn.Sequential(*(product(x, packed=packed) for x in (layer.down, layer.up)))
+    return product(layer, packed=packed)
 
 
 def factors(weight: Tensor, rank: int) -> list[Tensor]:
