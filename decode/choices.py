@@ -89,14 +89,11 @@ def _chains(target: Target, texts: Sequence[str], sampling: Sampling) -> list[li
 
 def _trie(chains: Sequence[Sequence[int]]) -> tuple[Draft, list[list[int]]]:
     """The choices as one tree, and the nodes of each of them from the root down."""
-    tree, nodes = LookupTree(), dict[tuple[int, int], int]()
-    paths = []
+    tree, paths = LookupTree(), []
     for chain in chains:
         path = [-1]
         for token in chain:
-            if (path[-1], token) not in nodes:
-                nodes[path[-1], token] = tree.add(token, path[-1])
-            path.append(nodes[path[-1], token])
+            path.append(tree.child(token, path[-1]))
         paths.append(path[1:])
     places = tree.places()
     return as_draft([tree], True), [places[path].tolist() for path in paths]

@@ -62,6 +62,15 @@ class Costs:
         beyond the last."""
         return extrapolated(np.asarray(width), np.array(self.widths), np.array(self.v))
 
+    def doubt(self) -> str:
+        """A last sentence for a verdict if other processes affected the costs, else nothing."""
+        if not busy(self.others):
+            return ""
+        return (
+            f". Other processes took {self.others:.0%} of the processor while the costs were "
+            "measured: calibrate again on an idle machine"
+        )
+
     def to_dict(self) -> dict[str, object]:
         """Converts to JSON values."""
         return {
@@ -83,7 +92,6 @@ def draft_parts(depths: Sequence[int], costs: Sequence[float]) -> tuple[float, f
     [0.4, 0.1]
     """
     depth, cost = np.array(depths, dtype=np.float64), np.array(costs, dtype=np.float64)
-    per_depth = 0.0
     if len(set(depths)) > 1:
         per_depth = float(np.polyfit(depth, cost, 1)[0])
         fixed = float(cost.mean() - per_depth * depth.mean())

@@ -4,8 +4,8 @@ A position is a depth in the draft: 1 is the first draft token. Draft tokens pas
 (EOS or the length limit) count as neither drafted nor reached.
 """
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,14 +35,8 @@ class Counts:
         return cls(0, 0, nothing, nothing, nothing, np.zeros(1, dtype=np.int64))
 
     def __add__(self, other: "Counts") -> "Counts":
-        return Counts(
-            self.steps + other.steps,
-            self.emitted + other.emitted,
-            _add(self.drafted, other.drafted),
-            _add(self.reached, other.reached),
-            _add(self.accepted, other.accepted),
-            _add(self.by_accepted, other.by_accepted),
-        )
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Counts(*(_added(a, b) for a, b in pairs))
 
     @property
     def tokens_per_step(self) -> float:
@@ -97,7 +91,10 @@ def _ratio(part: float, total: float) -> float:
     return float(part / total) if total else float("nan")
 
 
-def _add(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _added(a: Any, b: Any) -> Any:
+    """The sum of two numbers, or of two arrays by position."""
+    if not isinstance(a, np.ndarray):
+        return a + b
     total = np.zeros(max(len(a), len(b)), dtype=np.int64)
     total[: len(a)] += a
     total[: len(b)] += b
@@ -125,12 +122,7 @@ class Timing:
 
     @property
     def total(self) -> float:
-        return self.prefilling + self.stepping
-
-    @property
-    def prefilling(self) -> float:
-        """Seconds that target and drafter spend on the prompts."""
-        return self.prefill + self.draft_prefill
+        return self.prefill + self.draft_prefill + self.stepping
 
     @property
     def stepping(self) -> float:
@@ -208,25 +200,15 @@ class Judged:
         )
 
 
-@dataclass
 class Tally:
-    """Counts of B rows, one verification pass after the other."""
+    """Counts of B rows, one verification pass after the other: each figure of `Counts` as an array
+    [B], or [B, D] by position. depth: D, which grows if it must."""
 
-    rows: int
-    depth: int = 0
-    steps: np.ndarray = field(init=False)
-    emitted: np.ndarray = field(init=False)
-    drafted: np.ndarray = field(init=False)
-    reached: np.ndarray = field(init=False)
-    accepted: np.ndarray = field(init=False)
-    by_accepted: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.steps = np.zeros(self.rows, dtype=np.int64)
-        self.emitted = np.zeros(self.rows, dtype=np.int64)
-        for name in ("drafted", "reached", "accepted"):
-            setattr(self, name, np.zeros((self.rows, self.depth), dtype=np.int64))
-        self.by_accepted = np.zeros((self.rows, self.depth + 1), dtype=np.int64)
+    def __init__(self, rows: int, depth: int = 0) -> None:
+        self.depth = depth
+        self.steps, self.emitted = np.zeros((2, rows), dtype=np.int64)
+        self.drafted, self.reached, self.accepted = np.zeros((3, rows, depth), dtype=np.int64)
+        self.by_accepted = np.zeros((rows, depth + 1), dtype=np.int64)
 
     def add(self, verification: Verification) -> None:
         """Count one pass."""
@@ -244,25 +226,16 @@ class Tally:
 
     def row(self, row: int) -> Counts:
         """The counts of one row up to now."""
-        return Counts(
-            int(self.steps[row]),
-            int(self.emitted[row]),
-            self.drafted[row],
-            self.reached[row],
-            self.accepted[row],
-            self.by_accepted[row],
-        )
+        return self._counts(lambda figure: figure[row])
 
     def pooled(self) -> Counts:
         """The counts of all rows together."""
-        return Counts(
-            int(self.steps.sum()),
-            int(self.emitted.sum()),
-            self.drafted.sum(0),
-            self.reached.sum(0),
-            self.accepted.sum(0),
-            self.by_accepted.sum(0),
-        )
+        return self._counts(lambda figure: figure.sum(0))
+
+    def _counts(self, of_rows: Callable[[np.ndarray], Any]) -> Counts:
+        by_position = (self.drafted, self.reached, self.accepted, self.by_accepted)
+        steps, emitted = int(of_rows(self.steps)), int(of_rows(self.emitted))
+        return Counts(steps, emitted, *map(of_rows, by_position))
 
     def _grow(self, depth: int) -> None:
         missing = depth - self.depth

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from decode.verification import Verification
@@ -26,10 +27,9 @@ def drafted_tokens(verification: Verification) -> list[list[DraftedToken]]:
     """
     draft, scores = verification.draft, verification.scores
     positions = draft.parent_rows()
-    p_all = scores.sampling.warmed.probs(scores.logits).gather(
-        1, positions[..., None].expand(-1, -1, scores.logits.shape[2])
-    )
-    p = p_all.gather(2, draft.tokens[..., None])[..., 0].tolist()
+    rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+    p_all = scores.sampling.warmed.probs(scores.logits)
+    p = p_all[rows_B1, positions, draft.tokens].tolist()
     q = draft.q_of_tokens().tolist()
     paths = verification.path.tolist()
     rows = []

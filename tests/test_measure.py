@@ -15,6 +15,7 @@ from scipy import stats
 
 from decode import costs as others
 from decode.base.errors import UserError
+from decode.base.registry import Choice
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -716,6 +717,11 @@ def test_wrong_parts_are_refused_before_anything_is_loaded(
 ) -> None:
     with pytest.raises(UserError, match=message):
         EvaluationProtocol(**options)
+
+
+def test_a_bracket_in_a_path_does_not_hide_the_options_after_it() -> None:
+    choice = Choice("static", {"file": "runs/a]/tree.json", "draw": "top"})
+    assert Choice.of(str(choice)) == choice
 
 
 def test_a_drafter_without_a_shape_of_choice_says_so() -> None:

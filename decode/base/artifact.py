@@ -23,6 +23,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import psutil
+
 from decode.base.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -285,13 +287,7 @@ def _is_stale(match: re.Match[str], alone: bool) -> bool:
     pid = int(match["pid"])
     if pid == os.getpid():
         return match[0] not in _in_use
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:
-        pass  # The process is alive and belongs to another user.
-    return False
+    return not psutil.pid_exists(pid)
 
 
 def _delete(tmp: Path) -> None:

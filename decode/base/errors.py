@@ -1,8 +1,9 @@
 """The only exception that users see without a traceback."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral
+from typing import Any
 
 
 class UserError(Exception):
@@ -25,6 +26,13 @@ def require_whole(least: int = 1, most: int | None = None, /, **options: object)
         whole = isinstance(value, Integral) and not isinstance(value, bool)
         if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
             raise UserError(f"{name} is {value!r}; expected a whole number {span}")
+
+
+def require_fits(fits: Callable[[Any], bool], expected: str, /, **options: Any) -> None:
+    """Raises UserError unless all these options fit. expected: which values do, for the message."""
+    for name, value in options.items():
+        if not fits(value):
+            raise UserError(f"{name} is {value}; expected {expected}")
 
 
 # Common names, with the names that draftsmith uses instead.

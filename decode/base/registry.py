@@ -75,7 +75,8 @@ def _split_options(text: str) -> list[str]:
             items.append("")
             continue
         else:
-            depth += (sign in "([{") - (sign in ")]}")
+            # A bracket that closes nothing is a sign like others.
+            depth = max(depth + (sign in "([{") - (sign in ")]}"), 0)
         items[-1] += sign
     return items if text else []
 

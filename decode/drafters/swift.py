@@ -4,12 +4,14 @@
 Shapes: B rows, n tokens of a trial.
 """
 
+from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
 from decode.base.device import to_device
-from decode.base.errors import UserError, require_whole
+from decode.base.errors import UserError, require_fits, require_whole
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
@@ -22,6 +24,7 @@ from decode.model.forward.sublayers import Sublayers
 VARY_EVERY = 25
 
 
+@dataclass(eq=False)
 class LayerSearch:
     """Proposes sets of sublayers of one size, and keeps the set with the best score.
 
@@ -33,22 +36,18 @@ class LayerSearch:
     or after `max_trials` sets.
     """
 
-    def __init__(
-        self,
-        layers: int,
-        rng: np.random.Generator,
-        *,
-        ratio: float,
-        goal: float,
-        max_failures: int,
-        max_trials: int,
-    ) -> None:
-        self.rng = rng
-        self.goal, self.max_failures, self.max_trials = goal, max_failures, max_trials
-        inner = frozenset(range(1, layers - 1))
+    layers: int
+    rng: np.random.Generator
+    ratio: float
+    goal: float
+    max_failures: int
+    max_trials: int
+
+    def __post_init__(self) -> None:
+        inner = frozenset(range(1, self.layers - 1))
         self.candidates = Sublayers(inner, inner).singles()
-        self.size = min(max(round(ratio * len(self.candidates)), 1), len(self.candidates))
-        every_second = frozenset(range(1, layers - 1, 2))
+        self.size = min(max(round(self.ratio * len(self.candidates)), 1), len(self.candidates))
+        every_second = frozenset(range(1, self.layers - 1, 2))
         self.best = Sublayers(every_second, every_second)
         self.score = -1.0  # of the best; no real score is this low
         self.trials = self.failures = 0
@@ -121,17 +120,13 @@ class SwiftDrafter(SelfDrafter):
         max_trials: int = 1000,
         seed: int = 0,
     ) -> None:
-        for name, value in (("ratio", ratio), ("goal", goal)):
-            if not 0 < value <= 1:
-                raise UserError(f"{name} is {value}; expected a share above 0 and at most 1")
-        sizes = {"window": window, "every": every}
-        require_whole(**sizes, max_failures=max_failures, max_trials=max_trials)
+        require_fits(lambda x: 0 < x <= 1, "a share above 0 and at most 1", ratio=ratio, goal=goal)
+        most = {"max_failures": max_failures, "max_trials": max_trials}
+        require_whole(window=window, every=every, **most)
         super().__init__(Sublayers())
-        self.ratio, self.window, self.every = ratio, window, every
-        self.goal, self.max_failures, self.max_trials = goal, max_failures, max_trials
-        self.seed = seed
+        self.window, self.every, self.seed = window, every, seed
+        self._options: dict[str, Any] = {"ratio": ratio, "goal": goal, **most}
         self.search: LayerSearch | None = None
-        self._layers = 0
         self._drafts = 0
 
     def attach(self, lm: CachedLM) -> None:
@@ -141,16 +136,9 @@ class SwiftDrafter(SelfDrafter):
                 f"swift keeps the target's first and last layer, but the target has {layers} "
                 "layers; expected at least 3"
             )
-        if self.search is None or self._layers != layers:
-            self._layers, self._drafts = layers, 0
-            self.search = LayerSearch(
-                layers,
-                np.random.default_rng(self.seed),
-                ratio=self.ratio,
-                goal=self.goal,
-                max_failures=self.max_failures,
-                max_trials=self.max_trials,
-            )
+        if self.search is None or self.search.layers != layers:
+            self._drafts = 0
+            self.search = LayerSearch(layers, np.random.default_rng(self.seed), **self._options)
             self.skipped = self.search.best
             for single in self.search.candidates[:2]:
                 lm.view(single)  # raises if an attention block or an MLP cannot be skipped

@@ -116,10 +116,7 @@ def process(
     while groups:
         same_length = groups.pop()
         at_rows, at_positions, ids = zip(*same_length, strict=True)
-        at = (
-            to_device(np.array(at_rows), logits.device),
-            to_device(np.array(at_positions), logits.device),
-        )
+        at = tuple(to_device(np.array(x), logits.device) for x in (at_rows, at_positions))
         scores = changed[at]
         input_ids = to_device(np.stack(ids), logits.device)
         try:

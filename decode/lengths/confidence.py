@@ -4,7 +4,7 @@ import numpy as np
 from torch import Tensor
 
 from decode.base.device import to_device
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 from decode.lengths import POLICIES
 from decode.lengths.watcher import Watcher, require_threshold
 from decode.verification import Verification
@@ -18,7 +18,8 @@ class ConfidenceWatcher(Watcher):
     thresholds: np.ndarray
 
     def measure(self, logits: Tensor, estimate: Tensor | None) -> Tensor:
-        return largest_probability(logits)
+        logits = logits.float()
+        return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
     def ends(self, position: int, value: Tensor) -> Tensor:
         return value < to_device(self.thresholds, value.device).to(value.dtype)
@@ -42,12 +43,6 @@ class Confidence(ConfidenceWatcher):
 
     def ends(self, position: int, value: Tensor) -> Tensor:
         return value < self.threshold
-
-
-def largest_probability(logits: Tensor) -> Tensor:
-    """float32 [B]: the largest probability of the distribution at temperature 1."""
-    logits = logits.float()
-    return (logits.amax(-1) - logits.logsumexp(-1)).exp()
 
 
 @POLICIES.register("adaptive_confidence")
@@ -80,10 +75,8 @@ class AdaptiveConfidence(ConfidenceWatcher):
     ) -> None:
         super().__init__(max_depth, min_depth)
         require_threshold(threshold)
-        if window < self.WARM:
-            raise UserError(f"window is {window}; expected at least {self.WARM} pairs")
-        if not 0 < price < 1:
-            raise UserError(f"price is {price}; expected plain steps, above 0 and below 1")
+        require_fits(lambda x: x >= self.WARM, f"at least {self.WARM} pairs", window=window)
+        require_fits(lambda x: 0 < x < 1, "plain steps, above 0 and below 1", price=price)
         self.threshold, self.window, self.price = threshold, window, price
         # The latest pairs of a row, oldest first; empty positions have confidence NaN.
         self.per_row = {

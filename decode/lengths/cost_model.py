@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 from decode.costs import Costs, draft_parts, extrapolated
 from decode.lengths import POLICIES, Policy
 from decode.verification import Verification
@@ -51,11 +51,9 @@ class CostModel(Policy):
         patience: int = 24,
     ) -> None:
         super().__init__(max_depth)
-        for name, value in (("memory", memory), ("probe_share", probe_share)):
-            if not 0 < value < 1:
-                raise UserError(f"{name} is {value}; expected a number between 0 and 1")
-        if patience < 1:
-            raise UserError(f"patience is {patience}; expected at least 1 token")
+        shares = {"memory": memory, "probe_share": probe_share}
+        require_fits(lambda x: 0 < x < 1, "a number between 0 and 1", **shares)
+        require_fits(lambda x: x >= 1, "at least 1 token", patience=patience)
         self.memory, self.probe_share, self.patience = memory, probe_share, patience
         self._passes = _PassTimes()
         self._drafts = _DraftTimes()  # without text to catch up on

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 from decode.lengths import POLICIES
 from decode.lengths.confidence import ConfidenceWatcher
 from decode.verification import Verification
@@ -34,9 +34,7 @@ class DraftExit(ConfidenceWatcher):
         self, max_depth: int = 8, threshold: float = 0.8, goal: float = 0.9, min_depth: int = 1
     ) -> None:
         super().__init__(max_depth, min_depth)
-        for name, value in (("threshold", threshold), ("goal", goal)):
-            if not 0 <= value <= 1:
-                raise UserError(f"{name} is {value}; expected a number from 0 to 1")
+        require_fits(lambda x: 0 <= x <= 1, "a number from 0 to 1", threshold=threshold, goal=goal)
         self.threshold, self.goal = threshold, goal
         self.per_row = {"thresholds": threshold, "_rates": 0.0}
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 from decode.lengths import POLICIES
 from decode.lengths.watcher import Watcher
 from decode.verification import Verification
@@ -33,10 +33,9 @@ class Entropy(Watcher):
         self, max_depth: int = 8, min_depth: int = 1, flat: float = 0.3, ema: float = 0.0
     ) -> None:
         super().__init__(max_depth, min_depth)
-        if not 0 < flat <= 1:
-            raise UserError(f"flat is {flat}; expected a normalised entropy, above 0 and at most 1")
-        if not 0 <= ema < 1:
-            raise UserError(f"ema is {ema}; expected a weight from 0 (none) to below 1")
+        expected = "a normalised entropy, above 0 and at most 1"
+        require_fits(lambda x: 0 < x <= 1, expected, flat=flat)
+        require_fits(lambda x: 0 <= x < 1, "a weight from 0 (none) to below 1", ema=ema)
         self.flat, self.ema = flat, ema
         self._running: Tensor | None = None
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from decode.base.errors import UserError
+from decode.base.errors import require_fits
 from decode.lengths import POLICIES, Policy
 from decode.lengths.watcher import require_min_depth
 from decode.verification import Verification
@@ -22,8 +22,8 @@ class Heuristic(Policy):
     def __init__(self, max_depth: int = 8, first: int | None = None) -> None:
         super().__init__(max_depth)
         self.first = min(5, max_depth) if first is None else first
-        if not 1 <= self.first <= max_depth:
-            raise UserError(f"first is {first}; expected a length from 1 to max_depth, {max_depth}")
+        expected = f"a length from 1 to max_depth, {max_depth}"
+        require_fits(lambda x: 1 <= x <= max_depth, expected, first=self.first)
         self.per_row = {"_lengths": self.first}
 
     def depths(self) -> np.ndarray:
@@ -51,9 +51,9 @@ class Feedback(Policy):
     ) -> None:
         super().__init__(max_depth)
         require_min_depth(min_depth, max_depth)
-        for name, value, fits in (("ema", ema, 0 <= ema < 1), ("first", first, 0 <= first <= 1)):
-            if not fits:
-                raise UserError(f"{name} is {value}; expected a number from 0 to 1 (ema below 1)")
+        expected = "a number from 0 to 1 (ema below 1)"
+        require_fits(lambda x: 0 <= x < 1, expected, ema=ema)
+        require_fits(lambda x: 0 <= x <= 1, expected, first=first)
         self.min_depth, self.ema, self.first = min_depth, ema, first
         self.per_row = {"_ratio": self.first}
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from decode.base.errors import UserError
+from decode.base.errors import UserError, require_fits
 from decode.lengths import Policy
 from decode.verification import Verification
 
@@ -25,8 +25,7 @@ def require_min_depth(min_depth: int, max_depth: int) -> None:
 
 def require_threshold(threshold: float) -> None:
     """Raise UserError unless the threshold is a probability."""
-    if not 0 <= threshold <= 1:
-        raise UserError(f"threshold is {threshold}; expected a probability, 0 to 1")
+    require_fits(lambda x: 0 <= x <= 1, "a probability, 0 to 1", threshold=threshold)
 
 
 class Watcher(Policy):

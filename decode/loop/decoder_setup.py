@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 from transformers import PreTrainedModel
 
-from decode.base.errors import UserError, require_whole
+from decode.base.errors import require_fits, require_whole
 from decode.drafters import Drafter
 from decode.draw.logits import LogitsProcessor
 from decode.draw.sampling import Sampling
@@ -92,8 +92,7 @@ class Setup:
         self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
         parts = Parts.of(drafter, rule, policy, gamma)
         parts.require_sampling([(self.sampling, self.draft_sampling)])
-        if prefill_tokens < 1:
-            raise UserError(f"prefill_tokens is {prefill_tokens}; expected at least 1")
+        require_fits(lambda x: x >= 1, "at least 1", prefill_tokens=prefill_tokens)
         cached = isinstance(model, CachedLM)
         self.lm = (
             model if cached else CachedLM(model, pass_tokens=prefill_tokens, exact_bits=exact_bits)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.base.errors import UserError, require_whole
+from decode.base.errors import UserError, require_fits, require_whole
 from decode.drafters import Drafter
 from decode.lengths import Policy
 from decode.loop.decoder_setup import Setup
@@ -342,8 +342,7 @@ class Decoder(Setup):
         prompts = token_ids(prompts)
         require_whole(max_new_tokens=max_new_tokens)
         require_prompts(prompts, self.lm.max_prompt, self.vocab_size)
-        if batch_size is not None and batch_size < 1:
-            raise UserError(f"batch_size is {batch_size}; expected at least 1")
+        require_fits(lambda x: x is None or x >= 1, "at least 1", batch_size=batch_size)
         count = len(prompts)
         size = min(batch_size or count, count)
         decoding = Decoding(

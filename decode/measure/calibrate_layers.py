@@ -17,7 +17,7 @@ from torch import Tensor
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
-from decode.costs import Costs, busy
+from decode.costs import Costs
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS
 from decode.drafters.skip import SelfDrafter
@@ -183,12 +183,7 @@ class LayerCalibration:
         )
         if best.speed <= 1:
             text += ": drafting does not pay on this machine"
-        if busy(self.costs.verify.others):
-            text += (
-                f". Other processes took {self.costs.verify.others:.0%} of the processor while the "
-                "costs were measured: calibrate again on an idle machine"
-            )
-        return text
+        return text + self.costs.verify.doubt()
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from decode.base.errors import UserError
-from decode.costs import Costs, busy
+from decode.costs import Costs
 from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
@@ -83,12 +83,7 @@ class TreeCalibration:
             )
         if speed <= 1:
             text += ": drafting does not pay on this machine"
-        if busy(self.costs.others):
-            text += (
-                f". Other processes took {self.costs.others:.0%} of the processor while the costs "
-                "were measured: calibrate again on an idle machine"
-            )
-        return text
+        return text + self.costs.doubt()
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to JSON values: everything except the paths, which are in the tree's file."""

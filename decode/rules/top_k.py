@@ -3,7 +3,7 @@
 
 import torch
 
-from decode.base.errors import UserError, require_whole
+from decode.base.errors import require_fits, require_whole
 from decode.draft import Draft
 from decode.draw.random_numbers import CounterRNG
 from decode.rules import RULES, Rule
@@ -28,10 +28,8 @@ class TopKAcceptance(Rule):
 
     def __init__(self, k: int = 2, min_accepted: int = 0, tolerance: float | None = None) -> None:
         require_whole(k=k)
-        if not isinstance(min_accepted, int) or min_accepted < 0:
-            raise UserError(f"min_accepted is {min_accepted!r}; expected a whole number ≥ 0")
-        if tolerance is not None and not tolerance >= 0:
-            raise UserError(f"tolerance is {tolerance}; expected nats, a number ≥ 0")
+        require_whole(0, min_accepted=min_accepted)
+        require_fits(lambda x: x is None or x >= 0, "nats, a number ≥ 0", tolerance=tolerance)
         self.k, self.min_accepted, self.tolerance = k, min_accepted, tolerance
 
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:

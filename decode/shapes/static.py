@@ -7,7 +7,7 @@ V' vocabulary of the drafter.
 """
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -250,24 +250,19 @@ class Static(FixedTree):
         file: str | None = None,
         draw: Draws = "top",
     ) -> None:
-        sources = [
-            name
-            for name, value in (("paths", paths), ("widths", widths), ("file", file))
-            if value is not None
-        ]
-        if len(sources) != 1:
+        sources: dict[str, tuple[Callable[[Any], Structure], Any]] = {
+            "paths": (Structure, paths),
+            "widths": (Structure.of_widths, widths),
+            "file": (Structure.load, file),
+        }
+        given = [name for name, (_, value) in sources.items() if value is not None]
+        if len(given) != 1:
             raise UserError(
-                f"a static tree is given by {' and '.join(sources) or 'nothing'}; expected exactly "
+                f"a static tree is given by {' and '.join(given) or 'nothing'}; expected exactly "
                 "one of paths, widths, file"
             )
-        if paths is not None:
-            structure = Structure(paths)
-        elif widths is not None:
-            structure = Structure.of_widths(widths)
-        else:
-            assert file is not None
-            structure = Structure.load(file)
-        super().__init__(structure, draw)
+        make, value = sources[given[0]]
+        super().__init__(make(value), draw)
 
 
 def stored_shape(path: Path) -> Static | None:

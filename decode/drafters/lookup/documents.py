@@ -131,12 +131,7 @@ def _places_between(
         places = places[tokens[places] != END]
         if low is not None or high is not None:
             keys = _keys(tokens, places)
-            within = np.ones(len(places), dtype=bool)
-            if low is not None:
-                within &= keys >= low
-            if high is not None:
-                within &= keys < high
-            places = places[within]
+            places = places[(low is None or keys >= low) & (high is None or keys < high)]
         parts.append(places)
     return np.concatenate(parts)
 

@@ -11,11 +11,8 @@ import torch
 
 from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
-from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupTree, as_draft
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
+from decode.drafters import DRAFTERS
+from decode.drafters.lookup.lookup_tree import MOST_NODES, LookupDrafter, LookupTree
 from decode.verification import Verification
 
 
@@ -33,7 +30,7 @@ class _Row:
 
 
 @DRAFTERS.register("lookahead")
-class LookaheadDrafter(Drafter):
+class LookaheadDrafter(LookupDrafter):
     """Jacobi iterations over a window of guessed tokens become n-grams, and n-grams that begin with
     the text's last token are the drafts (2402.02057). Needs no training and no other model.
 
@@ -76,40 +73,27 @@ class LookaheadDrafter(Drafter):
     def max_nodes(self, gamma: int) -> int:
         return (self.ngram - 1) * (self.window + self.guesses) - 1
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        trees = []
-        for row, tokens, length in zip(self._rows, contexts.tokens, contexts.lengths, strict=True):
-            if row.window is None:
-                starts = np.arange(self.window) * length // self.window
-                row.window = tokens[(starts + np.arange(self.ngram - 1)[:, None]) % length]
-            row.window[0, 0] = tokens[length - 1]
-            trees.append(self._tree(row, row.window))
-        return as_draft(trees, branches=True)
-
-    def _tree(self, row: _Row, window: np.ndarray) -> LookupTree:
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
         """The n-grams of the pool, newest first, and the window. Keeps where its tokens stand."""
-        tree, known = LookupTree(), {}
-
-        def node_of(token: int, parent: int) -> int:
-            if (parent, token) not in known:
-                known[parent, token] = tree.add(token, parent)
-            return known[parent, token]
-
-        for guess in reversed(row.pool.get(int(window[0, 0]), {})):
+        state, tree = self._rows[row], LookupTree()
+        if state.window is None:
+            starts = np.arange(self.window) * len(text) // self.window
+            state.window = text[(starts + np.arange(self.ngram - 1)[:, None]) % len(text)]
+        window = state.window
+        window[0, 0] = text[-1]
+        for guess in reversed(state.pool.get(int(window[0, 0]), {})):
             parent = -1
             for token in guess:
-                parent = node_of(token, parent)
+                parent = tree.child(token, parent)
         nodes, parents = np.full_like(window, -1), np.full_like(window, -1)
         for level, line in enumerate(window.tolist()):
             for column, token in enumerate(line):
                 if level or column:
                     above = nodes[level - 1, column] if level else nodes[0, column - 1]
                     parents[level, column] = above
-                    nodes[level, column] = node_of(token, int(above))
+                    nodes[level, column] = tree.child(token, int(above))
         places = tree.places()
-        row.nodes, row.parents = places[nodes], places[parents]
+        state.nodes, state.parents = places[nodes], places[parents]
         return tree
 
     def observe(self, verification: Verification) -> None:
@@ -117,14 +101,9 @@ class LookaheadDrafter(Drafter):
         windows = [row.window.ravel() for row in rows if row.window is not None]
         if not draft.tokens.shape[1] or len(windows) < len(rows):
             return
-        window_BM, nodes_BM, parents_BM = (
-            np.stack(arrays)
-            for arrays in (
-                windows,
-                [row.nodes.ravel() for row in rows],
-                [row.parents.ravel() for row in rows],
-            )
-        )
+        window_BM = np.stack(windows)
+        nodes_BM = np.stack([row.nodes.ravel() for row in rows])
+        parents_BM = np.stack([row.parents.ravel() for row in rows])
         index = np.minimum(nodes_BM, draft.tokens.shape[1] - 1)
         columns = to_device(index, draft.tokens.device)
         rows_B1 = torch.arange(len(rows), device=columns.device)[:, None]

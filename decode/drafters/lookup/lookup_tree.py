@@ -1,7 +1,8 @@
-"""Trees of tokens that were looked up: the likeliest continuations by counts."""
+"""Drafts of tokens that were looked up: trees of the likeliest continuations, by counts."""
 
 import heapq
 import itertools
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -10,7 +11,10 @@ import numpy as np
 import torch
 
 from decode.base.errors import require_whole
-from decode.draft import Draft
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import Drafter
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 
 P = TypeVar("P")
 
@@ -31,6 +35,13 @@ class LookupTree:
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     score: float = 0.0
+    _children: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    @classmethod
+    def path(cls, tokens: list[int]) -> "LookupTree":
+        """These tokens, one after the other."""
+        count = len(tokens)
+        return cls(tokens, [*range(-1, count - 1)], [*range(1, count + 1)])
 
     def add(self, token: int, parent: int) -> int:
         """Appends a node and returns its number."""
@@ -38,6 +49,12 @@ class LookupTree:
         self.parents.append(parent)
         self.depths.append(1 if parent < 0 else self.depths[parent] + 1)
         return len(self.tokens) - 1
+
+    def child(self, token: int, parent: int) -> int:
+        """The number of the node that has this token after its parent. It is appended once."""
+        if (parent, token) not in self._children:
+            self._children[parent, token] = self.add(token, parent)
+        return self._children[parent, token]
 
     def places(self) -> np.ndarray:
         """int [N+1]: where each node stands in a draft, which has shallow nodes first. The last
@@ -107,3 +124,23 @@ def as_draft(trees: Sequence[LookupTree], branches: bool) -> Draft:
     return Draft(
         torch.as_tensor(tokens), sizes, parents=torch.as_tensor(parents), _host_parents=parents
     )
+
+
+class LookupDrafter(Drafter):
+    """Looks up what follows each text, on the host. Tokens are chosen, not drawn."""
+
+    @abstractmethod
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        """The draft of a row after its text, int64 [L]: a path, or a tree if the drafter
+        `branches`. It is cut where it is more than `depth` deep."""
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        self.prefill(contexts)  # what is new
+        each = zip(contexts.tokens, contexts.lengths.tolist(), limits.depths.tolist(), strict=True)
+        trees = [
+            self.look_up(row, tokens[:length], depth)
+            for row, (tokens, length, depth) in enumerate(each)
+        ]
+        return as_draft(trees, self.branches)

@@ -2,11 +2,9 @@
 
 import numpy as np
 
-from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS
+from decode.drafters.lookup.lookup_tree import LookupTree
 from decode.drafters.lookup.ngram import StoreDrafter
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 
 
 def longest_match(text: np.ndarray) -> int:
@@ -43,20 +41,13 @@ class MaxGramDrafter(StoreDrafter):
     def __init__(self, top_k: int = 3, capacity: int = 200_000, width: int = 8) -> None:
         super().__init__(1, 1, top_k, capacity, width)
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        chains = []
-        for tokens, length, depth in zip(
-            contexts.tokens, contexts.lengths, limits.depths, strict=True
-        ):
-            chain: list[int] = []
-            if depth:
-                begin = longest_match(tokens[:length])
-                chain = tokens[begin : min(begin + depth, length)].tolist()
-            last = chain[-1:] or tokens[length - 1 : length].tolist()
-            while len(chain) < depth and (token := self.store.next(last)) is not None:
-                chain.append(token)
-                last = [token]
-            chains.append(chain)
-        return Draft.chosen(chains)
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        chain: list[int] = []
+        if depth:
+            begin = longest_match(text)
+            chain = text[begin : begin + depth].tolist()
+        last = chain[-1:] or text[-1:].tolist()
+        while len(chain) < depth and (token := self.store.next(last)) is not None:
+            chain.append(token)
+            last = [token]
+        return LookupTree.path(chain)

@@ -8,10 +8,9 @@ import numpy as np
 import torch
 
 from decode.base.errors import UserError, require_whole
-from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS, Drafter
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
+from decode.drafters.lookup.lookup_tree import LookupDrafter, LookupTree
 from decode.draw.top import top
 from decode.verification import Verification
 
@@ -70,7 +69,7 @@ def require_sizes(min_n: int, max_n: int, longest: int = LONGEST_NGRAM) -> None:
 
 
 @DRAFTERS.register("ngram")
-class NgramDrafter(Drafter):
+class NgramDrafter(LookupDrafter):
     """Looks up the last max_n … min_n tokens in the row's own context. Needs no training.
 
     For a target with an encoder, the context is the source and then the text. Each token costs a
@@ -93,12 +92,8 @@ class NgramDrafter(Drafter):
         for index, tokens, length in zip(self._rows[first:], new.tokens, new.lengths, strict=True):
             index.extend(tokens[len(index.text) - index.source : length].tolist())
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        self.prefill(contexts)  # what is new
-        each = zip(self._rows, limits.depths.tolist(), strict=True)
-        return Draft.chosen([index.continuation(depth) for index, depth in each])
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        return LookupTree.path(self._rows[row].continuation(depth))
 
     def rewind(self, lengths: np.ndarray) -> None:
         for index, length in zip(self._rows, lengths.tolist(), strict=True):
@@ -152,7 +147,7 @@ class NgramStore:
 
 
 @DRAFTERS.register("store")
-class StoreDrafter(Drafter):
+class StoreDrafter(LookupDrafter):
     """Drafts a chain of the tokens that most often followed the last few, in any request so far.
 
     The store learns from the texts. It also learns from the target, after Adaptive N-gram Parallel
@@ -187,19 +182,12 @@ class StoreDrafter(Drafter):
         self._file_sources(contexts)
         self._file_texts(contexts)
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        drafts = []
-        for tokens, length, depth in zip(
-            contexts.tokens, contexts.lengths, limits.depths, strict=True
-        ):
-            text = tokens[max(length - self.max_n, 0) : length].tolist()
-            known = len(text)
-            while len(text) < known + depth and (token := self.store.next(text)) is not None:
-                text.append(token)
-            drafts.append(text[known:])
-        return Draft.chosen(drafts)
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        end = text[-self.max_n :].tolist()
+        known = len(end)
+        while len(end) < known + depth and (token := self.store.next(end)) is not None:
+            end.append(token)
+        return LookupTree.path(end[known:])
 
     def observe(self, verification: Verification) -> None:
         if verification.number:  # the prefill judged no draft

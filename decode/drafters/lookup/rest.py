@@ -8,18 +8,15 @@ from pathlib import Path
 import numpy as np
 
 from decode.base.errors import UserError, require_whole
-from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS, Drafter
+from decode.drafters import DRAFTERS
 from decode.drafters.lookup.documents import SORTED_TOKENS, Datastore, write_datastore
 from decode.drafters.lookup.lookup_tree import (
+    LookupDrafter,
     LookupTree,
-    as_draft,
     grow_likeliest,
     require_tree_nodes,
 )
 from decode.drafters.lookup.ngram import require_sizes
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.shapes import Chain, Shape
 
@@ -50,7 +47,7 @@ class RestOptions:
 
 
 @DRAFTERS.register("rest")
-class RestDrafter(Drafter):
+class RestDrafter(LookupDrafter):
     """Looks up the text's end in a datastore and drafts a tree of its continuations (2311.08252).
 
     The longest end of min_n … max_n tokens that occurs is taken. Its continuations form a trie. A
@@ -99,21 +96,9 @@ class RestDrafter(Drafter):
             )
         return RestDrafter(self.store, replace(self.options, tree_nodes=None))
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        trees = [
-            self._tree(tokens[max(length - self.options.max_n, 0) : length].tolist(), int(depth))
-            for tokens, length, depth in zip(
-                contexts.tokens, contexts.lengths, limits.depths, strict=True
-            )
-        ]
-        return as_draft(trees, self.branches)
-
-    def _tree(self, end: list[int], depth: int) -> LookupTree:
-        """The draft after a text with these last tokens."""
-        options = self.options
-        depth = self.max_depth(depth)
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        options, depth = self.options, self.max_depth(depth)
+        end = text[-options.max_n :].tolist()
         count, first, last = self.store.longest(end, options.min_n) if depth else (0, 0, 0)
         if not count:
             return LookupTree()

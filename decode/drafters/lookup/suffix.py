@@ -13,16 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from decode.base.errors import UserError, require_whole
-from decode.draft import Contexts, Draft, Limits
-from decode.drafters import DRAFTERS, Drafter
+from decode.draft import Contexts
+from decode.drafters import DRAFTERS
 from decode.drafters.lookup.lookup_tree import (
+    LookupDrafter,
     LookupTree,
-    as_draft,
     grow_likeliest,
     require_tree_nodes,
 )
-from decode.draw.random_numbers import CounterRNG
-from decode.draw.sampling import Sampling
 from decode.verification import Verification
 
 # The longest match with its continuation. Each token of a text costs one step for each size.
@@ -155,7 +153,7 @@ class _Row:
 
 
 @DRAFTERS.register("suffix")
-class SuffixDrafter(Drafter):
+class SuffixDrafter(LookupDrafter):
     """Drafts the continuation that most often followed the end of the text (2411.04975). Needs no
     training.
 
@@ -225,20 +223,12 @@ class SuffixDrafter(Drafter):
             row.trie.extend(tokens[row.stored : length].tolist())
             row.stored = length
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
-        self.prefill(contexts)  # what is new
-        trees = []
-        for row, tokens, length, depth in zip(
-            self._rows, contexts.tokens, contexts.lengths, limits.depths, strict=True
-        ):
-            end = tokens[max(length - self.max_tree_depth + 1, 0) : length].tolist()
-            tree = self._best(row.trie, end, int(depth))
-            other = self._best(self.outputs, end, int(depth))
-            tree = other if other.score > tree.score else tree
-            trees.append(tree if tree.score >= self.min_score else LookupTree())
-        return as_draft(trees, self.branches)
+    def look_up(self, row: int, text: np.ndarray, depth: int) -> LookupTree:
+        end = text[1 - self.max_tree_depth :].tolist()
+        tree = self._best(self._rows[row].trie, end, depth)
+        other = self._best(self.outputs, end, depth)
+        tree = other if other.score > tree.score else tree
+        return tree if tree.score >= self.min_score else LookupTree()
 
     def _best(self, trie: SuffixTrie, end: list[int], depth: int) -> LookupTree:
         """The draft with the highest score after any match. end: the last tokens of the text."""

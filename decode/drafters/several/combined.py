@@ -240,9 +240,7 @@ def _merged(drafts: list[Draft]) -> Draft:
         if q is None or q_rows is None:
             continue
         if draft.q is None:
-            q[its_rows, :count] = torch.nn.functional.one_hot(
-                draft.tokens[its_rows], q.shape[2]
-            ).to(q.dtype)
+            q[its_rows, :count] = one_hot(draft.tokens[its_rows], q.shape[2]).to(q.dtype)
         else:
             q[its_rows, : draft.q.shape[1]] = draft.q[its_rows]
             q_rows[its_rows, :count] = draft.rows_of_q()[its_rows]
