@@ -84,9 +84,7 @@ class _ChunkedLoss(torch.autograd.Function):
         inputs = (hidden, weight, bias, added_rows, added_weight)
         ranks, values = buffers
         grads = [
-            torch.zeros_like(x, dtype=_at_least_float32(x.dtype))
-            if need and x is not None
-            else None
+            torch.zeros_like(x, dtype=at_least_float32(x.dtype)) if need and x is not None else None
             for need, x in zip(ctx.needs_input_grad[:5], inputs, strict=True)
         ]
         for_hidden, for_weight, for_bias, for_rows, for_added = grads
@@ -164,7 +162,7 @@ def _gradient_in_place(
     loss = sums.new_zeros(())
     for begin in range(0, rows, block):
         part = slice(begin, begin + block)
-        block_logits = logits[part].to(_at_least_float32(logits.dtype))
+        block_logits = logits[part].to(at_least_float32(logits.dtype))
         values, gradient = weighted_loss.fused(
             block_logits, None if signal is None else signal[part], labels[part]
         )
@@ -187,6 +185,6 @@ def _ranks(logits: Tensor, labels: Tensor) -> Tensor:
     return torch.where(labels < 0, logits.shape[1], (logits > label_logits).sum(1))
 
 
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
     """float32 for bfloat16 and float16, because a softmax in them is wrong by some percent."""
     return torch.promote_types(dtype, torch.float32)

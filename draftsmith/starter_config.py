@@ -24,7 +24,7 @@ from decode.base.errors import UserError
 from decode.base.processor import computes_bfloat16
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
-from heads.layers.eagle_taps import auxiliary_layers
+from heads.layers.target_layers import auxiliary_layers
 from train.data.read import Example
 from train.loop.estimates import activation_bytes, forward_bytes, optimizer_bytes
 

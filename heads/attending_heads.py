@@ -65,12 +65,8 @@ class AttendingHeads(Heads):
         """[..., H]: the layer's first input states, computed from the features [..., F]."""
         return features
 
-    def with_noise(self, features: Tensor) -> Tensor:
-        """[B, T, F]: the features used in training, possibly with noise added."""
-        return features
-
     def inputs_of(self, batch: HeadBatch) -> Tensor:
         """[B, T, H]: the layer's first input states: those of a record, or else made here."""
         if batch.inputs is not None:
             return batch.inputs.to(self.dtype)
-        return self.fuse(self.with_noise(batch.of(self.captured_layers).to(self.dtype)))
+        return self.fuse(batch.of(self.captured_layers).to(self.dtype))

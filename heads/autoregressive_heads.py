@@ -1,14 +1,14 @@
-"""The base class of EAGLE-1 and EAGLE-3: heads that read what they drafted.
+"""The base classes of EAGLE and of multi-token prediction: heads that read what they drafted.
 
 One step reads a hidden state and the embedding of the next token. It returns the next hidden state,
 which predicts the token after that. The first state comes from the target, the later ones from the
 heads. Steps attend to the text, or to a window of it. `heads.eagle_drafter` drafts with them.
 
-Shapes: B rows, n tokens, T tokens of a text, F features of a token, H hidden size.
+Shapes: B rows, n tokens, T tokens of a text, H hidden size.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,35 +17,65 @@ from transformers import PreTrainedModel
 
 from distill.flops import TextFlops, attention_flops, products_flops
 from heads.attending_heads import AttendingHeads, AttendingOptions
-from heads.heads_module import (
-    HeadBatch,
-    Prediction,
-    TokenHeads,
-    shift_left,
-    trained_positions,
-)
+from heads.heads_module import HeadBatch, Prediction, TokenHeads, shift_left, trained_positions
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.llama_layer import Attend, Rotary
 from heads.layers.unrolled_attention import UnrolledAttention
 
 
-class AutoregressiveOptions(AttendingOptions):
-    """Options of all autoregressive heads."""
+class AutoregressiveHeads(TokenHeads, AttendingHeads):
+    """Heads that draft step by step. A subclass defines one step in `step`.
+
+    "Head" d is step d after the last token with features. It drafts at depth d and has its own loss
+    and figures.
+    """
+
+    replayed_from = "text"
+
+    @abstractmethod
+    def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Return the next states [B, n, H].
+
+        states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
+        [1, n], the positions of `states`.
+        """
+
+    def trained_step(
+        self, depth: int, attention: UnrolledAttention
+    ) -> tuple[Callable[..., Tensor], Attend]:
+        """The step at a depth in training, and its attention."""
+        return self.step, attention.at(depth)
+
+    def readout(self, states: Tensor) -> Tensor:
+        """[..., H]: the input of the output layer, computed from states [..., H]."""
+        return states
+
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        states = self.inputs_of(batch)
+        attention = UnrolledAttention(self.window)
+        positions = torch.arange(states.shape[1], device=states.device)[None]
+        for depth in range(1, max(depths) + 1):
+            tokens = shift_left(batch.input_ids, depth)
+            step, attend = self.trained_step(depth, attention)
+            states = self.recomputed(step, states, tokens, positions + depth - 1, attend)
+            if depth in depths:
+                trained = trained_positions(batch.loss_mask, depth)
+                yield Prediction(depth, trained, self.readout(states[trained]))
+
+
+class EagleOptions(AttendingOptions):
+    """Options of EAGLE-1 and EAGLE-3."""
 
     layer: LayerSettings | None = None
     """Settings of the decoder layer that differ from the target's. None: it has the target's."""
 
 
-class AutoregressiveHeads(TokenHeads, AttendingHeads):
-    """Heads that draft step by step. A subclass defines one step in `advance`.
-
-    "Head" d is step d after the last token with features. It drafts at depth d and has its own loss
-    and figures.
+class EagleHeads(AutoregressiveHeads):
+    """EAGLE-1 and EAGLE-3. A subclass defines one step in `advance`.
 
     config: a one-layer llama config that describes the drafter. Engines get it unchanged.
     """
 
-    replayed_from = "text"
     computed_once = "fc"  # the others are computed in each step
 
     def __init__(
@@ -69,25 +99,7 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         position_embeddings: cos and sin of the positions.
         """
 
-    def readout(self, states: Tensor) -> Tensor:
-        """[..., H]: the input of the output layer, computed from states [..., H]."""
-        return states
-
-    def extra_loss(
-        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
-    ) -> Tensor | None:
-        """The extra loss (see `Prediction`) for the states [n, H] of step `depth` at `positions`.
-
-        positions: bool [B, T] with n True values.
-        """
-        return None
-
     def step(self, states: Tensor, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the next states [B, n, H].
-
-        states: [B, n, H]. tokens: int64 [B, n], the tokens that follow. positions: int64 [B, n] or
-        [1, n], the positions of `states`.
-        """
         dtype = self.dtype
         states, embedded = states.to(dtype), self.embeddings(tokens).to(dtype)
         return self.advance(states, embedded, self._rotary(positions, states), attend)
@@ -99,17 +111,3 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
         per_token = products_flops(once) + self.parts * products_flops(*parts.values())
         width = self.parts * self.config.num_attention_heads * self.config.head_dim
         return TextFlops(per_token) + attention_flops(width, trained=True)
-
-    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        states = self.inputs_of(batch)
-        attention = UnrolledAttention(self.window)
-        positions = torch.arange(states.shape[1], device=states.device)[None]
-        for depth in range(1, max(depths) + 1):
-            tokens = shift_left(batch.input_ids, depth)
-            attend = attention.at(depth)
-            states = self.recomputed(self.step, states, tokens, positions + depth - 1, attend)
-            if depth in depths:
-                trained = trained_positions(batch.loss_mask, depth)
-                trained_states = states[trained]
-                extra_loss = self.extra_loss(trained_states, batch, depth, trained)
-                yield Prediction(depth, trained, self.readout(trained_states), extra_loss)

@@ -31,6 +31,7 @@ from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import Attend
 from decode.shapes import Growth
 from distill.choose_vocabulary import rows_of_tokens
+from distill.chunked_loss import at_least_float32
 from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
 from heads.heads_module import HEADS, HeadOptions, Prediction, shift_left
 from heads.layers.block_layer import BlockLayer, Turns
@@ -219,8 +220,7 @@ class DFlash2Heads(DFlashHeads):
         selector = self.candidate_selector
         projected, successors = selector.hidden_projection(states), selector.successor_codebook
         scores = scores + selector.added(projected, before, successors[rows])
-        dtype = torch.promote_types(scores.dtype, torch.float32)
-        return cross_entropy(scores.to(dtype), right, reduction="none")
+        return cross_entropy(scores.to(at_least_float32(scores.dtype)), right, reduction="none")
 
 
 @DRAFTERS.register("dflash2")

@@ -3,7 +3,8 @@
 Shapes: B rows, n tokens, H hidden size.
 """
 
-from typing import Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from pydantic import Field
@@ -12,17 +13,14 @@ from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
 
 from decode.model.hidden_states import FINAL
+from distill.chunked_loss import at_least_float32
 from distill.row_numbers import row_numbers
-from heads.autoregressive_heads import AutoregressiveHeads, AutoregressiveOptions
-from heads.heads_module import (
-    HEADS,
-    HeadBatch,
-    shift_left,
-)
-from heads.layers.llama_layer import Attend, DraftLayer
+from heads.autoregressive_heads import EagleHeads, EagleOptions
+from heads.heads_module import HEADS, HeadBatch, Prediction, shift_left
+from heads.layers.llama_layer import Attend, DraftLayer, init_layer
 
 
-class Eagle1Options(AutoregressiveOptions):
+class Eagle1Options(EagleOptions):
     """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
     paper's w_cls: `forward_kl: 0.1`)."""
 
@@ -46,7 +44,7 @@ class Eagle1Options(AutoregressiveOptions):
 
 
 @HEADS.register("eagle1")
-class Eagle1Heads(AutoregressiveHeads):
+class Eagle1Heads(EagleHeads):
     """One decoder layer over fc(embedding of the next token ; feature) (section 4.1).
 
     The layer has no norm before attention. Its output is the next feature. The target's output
@@ -74,8 +72,7 @@ class Eagle1Heads(AutoregressiveHeads):
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
-        layer: Any = self.layers[0]
-        layer.init_weights(self.config.initializer_range)
+        init_layer(self.layers[0], self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, self.hidden_size :] = torch.eye(self.hidden_size)
         if self.options.bias:
@@ -95,7 +92,11 @@ class Eagle1Heads(AutoregressiveHeads):
         next_states: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
         return next_states
 
+    def inputs_of(self, batch: HeadBatch) -> Tensor:
+        return self.with_noise(super().inputs_of(batch))
+
     def with_noise(self, features: Tensor) -> Tensor:
+        """[B, T, H]: the features that a training reads."""
         if not self.training or not self.options.noise:
             return features
         rows, length, size = features.shape
@@ -103,12 +104,12 @@ class Eagle1Heads(AutoregressiveHeads):
         uniform = row_numbers(rows, length * size, device=device, dtype=dtype).view_as(features)
         return features + self.options.noise * (2 * uniform - 1)
 
-    def extra_loss(
-        self, states: Tensor, batch: HeadBatch, depth: int, positions: Tensor
-    ) -> Tensor | None:
-        if not self.options.regression:
-            return None
-        dtype = torch.promote_types(states.dtype, torch.float32)
-        features = shift_left(batch.features[FINAL], depth)[positions].to(dtype)
-        losses = smooth_l1_loss(states.to(dtype), features, reduction="none")
-        return self.options.regression * losses.mean(-1)
+    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
+        for prediction in super().predictions(batch, depths):
+            if self.options.regression:
+                states = prediction.states.to(at_least_float32(prediction.states.dtype))
+                features = shift_left(batch.features[FINAL], prediction.depth)
+                features = features[prediction.positions].to(states.dtype)
+                losses = smooth_l1_loss(states, features, reduction="none")
+                prediction.extra_loss = self.options.regression * losses.mean(-1)
+            yield prediction

@@ -11,16 +11,13 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from heads.autoregressive_heads import AutoregressiveHeads, AutoregressiveOptions
-from heads.heads_module import (
-    HEADS,
-)
-from heads.layers.eagle_taps import captured_outputs
-from heads.layers.llama_layer import Attend, DraftLayer
-from heads.layers.target_layers import copy_norm
+from heads.autoregressive_heads import EagleHeads, EagleOptions
+from heads.heads_module import HEADS
+from heads.layers.llama_layer import Attend, DraftLayer, init_layer
+from heads.layers.target_layers import captured_outputs, copy_norm
 
 
-class Eagle3Options(AutoregressiveOptions):
+class Eagle3Options(EagleOptions):
     """Options of EAGLE-3 heads (2503.01840). The losses are the stage's `losses`; the paper trains
     on the target's distribution, `forward_kl: 1`."""
 
@@ -59,15 +56,9 @@ class Eagle3Layer(DraftLayer):
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @torch.no_grad()
-    def init_weights(self, spread: float) -> None:
-        super().init_weights(spread)
-        self.input_layernorm.weight.fill_(1.0)
-        self.hidden_norm.weight.fill_(1.0)
-
 
 @HEADS.register("eagle3")
-class Eagle3Heads(AutoregressiveHeads):
+class Eagle3Heads(EagleHeads):
     """fc fuses the features of three layers into one state (section 3.1).
 
     The decoder layer computes the next state from this state and the embedding of the next token.
@@ -106,7 +97,7 @@ class Eagle3Heads(AutoregressiveHeads):
     @torch.no_grad()
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
-        self.midlayer.init_weights(self.config.initializer_range)
+        init_layer(self.midlayer, self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         norms: Any = self.fc_norm
@@ -115,9 +106,6 @@ class Eagle3Heads(AutoregressiveHeads):
         if self.options.norm_before_fc:
             self.input_norm.weight.fill_(1.0)
         copy_norm(self.norm, model)
-
-    def loss_weights(self, uniform: float) -> dict[int, float]:
-        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def fuse(self, features: Tensor) -> Tensor:
         if self.options.norm_before_fc:

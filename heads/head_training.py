@@ -15,19 +15,14 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
+from decode.model.pretrained import replaced
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import chunked_loss
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
 from distill.teacher.live_teacher import output_rows
 from distill.teacher.teacher_signal import Teacher, TeacherLogits
-from heads.heads_module import (
-    HeadBatch,
-    Heads,
-    Prediction,
-    output_layer,
-    shift_left,
-)
+from heads.heads_module import HeadBatch, Heads, Prediction, output_layer, shift_left
 
 TOP = 5
 
@@ -78,15 +73,13 @@ class HeadTraining(nn.Module):
 
         For a target that is trained too. If the heads borrow this layer, their loss trains it.
         """
-        frozen_layers = self._teacher_layer, self._all_tokens
         weight, bias = output_rows(layer, self.heads.vocabulary)
-        self._teacher_layer = _detached(weight, bias)
-        self._all_tokens = _detached(layer.weight, layer.bias)
-        try:
-            with self.heads.output.using(weight, bias):
-                yield
-        finally:
-            self._teacher_layer, self._all_tokens = frozen_layers
+        with (
+            replaced(self, "_teacher_layer", _detached(weight, bias)),
+            replaced(self, "_all_tokens", _detached(layer.weight, layer.bias)),
+            self.heads.output.using(weight, bias),
+        ):
+            yield
 
     @property
     def captured_layers(self) -> tuple[int, ...]:

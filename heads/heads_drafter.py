@@ -1,8 +1,5 @@
 """The drafters for heads: they read hidden states in the decode loop and load stored heads.
 
-`HeadsDrafter` is the base of all. `AttendingDrafter` has an extra layer that attends to the whole
-text; a key-value cache makes it cheap.
-
 Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidden size.
 """
 
@@ -160,7 +157,7 @@ def _together(counts: np.ndarray) -> list[slice]:
 
 
 class AttendingDrafter(HeadsDrafter):
-    """Drafter that keeps a key-value cache for the extra layer.
+    """Drafter with an extra layer that attends to the whole text; a key-value cache makes it cheap.
 
     Entry i of a row's cache holds the layer's keys and values for token i. They are computed from
     the target's features of this token. A text of L tokens has L − 1 entries, because the features

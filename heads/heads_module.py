@@ -212,12 +212,14 @@ class Heads(nn.Module, ABC):
         """Whether `predictions` now has all positions of every head, not a sample of them."""
         return True
 
-    @abstractmethod
     def loss_weights(self, uniform: float) -> dict[int, float]:
         """Loss weights by depth for one minibatch. Heads that are missing are not computed.
 
-        uniform: a random number in [0, 1), drawn anew for each minibatch.
+        Here that of head k is decay^(k − 1), or 1 for heads without the option `decay`. uniform: a
+        random number in [0, 1), drawn anew for each minibatch.
         """
+        decay: float = getattr(self.options, "decay", 1.0)
+        return {k: decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def body_flops(self) -> TextFlops | None:
         """The FLOPs of a training step, without the output layers and the target. None: not known.

@@ -37,7 +37,7 @@ from heads.heads_module import (
     trained_positions,
 )
 from heads.layers.layer_config import layer_config
-from heads.layers.llama_layer import Attend, DraftLayer, Rotary
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary, init_layer
 from heads.layers.unrolled_attention import causal_attention
 
 
@@ -110,9 +110,6 @@ class HydraHeads(TokenHeads):
         for block in self.blocks.modules():
             if isinstance(block, _Block):
                 block.init_weights()
-
-    def loss_weights(self, uniform: float) -> dict[int, float]:
-        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
 
     def input_states(self, features: Tensor) -> Tensor:
         """[B, T, H]: the states that the heads read, from the target's features [B, T, H]."""
@@ -208,7 +205,7 @@ class PrefixLayer(nn.Module):
     def init_weights(self) -> None:
         """Set init weights with which the layer changes nothing."""
         self.input_layernorm.weight.fill_(1.0)
-        self.layer.init_weights(self._spread)
+        init_layer(self.layer, self._spread)
 
     def forward(self, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Return [B, n, H] for features [B, n, H]. positions: int64 [B, n] or [1, n]."""

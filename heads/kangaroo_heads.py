@@ -31,13 +31,7 @@ from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
 from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import (
-    HEADS,
-    HeadBatch,
-    Prediction,
-    shift_left,
-    trained_positions,
-)
+from heads.heads_module import HEADS, HeadBatch, Prediction, shift_left, trained_positions
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Attend, Attention, Rotary
 from heads.layers.target_layers import copy_norm

@@ -25,7 +25,7 @@ from decode.model.pretrained import explained, no_progress_bars
 from heads.heads_directory import build_heads
 from heads.heads_module import HeadOptions
 from heads.layers.family_layer import mtp_config
-from heads.mtp_heads import MtpHeads, MtpOptions
+from heads.mtp_heads import MtpHeads
 
 INDEX = "model.safetensors.index.json"
 # Dtypes of weights that are numbers themselves, as safetensors names them.
@@ -54,8 +54,10 @@ class Layout:
 
     def pattern(self, layers: int) -> str:
         """A regular expression for all names of the module, in a target with `layers` layers."""
-        start = self.place.split("layers.")[0] if "{k}" in self.place else ""
-        return rf"^{re.escape(start)}" if start else rf"^model\.layers\.({_from(layers)})\."
+        if "{k}" in self.place:
+            return "^" + re.escape(self.place.split("layers.")[0])
+        numbers = "|".join(str(number) for number in range(layers, layers + 100))
+        return rf"^model\.layers\.({numbers})\."
 
 
 _AFTER = Layout(
@@ -77,11 +79,6 @@ LAYOUTS = {
     "qwen3_5_text": Layout("mtp.layers.{k}.", _APART, "mtp_num_hidden_layers"),
     "qwen3_5_moe_text": Layout("mtp.layers.{k}.", _APART, "mtp_num_hidden_layers"),
 }
-
-
-def _from(layers: int) -> str:
-    """A regular expression for the numbers of the layers after the target's: some hundreds."""
-    return "|".join(str(number) for number in range(layers, layers + 100))
 
 
 @dataclass(frozen=True)
@@ -147,14 +144,12 @@ def named_as_stored(
     layout, count = layout_of(model.config, ""), own_layers(model)
     renamed = {_stored_name(layout, name, count): x for name, x in weights.items()}
     holder: Any = nn.Module()
-    holder.config, holder._weight_conversions = (
-        heads.config,
-        [
-            conversion
-            for conversion in get_model_conversion_mapping(model, add_legacy=False)
-            if type(conversion).__name__ != "PrefixChange"
-        ],
-    )
+    holder.config = heads.config
+    holder._weight_conversions = [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if type(conversion).__name__ != "PrefixChange"
+    ]
     reverted: dict[str, Tensor] = revert_weight_conversion(holder, renamed)
     return reverted
 
@@ -199,23 +194,17 @@ def has_module(config: Mapping[str, Any], names: Iterable[str]) -> bool:
     return any(LAYOUTS[kind].holds(name, layers) for name in names)
 
 
-def module_options(target: Target, options: Mapping[str, Any]) -> MtpOptions:
-    """The options of the heads that a target's module is. options: those that the user chose."""
+def module_heads(target: Target, options: Mapping[str, Any]) -> MtpHeads:
+    """Heads in the shape of the target's module, without weights. options: those that the user
+    chose. Raises UserError as `read_module` does for a target and options."""
     layers = stored_layers(target)
     chosen = HeadOptions.of({"type": "mtp", "depth": layers} | dict(options) | {"layers": layers})
-    assert isinstance(chosen, MtpOptions)
     if options.get("layers", layers) != layers:
         raise UserError(
             f"layers is {options['layers']}, but the module of {target.name} has {layers}; leave "
             "layers out"
         )
-    return chosen
-
-
-def module_heads(target: Target, options: Mapping[str, Any]) -> MtpHeads:
-    """Heads in the shape of the target's module, without weights. Raises UserError as
-    `read_module` does for a target and options."""
-    heads = build_heads(module_options(target, options), target, None, "meta")
+    heads = build_heads(chosen, target, None, "meta")
     assert isinstance(heads, MtpHeads)
     return heads
 

@@ -3,7 +3,7 @@
 Shapes: B rows, n tokens, m missing cache entries, H hidden size.
 """
 
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class MtpDrafter(AutoregressiveDrafter, InTarget):
     Raises UserError for trees with several layers.
     """
 
-    heads: Any  # MtpHeads; its `step` takes the number of a layer besides
+    heads: MtpHeads
 
     def __init__(self, heads: MtpHeads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(heads, vocab_size, shape)

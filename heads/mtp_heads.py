@@ -9,7 +9,7 @@ final norm. A family has one layer, which runs once for each token of a draft (a
 Shapes: B rows, n tokens, T tokens of a text, H hidden size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -22,15 +22,9 @@ from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.attending_heads import AttendingHeads, AttendingOptions
-from heads.heads_module import (
-    HEADS,
-    HeadBatch,
-    Prediction,
-    TokenHeads,
-    shift_left,
-    trained_positions,
-)
+from heads.attending_heads import AttendingOptions
+from heads.autoregressive_heads import AutoregressiveHeads
+from heads.heads_module import HEADS
 from heads.layers.family_layer import FamilyRotary, family_layers, mtp_config, run_layer
 from heads.layers.target_layers import copy_norm
 from heads.layers.unrolled_attention import UnrolledAttention, causal_attention
@@ -65,7 +59,7 @@ class MtpOptions(AttendingOptions):
 
 
 @HEADS.register("mtp")
-class MtpHeads(TokenHeads, AttendingHeads):
+class MtpHeads(AutoregressiveHeads):
     """Step d is `layers[d − 1]`, or the only layer, over the state of step d − 1 at the same place
     of the text and the embedding of the token d places later, at this token's position.
 
@@ -75,7 +69,6 @@ class MtpHeads(TokenHeads, AttendingHeads):
     """
 
     Options = MtpOptions
-    replayed_from = "text"
 
     def __init__(
         self, options: MtpOptions, model: PreTrainedModel, vocabulary: Tensor | None = None
@@ -116,9 +109,6 @@ class MtpHeads(TokenHeads, AttendingHeads):
             copy_norm(final, model)
             _fill(parts.post_norm, float(final.weight.square().mean().sqrt()))
 
-    def loss_weights(self, uniform: float) -> dict[int, float]:
-        return {k: self.options.decay ** (k - 1) for k in range(1, self.depth + 1)}
-
     def body_flops(self) -> TextFlops:
         """Each step goes through one layer, and there through some of its experts."""
         config = self.config
@@ -139,26 +129,17 @@ class MtpHeads(TokenHeads, AttendingHeads):
         """
         states, embedded = states.to(self.dtype), self.embeddings(tokens).to(self.dtype)
         at = positions + 1
-        turns = self._rotary(number, at, states)
+        turns = self._rotary.in_layer(number, at, states)
         return run_layer(self.layers[number], embedded, states, at, turns, attend)
 
-    def readout(self, states: Tensor) -> Tensor:
-        return states
-
-    def predictions(self, batch: HeadBatch, depths: Sequence[int]) -> Iterator[Prediction]:
-        states = batch.of(self.captured_layers).to(self.dtype)
-        unrolled = UnrolledAttention(self.window)
-        positions = torch.arange(states.shape[1], device=states.device)[None]
-        for depth in range(1, max(depths) + 1):
-            tokens = shift_left(batch.input_ids, depth)
-            number, attend = 0, unrolled.at(depth)
-            if len(self.layers) > 1:  # each has keys and values for itself
-                number, attend = depth - 1, partial(causal_attention, window=self.window)
-            places = positions + depth - 1
-            states = self.recomputed(self.step, states, tokens, places, attend, number)
-            if depth in depths:
-                trained = trained_positions(batch.loss_mask, depth)
-                yield Prediction(depth, trained, states[trained])
+    def trained_step(
+        self, depth: int, attention: UnrolledAttention
+    ) -> tuple[Callable[..., Tensor], Attend]:
+        if len(self.layers) == 1:
+            return super().trained_step(depth, attention)
+        # Each layer has keys and values for itself.
+        attend = partial(causal_attention, window=self.window)
+        return partial(self.step, number=depth - 1), attend
 
 
 def _fill(norm: nn.Module, scale: float) -> None:

@@ -35,10 +35,9 @@ from heads.attending_heads import AttendingHeads, AttendingOptions
 from heads.eagle3_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
-from heads.layers.eagle_taps import captured_outputs
 from heads.layers.layer_config import LayerSettings, layer_config
-from heads.layers.llama_layer import Attend, DraftLayer, Rotary
-from heads.layers.target_layers import copy_norm
+from heads.layers.llama_layer import Attend, DraftLayer, Rotary, init_layer
+from heads.layers.target_layers import captured_outputs, copy_norm
 
 
 class PEagleOptions(AttendingOptions):
@@ -94,11 +93,6 @@ class _Layer(DraftLayer):
         super().__init__(config, config.hidden_size)
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    @torch.no_grad()
-    def init_weights(self, spread: float) -> None:
-        super().init_weights(spread)
-        self.input_layernorm.weight.fill_(1.0)
-
 
 @HEADS.register("p_eagle")
 class PEagleHeads(TokenHeads, AttendingHeads):
@@ -148,8 +142,7 @@ class PEagleHeads(TokenHeads, AttendingHeads):
     def init_weights(self, model: PreTrainedModel) -> None:
         super().init_weights(model)
         for layer in self.layers:
-            assert isinstance(layer, DraftLayer)
-            layer.init_weights(self.config.initializer_range)
+            init_layer(layer, self.config.initializer_range)
         self.fc.weight.zero_()
         self.fc.weight[:, -self.hidden_size :] = torch.eye(self.hidden_size)
         self.mask_hidden.normal_(std=self.config.initializer_range)
@@ -160,9 +153,6 @@ class PEagleHeads(TokenHeads, AttendingHeads):
         else:
             self.mask_embedding.copy_(table.float().mean(0))
         copy_norm(self.norm, model)
-
-    def loss_weights(self, uniform: float) -> dict[int, float]:
-        return dict.fromkeys(range(1, self.depth + 1), 1.0)
 
     @property
     def trains_all(self) -> bool:
@@ -255,14 +245,11 @@ class PEagleHeads(TokenHeads, AttendingHeads):
                 reading = shift_left(predicted, 1)
                 yield Prediction(1, reading, states[:, :length][reading])
                 continue
-            chosen = masks.exists & (masks.copies == depth - 1)
-            row, column = chosen.nonzero(as_tuple=True)
-            anchors = masks.anchors[row, column]
-            # In the order of the anchors, as `Prediction` wants it.
-            order = (row * length + anchors).argsort()
+            # In the order of the anchors, as `MaskedCopies` has them.
+            row, column = (masks.exists & (masks.copies == depth - 1)).nonzero(as_tuple=True)
             reading = torch.zeros_like(predicted)
-            reading[row, anchors] = True
-            yield Prediction(depth, reading, states[row[order], length + column[order]])
+            reading[row, masks.anchors[row, column]] = True
+            yield Prediction(depth, reading, states[row, length + column])
 
 
 @DRAFTERS.register("p_eagle")

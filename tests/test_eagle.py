@@ -31,9 +31,9 @@ from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions, trained_positions
-from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
+from heads.layers.target_layers import auxiliary_layers
 from tests.contract import moved_heads
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import VOCAB, tiny_target

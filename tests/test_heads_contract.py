@@ -60,7 +60,7 @@ def two_layers_for_three(request: pytest.FixtureRequest) -> Iterator[None]:
     """The targets of the contract have two layers, which stand for EAGLE-3's three."""
     with pytest.MonkeyPatch.context() as patch:
         if not {"stored", "stage"} & set(request.node.name.split("_")):
-            patch.setattr("heads.layers.eagle_taps.auxiliary_layers", lambda layers: (0, 0, 1))
+            patch.setattr("heads.layers.target_layers.auxiliary_layers", lambda layers: (0, 0, 1))
         yield
 
 

@@ -197,7 +197,7 @@ def test_vllm_drafts_with_a_module_from_the_export(
         layer = heads.layers[number]
         layer.use_post_norm = False
         embedded = heads.embeddings(tokens) * (positions > 0)[..., None]
-        turns = heads._rotary(number, positions + 1, states)
+        turns = heads._rotary.in_layer(number, positions + 1, states)
         return run_layer(layer, embedded, states, positions + 1, turns, attend)
 
     monkeypatch.setattr(MtpHeads, "step", step)

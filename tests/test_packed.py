@@ -23,7 +23,6 @@ from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import (
     can_pack,
-    fast_copy,
     has_products,
     packed_copy,
     prepare,
@@ -50,19 +49,21 @@ def through_slots(lm: CachedLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "copied"),
+    ("family", "dtype", "our_attention"),
     [
-        *((family, torch.float32, fast_copy) for family in FAMILIES),
-        *((family, torch.bfloat16, packed_copy) for family in FAMILIES),
+        *((family, torch.float32, True) for family in FAMILIES),
+        *((family, torch.bfloat16, False) for family in FAMILIES),
     ],
 )
-def test_results_are_those_of_the_model(family: str, dtype: torch.dtype, copied: Any) -> None:
+def test_results_are_those_of_the_model(
+    family: str, dtype: torch.dtype, our_attention: bool
+) -> None:
     if not has_products(dtype):
         pytest.skip(f"this CPU has no products in {dtype}")
     model = tiny_model(family).to(dtype)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert can_pack(model)
-    packed = copied(model)
+    packed = packed_copy(model, our_attention=our_attention)
     linear = [m for m in packed.modules() if isinstance(m, PackedLinear)]
     # Four of attention (gpt-2: two) and two or three of the MLP in each layer, and the output.
     assert len(linear) >= 2 * 4 + 1

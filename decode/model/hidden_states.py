@@ -6,7 +6,7 @@ H hidden size, T captured layers.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -56,36 +56,29 @@ class Recorder:
     def recording(self) -> Iterator[dict[int, Tensor]]:
         """Captures the forward inside this context: the hidden states of each layer, [B, n, H]."""
         captured: dict[int, Tensor] = {}
-        # Removed at the end: hooks that stay would affect other users of the model.
-        hooks = [
-            module.register_forward_pre_hook(partial(_store_input, captured, layer, self._device))
-            if layer == FINAL and self._reads_input
-            else module.register_forward_hook(partial(_store_output, captured, layer, self._device))
-            for layer, module in self._modules.items()
-        ]
-        try:
+        # Hooks that stay would affect other users of the model.
+        with ExitStack() as hooks:
+            for layer, module in self._modules.items():
+                store: Any = partial(_store, captured, layer, self._device)
+                if layer == FINAL and self._reads_input:
+                    hooks.enter_context(module.register_forward_pre_hook(store))
+                else:
+                    hooks.enter_context(module.register_forward_hook(store))
             yield captured
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
-def _store_output(
+def _store(
     captured: dict[int, Tensor],
     layer: int,
     device: torch.device,
     _: nn.Module,
-    __: Any,
-    output: Any,
+    inputs: Any,
+    output: Any = None,
 ) -> None:
+    """A hook. Before its module it stores the input, after it the output."""
+    states = inputs if output is None else output
     # Layers may be on other devices than the inputs.
-    captured[layer] = (output if isinstance(output, Tensor) else output[0]).to(device)
-
-
-def _store_input(
-    captured: dict[int, Tensor], layer: int, device: torch.device, _: nn.Module, inputs: Any
-) -> None:
-    captured[layer] = inputs[0].to(device)
+    captured[layer] = (states if isinstance(states, Tensor) else states[0]).to(device)
 
 
 def _layer(model: PreTrainedModel, number: int) -> nn.Module:

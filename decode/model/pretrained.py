@@ -13,7 +13,7 @@ import functools
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,7 +261,8 @@ def explained(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside this context, an attribute has another value."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -270,11 +271,9 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-@contextmanager
-def no_progress_bars() -> Iterator[None]:
+def no_progress_bars() -> AbstractContextManager[None]:
     """Silences tqdm, because some progress bars of transformers cannot be switched off."""
-    with _replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True)):
-        yield
+    return replaced(tqdm, "__init__", functools.partialmethod(tqdm.__init__, disable=True))
 
 
 @contextmanager
@@ -287,8 +286,8 @@ def gguf_read_once() -> Iterator[None]:
     import gguf  # optional, see `decode.model.gguf_file.require_gguf`
 
     with (
-        _replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
-        _replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
+        replaced(gguf, "GGUFReader", functools.cache(gguf.GGUFReader)),
+        replaced(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
     ):
         yield
 

@@ -13,7 +13,7 @@ Shapes: B rows, n tokens fed per row, m nodes, V vocabulary.
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -27,6 +27,7 @@ from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import recurrent_layers, require_slots
 from decode.model.small_copy import small_model
+from decode.tree_structure import ancestors_of
 
 # The largest difference of logits, as a share of the largest logit. In 16 bits only a model is
 # tried of which there is no small copy.
@@ -191,7 +192,7 @@ def trees(lm: Tried) -> str | None:
     rows = np.arange(2)
     texts.begin(rows)
     texts.read(PROMPTS)
-    seen = _ancestors(lm.device)
+    seen = ancestors_of(torch.tensor([PARENTS], device=lm.device))[0]
     paths = [texts.path(row, node) for row in range(2) for node in range(len(PARENTS))]
     expected = torch.stack([texts.own(*path)[-1] for path in paths]).unflatten(0, (2, -1))
     nodes = [[path[1][-1] for path in paths[row * len(PARENTS) :][: len(PARENTS)]] for row in rows]
@@ -238,30 +239,17 @@ class Without:
 
     def __call__(self, lm: Tried) -> str | None:
         """Why drafts cannot skip these, or None."""
-        return _without(lm, self._sets(lm.layers))
-
-
-def _without(lm: Tried, sets: Iterable[Sublayers]) -> str | None:
-    texts = _Texts(lm)
-    rows = np.arange(2)
-    texts.begin(rows)
-    texts.read(PROMPTS)
-    for skipped in sets:
-        with lm.slots.restored(PROMPTS, 2):
-            view = lm.view(skipped)
-            if not bool(texts.feed(PROMPTS, 2, by=view).isfinite().all()):
-                return f"gives logits that are not finite ({skipped})"
-    agrees = texts.agree(texts.feed(PROMPTS, 2), rows, PROMPTS)
-    return None if agrees else "leaves traces in the cache"
-
-
-def _ancestors(device: torch.device) -> Tensor:
-    """bool [m, m]: which nodes each node sees, itself included."""
-    seen = torch.eye(len(PARENTS), dtype=torch.bool)
-    for node, parent in enumerate(PARENTS):
-        if parent >= 0:
-            seen[node] |= seen[parent]
-    return seen.to(device)
+        texts = _Texts(lm)
+        rows = np.arange(2)
+        texts.begin(rows)
+        texts.read(PROMPTS)
+        for skipped in self._sets(lm.layers):
+            with lm.slots.restored(PROMPTS, 2):
+                view = lm.view(skipped)
+                if not bool(texts.feed(PROMPTS, 2, by=view).isfinite().all()):
+                    return f"gives logits that are not finite ({skipped})"
+        agrees = texts.agree(texts.feed(PROMPTS, 2), rows, PROMPTS)
+        return None if agrees else "leaves traces in the cache"
 
 
 class _Texts:

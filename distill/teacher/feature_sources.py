@@ -72,10 +72,8 @@ class LiveFeatures:
                     decoder_states(self._model, read, input_ids, attention_mask)
             if remembered is not None:
                 lengths = attention_mask.sum(1).tolist()
-                for row, (sample, length) in enumerate(zip(ids, lengths, strict=False)):
-                    remembered[sample] = {
-                        layer: x[row, :length].cpu() for layer, x in features.items()
-                    }
+                rows = split_rows(features, lengths[: len(ids)], torch.device("cpu"))
+                remembered.update(zip(ids, rows, strict=True))
             return features
 
 

@@ -124,19 +124,15 @@ class LiveTeacher:
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Tensor:
         """[n, H]: the hidden states for the predicted tokens, from memory or from a forward."""
-        hidden = self._recall(ids, input_ids.device)
-        if hidden is None:
-            predicted = loss_mask[:, 1:]
-            hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
-            if self._remembered is not None:
-                counts = predicted.sum(1).tolist()
-                self._remembered.update(zip(ids, hidden.cpu().split(counts), strict=False))
+        remembered = self._remembered
+        if remembered and ids and all(sample in remembered for sample in ids):
+            return torch.cat([remembered[sample] for sample in ids]).to(input_ids.device)
+        predicted = loss_mask[:, 1:]
+        hidden = self.target.hidden(input_ids, attention_mask)[:, :-1][predicted]
+        if remembered is not None:
+            counts = predicted.sum(1).tolist()
+            remembered.update(zip(ids, hidden.cpu().split(counts), strict=False))
         return hidden
-
-    def _recall(self, ids: Sequence[str], device: torch.device) -> Tensor | None:
-        if not self._remembered or not ids or any(sample not in self._remembered for sample in ids):
-            return None
-        return torch.cat([self._remembered[sample] for sample in ids]).to(device)
 
 
 class StatesTeacher(LiveTeacher):

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend, AttentionMask
-from heads.layers.llama_layer import Attention
+from heads.layers.llama_layer import Attention, init_layer
 
 # cos and sin of positions, [B, n, D] each.
 Turns = tuple[Tensor, Tensor]
@@ -64,17 +64,9 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    @torch.no_grad()
     def init_weights(self, spread: float) -> None:
-        """Set random init weights with standard deviation `spread`, and 0 for the two linear layers
-        that write to the residual stream."""
-        for module in self.modules():
-            if isinstance(module, nn.Linear):
-                module.weight.normal_(std=spread)
-            elif isinstance(module, LlamaRMSNorm):
-                module.weight.fill_(1.0)
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()
+        """See `init_layer`."""
+        init_layer(self, spread)
 
     def forward(self, states: Tensor, turns: Turns, attend: Attend) -> Tensor:
         """[B, n, H] → [B, n, H]."""

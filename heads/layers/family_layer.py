@@ -23,6 +23,7 @@ from decode.base.errors import UserError
 from decode.model.forward.attention_mask import Attend
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import explained
+from heads.layers.llama_layer import Rotary
 
 ATTENTION = "draftsmith_attend"
 
@@ -110,29 +111,20 @@ def _missing(model: PreTrainedModel, block: Any, config: Any) -> str | None:
     return None
 
 
-class FamilyRotary:
-    """The target's rotary positions. It is not a module, because it has nothing to train or store.
-
-    The first call on a device creates the target's module there, also for heads that start on
-    `meta`.
-    """
+class FamilyRotary(Rotary):
+    """The target's rotary positions."""
 
     def __init__(self, model: PreTrainedModel, config: Any) -> None:
         rotary: Any = model.get_decoder().rotary_emb
-        self._kind, self._config = type(rotary), config
+        super().__init__(config, type(rotary))
         parameters = getattr(config, "rope_parameters", None) or {}
         self._by_layer = bool(config.nested_rope_parameter_keys(parameters))
         self._layer_types: Any = getattr(config, "layer_types", None)
-        self._modules: dict[torch.device, nn.Module] = {}
 
-    def __call__(self, layer: int, positions: Tensor, like: Tensor) -> Any:
-        """cos and sin in the dtype of `like`, for positions int64 [B, n], in a layer."""
-        device = positions.device
-        if device not in self._modules:
-            with torch.inference_mode(False):
-                self._modules[device] = self._kind(self._config).to(device)
+    def in_layer(self, layer: int, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """As a call, for the kind of a layer."""
         options = {"layer_type": self._layer_types[layer]} if self._by_layer else {}
-        return self._modules[device](like, position_ids=positions, **options)
+        return self(positions, like, **options)
 
 
 def run_layer(

@@ -4,13 +4,11 @@ from typing import Any
 
 from pydantic import Field
 from transformers import LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import (
-    LlamaRotaryEmbedding,
-)
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.base.errors import UserError
 from decode.base.strict import Strict
-from decode.model.kinds.layer_kinds import usual_layer
+from decode.model.kinds.layer_kinds import attention_size, usual_layer
 from decode.model.pretrained import explained
 
 
@@ -55,15 +53,15 @@ def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) 
     and for query heads that do not divide the hidden size.
     """
     config = usual_layer(model.config.get_text_config())
-    heads = config.num_attention_heads
+    size = attention_size(config)
     rope = getattr(config, "rope_parameters", None) or {}
     if "rope_theta" not in rope:  # no rotary settings, or several kinds
         rope = {"rope_type": "default", "rope_theta": 10000.0}
     values: dict[str, Any] = {
         "intermediate_size": feed_forward_size(config),
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.key_heads,
+        "head_dim": size.head_size,
         "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
         "rope_parameters": dict(rope),
     }

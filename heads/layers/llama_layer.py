@@ -28,24 +28,25 @@ from decode.model.forward.prepare_model import refresh_packed
 
 
 class Rotary:
-    """Computes cos and sin of positions.
+    """Computes cos and sin of positions, with a module of transformers: of this kind, for a config.
 
     It is not a module, because it has nothing to train, store or move. The first call on a device
-    creates the llama module there, also for heads that start on `meta`.
+    creates the module there, also for heads that start on `meta`.
     """
 
-    def __init__(self, config: LlamaConfig) -> None:
-        self._config = config
-        self._modules: dict[torch.device, LlamaRotaryEmbedding] = {}
+    def __init__(self, config: Any, kind: type[nn.Module] = LlamaRotaryEmbedding) -> None:
+        self._config, self._kind = config, kind
+        self._modules: dict[torch.device, nn.Module] = {}
 
-    def __call__(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n]."""
+    def __call__(self, positions: Tensor, like: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n].
+        options: what else the module takes."""
         device = positions.device
         if device not in self._modules:
             with torch.inference_mode(False):
-                self._modules[device] = LlamaRotaryEmbedding(self._config).to(device)
-        cos, sin = self._modules[device](like, positions)
-        return cos, sin
+                self._modules[device] = self._kind(self._config).to(device)
+        turns: tuple[Tensor, Tensor] = self._modules[device](like, positions, **options)
+        return turns
 
 
 class Attention(nn.Module):
@@ -74,6 +75,22 @@ class Attention(nn.Module):
         queries, keys = apply_rotary_pos_emb(queries, keys, *position_embeddings)
         outputs: Tensor = self.o_proj(attend(queries, keys, values).transpose(1, 2).flatten(2))
         return outputs
+
+
+@torch.no_grad()
+def init_layer(layer: Any, spread: float) -> None:
+    """Set random init weights with standard deviation `spread`, and norms of 1.
+
+    The two linear layers that write to the residual stream start as 0, so at first the layer
+    changes nothing.
+    """
+    for part in layer.modules():
+        if isinstance(part, nn.Linear):
+            part.weight.normal_(std=spread)
+        elif isinstance(part, LlamaRMSNorm):
+            part.weight.fill_(1.0)
+    layer.self_attn.o_proj.weight.zero_()
+    layer.mlp.down_proj.weight.zero_()
 
 
 class DraftLayer(Packed):
@@ -117,20 +134,6 @@ class DraftLayer(Packed):
     def refresh(self) -> None:
         for lean in self._lean:
             refresh_packed(lean)
-
-    @torch.no_grad()
-    def init_weights(self, spread: float) -> None:
-        """Set random init weights with standard deviation `spread`.
-
-        The two linear layers that write to the residual stream start as 0, so at first the layer
-        changes nothing.
-        """
-        for layer in self.modules():
-            if isinstance(layer, nn.Linear):
-                layer.weight.normal_(std=spread)
-        self.self_attn.o_proj.weight.zero_()
-        self.mlp.down_proj.weight.zero_()
-        self.post_attention_layernorm.weight.fill_(1.0)
 
     def forward(
         self,

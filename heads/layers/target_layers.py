@@ -1,10 +1,11 @@
-"""The target's layers that heads use: its output layer, copied or borrowed, and its embeddings.
+"""The target's layers that heads use: its output layer, copied or borrowed, its embeddings, and the
+layers whose outputs heads read.
 
 Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Literal
 
 import torch
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.low_rank_output import LowRankLinear, factors
+from decode.model.pretrained import replaced
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -84,14 +86,9 @@ class HeadOutput(nn.Module):
             setattr(borrowed, name, nn.Parameter(rows, requires_grad=False))
         self._borrowed = [borrowed]
 
-    @contextmanager
-    def using(self, weight: Tensor, bias: Tensor | None) -> Iterator[None]:
+    def using(self, weight: Tensor, bias: Tensor | None) -> AbstractContextManager[None]:
         """Use these rows instead of the borrowed layer inside the context. They may be trained."""
-        self._layer_in_use = None if len(self.layers) else (weight, bias)
-        try:
-            yield
-        finally:
-            self._layer_in_use = None
+        return replaced(self, "_layer_in_use", None if len(self.layers) else (weight, bias))
 
     def pack(self) -> None:
         """Pack the borrowed layer (`decode.model.forward.lean_parts`).
@@ -156,6 +153,38 @@ def require_layers(option: str, numbers: Sequence[int], count: int) -> None:
             f"{option} are {list(numbers)}; expected numbers from 0 to {count - 1} in ascending "
             f"order, because the target has {count} layers"
         )
+
+
+def auxiliary_layers(layers: int) -> tuple[int, int, int]:
+    """Return the auxiliary layers of a target with n layers: the inputs of 2, n // 2 and n − 3.
+
+    Layers are counted from 0. The input of a layer is the output of the layer before it, so the
+    returned numbers are one lower. vLLM, SGLang and llama.cpp use the same default if a drafter's
+    config names no layers.
+
+    Raises UserError if these three layers are not distinct and in ascending order.
+
+    >>> auxiliary_layers(30)
+    (1, 14, 26)
+    """
+    low, middle, high = 2, layers // 2, layers - 3
+    if not low < middle < high:
+        raise UserError(
+            f"EAGLE-3 reads the inputs of the target's layers 2, n // 2 and n − 3. With "
+            f"{layers} layers these are {low}, {middle} and {high}; expected a target with at "
+            "least 7 layers. Train eagle1 heads instead"
+        )
+    return low - 1, middle - 1, high - 1
+
+
+def captured_outputs(named: Sequence[int] | None, layers: int) -> tuple[int, ...]:
+    """Return the layers whose outputs EAGLE-3 and P-EAGLE capture. named: None stands for
+    `auxiliary_layers`. Raises UserError for layers that a target with n layers does not have, and
+    for layers that are not in ascending order."""
+    if named is None:
+        return auxiliary_layers(layers)
+    require_layers("captured_layers", named, layers)
+    return tuple(named)
 
 
 def copy_norm(norm: nn.Module, model: PreTrainedModel) -> None:

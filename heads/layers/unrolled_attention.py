@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
+from distill.chunked_loss import at_least_float32
 
 aten = torch.ops.aten
 # The queries whose scores are in memory at a time, where no kernel of PyTorch fits.
@@ -204,7 +205,7 @@ def blocks_forward(
     Returns the outputs [B, N, T, D] and the log-sum-exp of the scores, [B, N, T].
     """
     outputs = torch.empty_like(queries)
-    total = queries.new_empty(queries.shape[:3], dtype=_at_least_float32(queries.dtype))
+    total = queries.new_empty(queries.shape[:3], dtype=at_least_float32(queries.dtype))
     for part, seen, scores in _blocks(queries, keys, window):
         block_total = scores.logsumexp(-1)
         weights = (scores - block_total[..., None]).exp().to(values.dtype)
@@ -250,7 +251,7 @@ def _blocks(
     """Yield the tokens of each block, the tokens that one of them sees, and their scores
     [B, G, N/G, c, s], at least float32, −∞ at tokens that a token does not see."""
     length, size = queries.shape[2:]
-    dtype = _at_least_float32(queries.dtype)
+    dtype = at_least_float32(queries.dtype)
     for begin in range(0, length, BLOCK):
         part = slice(begin, min(begin + BLOCK, length))
         block = _grouped(queries[:, :, part], keys, queries.dtype)
@@ -277,7 +278,3 @@ def _seen(
     sinks = torch.arange(min(window.sinks, first), device=device)
     positions = torch.cat([sinks, positions])
     return positions, positions
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

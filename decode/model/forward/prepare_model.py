@@ -30,12 +30,7 @@ from decode.model.forward.transformers_forward import ATTENTION, TransformersFor
 from decode.model.kinds.decoder_positions import counts_positions, read_positions
 from decode.model.kinds.encoder_decoder import DecoderForward
 from decode.model.memory import free_bytes
-from decode.model.pretrained import (
-    adapters_in_use,
-    has_encoder,
-    is_hooked,
-    is_sharded,
-)
+from decode.model.pretrained import adapters_in_use, has_encoder, is_hooked, is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -48,23 +43,18 @@ _SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
 }
 
 
-def packed_copy(model: PreTrainedModel) -> PreTrainedModel:
+def packed_copy(model: PreTrainedModel, *, our_attention: bool = False) -> PreTrainedModel:
     """A copy of a model with packed linear layers. The original model is not changed.
 
-    The copy shares every parameter and buffer with the original, and its packed weights take about
-    the same memory again. After weights were changed in place, call `refresh_packed`.
+    our_attention: also with our attention, where the model allows it. The copy shares every
+    parameter and buffer with the original, and its packed weights take about the same memory again.
+    After weights were changed in place, call `refresh_packed`.
     """
     packed = _sharing_copy(model)
+    if our_attention:
+        replace_attention(packed)
     pack_layers(packed)
     return packed
-
-
-def fast_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """As `packed_copy`, and with our attention where the model allows it."""
-    fast = _sharing_copy(model)
-    replace_attention(fast)
-    pack_layers(fast)
-    return fast
 
 
 def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
@@ -161,10 +151,10 @@ def _chosen_forward(
         forward = base.forward
         return forward and adapted_forward(forward, low_rank[1]), base.reason
     name, unpacked = type(model).__name__, reason_against_packing(model)
-    packed = unpacked is None
+    packed, encoder = unpacked is None, has_encoder(model)
     if choice is False:
         reason: str | None = "transformers' forward was chosen"
-    elif has_encoder(model) and not choice:
+    elif encoder and not choice:
         reason = "it has an encoder"
     elif unpacked is not None and not choice:
         reason = unpacked
@@ -179,7 +169,7 @@ def _chosen_forward(
             reason = str(error)
     # Elsewhere than on a CPU, and with an encoder, transformers' forward is what is expected.
     on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-    expected = choice is False or not on_cpu or (packed and has_encoder(model))
+    expected = choice is False or not on_cpu or (packed and encoder)
     more = "" if reason == unpacked or packed else f"; its products are not packed: {unpacked}"
     logger.log(
         logging.INFO if expected else logging.WARNING,
@@ -188,25 +178,16 @@ def _chosen_forward(
         reason,
         more,
     )
-    if has_encoder(model):
-        return _decoder_forward(model, packed), reason
-    if not packed and not counts_positions(model):
-        return None, reason
-    other = fast_copy(model) if packed else _sharing_copy(model)
-    read_positions(other)
-    return TransformersForward(other), reason
-
-
-def _decoder_forward(model: PreTrainedModel, packed: bool) -> DecoderForward:
-    """The forward of a model with an encoder, on a copy that reads the positions of the loop."""
-    if is_wrapped(model):
+    if encoder and is_wrapped(model):
         raise UserError(
-            f"{type(model).__name__} has an encoder, and another library has wrapped or quantised "
-            "it; load it on one device and without quantisation"
+            f"{name} has an encoder, and another library has wrapped or quantised it; load it on "
+            "one device and without quantisation"
         )
-    decoding = fast_copy(model) if packed else _sharing_copy(model)
-    read_positions(decoding)
-    return DecoderForward(decoding)
+    if not (packed or encoder or counts_positions(model)):
+        return None, reason
+    other = packed_copy(model, our_attention=True) if packed else _sharing_copy(model)
+    read_positions(other)
+    return DecoderForward(other) if encoder else TransformersForward(other), reason
 
 
 def pack_layers(module: nn.Module, keep: type[nn.Module] = LeanLayer) -> None:

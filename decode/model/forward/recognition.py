@@ -130,9 +130,11 @@ def _is_setting(name: str, value: Any) -> bool:
 def layer_parts(layer: Any, config: Any, packed: bool) -> LayerParts | None:
     """The parts of a decoder layer, or None if it has parts of another kind. Whether it combines
     them as `LeanLayer` does is not checked here. packed: the form of the norms."""
-    children, attention, mlp = dict(layer.named_children()), *_blocks(layer)
-    if attention is None or mlp is None:
+    attention: Any = getattr(layer, "self_attn", None)
+    mlp: Any = getattr(layer, "mlp", None)
+    if mlp is None or not (hasattr(attention, "head_dim") and hasattr(attention, "scaling")):
         return None
+    children = dict(layer.named_children())
     norms = {name: lean_norm(child, packed) for name, child in children.items() if "norm" in name}
     inner = {
         name: lean_norm(getattr(attention, name, None), packed) for name in ("q_norm", "k_norm")
@@ -190,13 +192,6 @@ _NORM_ROLES = {
         },
     )
 }
-
-
-def _blocks(layer: nn.Module) -> tuple[Any, Any]:
-    attention, mlp = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
-    if not all(hasattr(attention, name) for name in ("head_dim", "scaling")):
-        return None, None
-    return attention, mlp
 
 
 def _linears(module: nn.Module, names: Sequence[str]) -> list[nn.Linear]:
@@ -280,12 +275,11 @@ def _require_same_logits(
     def keep(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         states[module] = inputs[0] if inputs else named["hidden_states"]
 
-    hooks = [x.register_forward_pre_hook(keep, with_kwargs=True) for x in (first_layer, last_norm)]
-    try:
+    with (
+        first_layer.register_forward_pre_hook(keep, with_kwargs=True),
+        last_norm.register_forward_pre_hook(keep, with_kwargs=True),
+    ):
         expected = model(input_ids=ids, use_cache=False).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     logits, _ = lean(ids, positions, [mask] * len(layers), layers)
     tolerance = LOGIT_TOLERANCE[model.dtype]
     if not _agree(lean.embed(ids), states[first_layer], tolerance):

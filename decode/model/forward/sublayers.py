@@ -102,12 +102,11 @@ class Sublayers:
 
     def singles(self) -> list["Sublayers"]:
         """A set for each sublayer, layer by layer."""
-        layers = sorted(self.attention | self.mlp)
-        both = [
-            single
-            for layer in layers
-            for single in (Sublayers(frozenset([layer])), Sublayers(mlp=frozenset([layer])))
-        ]
+        both = (
+            Sublayers(**{part: frozenset([layer])})
+            for layer in sorted(self.attention | self.mlp)
+            for part in ("attention", "mlp")
+        )
         return [single for single in both if single <= self]
 
     def __le__(self, other: "Sublayers") -> bool:

@@ -192,12 +192,9 @@ class TransformersForward(nn.Module):
                 return None
             return columns_of(hidden, columns), *others
 
-        # Removed at the end: a hook that stays would affect other users of the model.
-        hook = layer.register_forward_pre_hook(pick)
-        try:
+        # A hook that stays would affect other users of the model.
+        with layer.register_forward_pre_hook(pick):
             yield
-        finally:
-            hook.remove()
 
 
 def _all_packed(model: nn.Module) -> bool:

@@ -74,7 +74,7 @@ def attention_sizes(model: Any) -> list[AttentionSize]:
     """Of each layer with attention."""
     recurrent = recurrent_layers(model)
     return [
-        _attention_size(config)
+        attention_size(config)
         for number, config in enumerate(layer_configs(model))
         if number not in recurrent
     ]
@@ -84,11 +84,12 @@ def usual_layer(config: Any) -> Any:
     """The config of those layers whose attention has the sizes that most layers have. config: of
     the model's text."""
     layers = list(config.per_layer_config)
-    sizes = [_attention_size(layer) for layer in layers]
+    sizes = [attention_size(layer) for layer in layers]
     return layers[sizes.index(Counter(sizes).most_common(1)[0][0])]
 
 
-def _attention_size(config: Any) -> AttentionSize:
+def attention_size(config: Any) -> AttentionSize:
+    """Of a layer with this config."""
     heads = int(config.num_attention_heads)
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     return AttentionSize(

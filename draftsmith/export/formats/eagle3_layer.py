@@ -7,7 +7,7 @@ are the target's. EAGLE-3.1's two options are the settings `fc_norm`, with `fc_n
 and `norm_output`. `norm_before_fc` comes with `input_norm.weight` [3H].
 
 The config names the captured layers only if they are not those that all engines capture without
-names (`heads.layers.eagle_taps.auxiliary_layers`), because engines count them differently
+names (`heads.layers.target_layers.auxiliary_layers`), because engines count them differently
 (`published_layer`).
 """
 

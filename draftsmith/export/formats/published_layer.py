@@ -25,9 +25,8 @@ from decode.drafters.pard import text_of_used
 from decode.model.loading import Target
 from decode.model.pretrained import explained
 from draftsmith.export.file_schema import is_count, is_positive
-from heads.layers.eagle_taps import auxiliary_layers
 from heads.layers.layer_config import LayerSettings, layer_config
-from heads.layers.target_layers import output_layer
+from heads.layers.target_layers import auxiliary_layers, output_layer
 
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
 LAYER_IDS, OTHER_IDS, NESTED = (
