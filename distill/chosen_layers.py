@@ -109,9 +109,8 @@ def _run(model: PreTrainedModel, ids: Tensor, *, number: int) -> tuple[Tensor, A
     """The logits, and what layer `number` returned."""
     outputs: list[Any] = []
     stack: Any = model.get_submodule(layer_list_name(model) or "")
-    hook = stack[number].register_forward_hook(lambda module, args, output: outputs.append(output))
-    logits: Tensor = model(input_ids=ids, use_cache=False).logits
-    hook.remove()
+    with stack[number].register_forward_hook(lambda module, args, output: outputs.append(output)):
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits
     return logits, outputs[0]
 
 

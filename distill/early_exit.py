@@ -7,7 +7,7 @@ Shapes: B rows, T tokens, n predicted tokens, M layers, H hidden size.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -145,20 +145,15 @@ class EarlyExitTraining(nn.Module):
     @contextmanager
     def _without(self, left_out: Tensor | None) -> Iterator[None]:
         """Inside this context, a row's states pass unchanged through the layers it leaves out."""
-        hooks = []
-        if left_out is not None:
-            # The host knows which layers all rows run, without a read of the device.
-            needed = left_out.any(1).tolist()
-            hooks = [
-                layer.register_forward_hook(partial(_pass_by, rows), with_kwargs=True)
-                for layer, rows, is_needed in zip(self._layers, left_out, needed, strict=True)
-                if is_needed
-            ]
-        try:
+        with ExitStack() as hooks:
+            if left_out is not None:
+                # One read of the device for all layers.
+                needed = left_out.any(1).tolist()
+                for layer, rows, is_needed in zip(self._layers, left_out, needed, strict=True):
+                    if is_needed:
+                        hook = partial(_pass_by, rows)
+                        hooks.enter_context(layer.register_forward_hook(hook, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 def _pass_by(rows: Tensor, _: nn.Module, inputs: Any, named: Any, output: Any) -> Any:

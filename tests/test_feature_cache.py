@@ -279,7 +279,8 @@ def test_batches_are_read_before_their_use_and_only_so_many() -> None:
             raise UserError("cannot be read")
         return {0: torch.tensor([ord(name) for name in ids])}
 
-    ahead, cpu = ReadAhead(read, threaded=True), torch.device("cpu")
+    ahead, cpu = ReadAhead(read), torch.device("cpu")
+    ahead.threaded = True
     ahead.expect([["a", "b"], ["c"], []])
     assert ahead.take(["a", "b"], cpu)[0].tolist() == [97, 98]
     ahead.expect([["c"], ["d"]])
@@ -290,7 +291,8 @@ def test_batches_are_read_before_their_use_and_only_so_many() -> None:
     with pytest.raises(UserError, match="cannot be read"):
         ahead.take(["bad"], cpu)
     assert seen.count(("a", "b")) == seen.count(("c",)) == seen.count(("e",)) == 1
-    later = ReadAhead(read, threaded=False)
+    later = ReadAhead(read)
+    later.threaded = False
     later.expect([["f"]])
     assert ("f",) not in seen
     assert later.take(["f"], cpu)[0].tolist() == [102]

@@ -7,18 +7,20 @@ every checkpoint. This file has both ways to handle that: run `generate()` with 
 only, and read the values that it would fill in.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import logits_process as hf
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
-from decode.model.pretrained import decoder_start, has_encoder
+from decode.model.pretrained import decoder_start, has_encoder, replaced
 
 # The values that `generate()` uses if neither the caller nor the checkpoint sets them.
 DEFAULTS: dict[str, Any] = {
@@ -95,15 +97,9 @@ def stated_config(
     return GenerationConfig(**(settings | drawn | more))
 
 
-@contextmanager
-def nothing_filled_in(model: PreTrainedModel) -> Iterator[None]:
+def nothing_filled_in(model: PreTrainedModel) -> AbstractContextManager[None]:
     """Inside this context, `model.generate()` uses only its arguments and its defaults."""
-    original = model.generation_config
-    model.generation_config = GenerationConfig()
-    try:
-        yield
-    finally:
-        model.generation_config = original
+    return replaced(model, "generation_config", GenerationConfig())
 
 
 def sampling_as_generate(
@@ -123,20 +119,17 @@ def sampling_as_generate(
     encoder: the model has an encoder, so `decoder_processors` does what its checkpoint sets. Raises
     UserError for a setting of the checkpoint that changes the text and that we do not have.
     """
-
-    arguments = {
+    given = {
         "temperature": temperature,
         "top_k": top_k,
         "top_p": top_p,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
     }
-    values = DEFAULTS | {
-        key: value
-        for key in DEFAULTS
-        if (value := getattr(config, key, None) if arguments[key] is None else arguments[key])
-        is not None
-    }
+    stored = {key: getattr(config, key, None) for key in DEFAULTS}
+    values = dict(DEFAULTS)
+    for settings in (stored, given):
+        values |= {key: value for key, value in settings.items() if value is not None}
     if temperature is None and not config.do_sample:
         values["temperature"] = 0.0
     _require_supported(config, values["temperature"] == 0, _OF_DECODERS if encoder else ())
@@ -212,11 +205,7 @@ def padded_prompts(
 ) -> tuple[Tensor, Tensor]:
     """(ids, attention mask), int64 [B, L] each: the prompts as `generate()` takes them, padded on
     the left. right: padded on the right, for an encoder, which counts positions from the left."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), pad, device=device)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        begin = 0 if right else longest - len(prompt)
-        ids[row, begin : begin + len(prompt)] = torch.tensor(prompt, device=device)
-        mask[row, begin : begin + len(prompt)] = 1
-    return ids, mask
+    rows = [torch.tensor(prompt, dtype=torch.int64) for prompt in prompts]
+    padded = partial(pad_sequence, batch_first=True, padding_side="right" if right else "left")
+    ids, mask = padded(rows, padding_value=pad), padded([torch.ones_like(row) for row in rows])
+    return ids.to(device), mask.to(device)

@@ -23,12 +23,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import require_weights
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.replay.replay_buffer import (
-    Record,
-    padded_tokens,
-    padded_values,
-    recorded_signal,
-)
+from distill.replay.replay_buffer import Record, padded_tokens, padded_values, recorded_signal
 
 
 class OnlineStudent(ABC):

@@ -12,7 +12,6 @@ vocabulary, m drafts, F numbers of hidden state that heads read.
 
 import itertools
 import json
-import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +24,13 @@ from safetensors.numpy import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from decode.base.artifact import recover, remove_directory, verify_directory, write_directory
+from decode.base.artifact import (
+    numbers_of,
+    recover,
+    remove_directory,
+    verify_directory,
+    write_directory,
+)
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.teacher.teacher_signal import TopK
@@ -318,12 +323,7 @@ class ReplayBuffer:
 
 
 def _shards(directory: Path) -> list[tuple[int, Path]]:
-    shards = []
-    for path in directory.glob(f"{SHARD}-*"):
-        match = re.fullmatch(rf"{SHARD}-(\d+)", path.name)
-        if match:
-            shards.append((int(match[1]), path))
-    return sorted(shards)
+    return [(number, directory / f"{SHARD}-{number}") for number in numbers_of(directory, SHARD)]
 
 
 def describe_heads(count: int, captured_layers: Sequence[int]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ states) define the tensors.
 
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,10 +26,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from decode.base.artifact import MANIFEST, verify_directory, write_directory, write_file
+from decode.base.artifact import (
+    MANIFEST,
+    numbers_of,
+    verify_directory,
+    write_directory,
+    write_file,
+)
 from decode.base.errors import UserError
+from distill.teacher.read_ahead import ReadAhead
 
-PART = "part-"
+PART = "part"
 FILE = "cache.safetensors"
 ROWS = "samples.json"
 CHECKED = "checked.json"
@@ -76,17 +84,15 @@ def write_part(
         ]
         (path / ROWS).write_text(json.dumps(rows))
 
-    write_directory(directory / f"{PART}{number}", fill, meta=meta)
+    write_directory(directory / f"{PART}-{number}", fill, meta=meta)
 
 
 def part_directories(directory: Path, what: str) -> list[Path]:
     """The parts of a cache in order. Raises UserError if there is none. what: names the cache."""
-    parts = [
-        path for path in directory.glob(f"{PART}*") if path.name.removeprefix(PART).isdecimal()
-    ]
+    parts = [directory / f"{PART}-{number}" for number in numbers_of(directory, PART)]
     if not parts:
-        raise UserError(f"{directory} holds no {what}; expected directories {PART}N")
-    return sorted(parts, key=lambda path: int(path.name.removeprefix(PART)))
+        raise UserError(f"{directory} holds no {what}; expected directories {PART}-N")
+    return parts
 
 
 def check_parts(parts: Sequence[Path], *, again: bool = False) -> int:
@@ -128,7 +134,7 @@ def _checked(directory: Path) -> dict[str, Any]:
     return noted if isinstance(noted, dict) else {}
 
 
-class Parts:
+class CachedOutputs(ABC):
     """Reads the parts of a cache. It loads only the requested tensors.
 
     metas: the metadata of each part, by its directory. samples: the ids of all stored samples.
@@ -155,6 +161,15 @@ class Parts:
                 self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end
         self.index_sha256 = digest.hexdigest()
+        self._ahead = ReadAhead(self.read_batch)
+
+    @abstractmethod
+    def read_batch(self, ids: Sequence[str]) -> dict[Any, Tensor]:
+        """The tensors of a batch of samples, by name or by number, on the CPU."""
+
+    def expect(self, batches: Sequence[Sequence[str]]) -> None:
+        """Read these batches of samples in the background (`ReadAhead.expect`)."""
+        self._ahead.expect(batches)
 
     def kinds(self) -> Iterator[tuple[Path, dict[str, Any]]]:
         """The parts whose metadata differ from those of all parts before them. A check of the

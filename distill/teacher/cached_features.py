@@ -1,6 +1,6 @@
 """Hidden states of the target that a `feature_cache` stage stored."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,8 @@ from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.model.same_target import describe_target, require_same_target
-from distill.teacher.cache_parts import Parts, Text, part_directories, write_part
+from distill.teacher.cache_parts import CachedOutputs, part_directories, write_part
 from distill.teacher.feature_sources import join_rows
-from distill.teacher.read_ahead import ReadAhead
 
 CACHE_NAME = "feature cache"
 
@@ -56,19 +55,18 @@ def holds_features(directory: Path) -> bool:
     return "captured_layers" in verify_directory(first, deep=False)
 
 
-class CachedFeatures:
+class CachedFeatures(CachedOutputs):
     """Hidden states from a cache, in place of `LiveFeatures`.
 
     Raises UserError if the cache was made from another target, other weights, another revision or
-    dtype, lacks one of the captured_layers, or is damaged as `Parts` says. `require` raises
+    dtype, lacks one of the captured_layers, or is damaged as `CachedOutputs` says. `require` raises
     UserError for texts that are not in the cache; `features` then raises KeyError.
     """
 
     def __init__(self, directory: Path, target: Target, captured_layers: Sequence[int]) -> None:
-        self.parts = Parts(directory, CACHE_NAME)
+        super().__init__(directory, CACHE_NAME)
         self._captured_layers = list(captured_layers)
-        self._ahead = ReadAhead(self._read_batch)
-        for part, meta in self.parts.kinds():
+        for part, meta in self.kinds():
             require_same_target(meta["teacher"], target, f"the {CACHE_NAME} {directory}")
             lacking = [layer for layer in captured_layers if layer not in meta["captured_layers"]]
             if lacking:
@@ -77,10 +75,6 @@ class CachedFeatures:
                     f"heads also read {lacking}; make the cache again with "
                     f"captured_layers: {self._captured_layers}"
                 )
-
-    def require(self, samples: Iterable[Text]) -> None:
-        """Raise UserError unless the cache holds every sample with its text."""
-        self.parts.require(samples)
 
     def features(
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
@@ -92,18 +86,14 @@ class CachedFeatures:
         """
         if not ids:
             # Take the sizes and the dtype from any sample.
-            sample = self._read(next(iter(self.parts.samples)))
+            sample = self._read(next(iter(self.samples)))
             rows = [{k: x[:1].expand(input_ids.shape[1], -1) for k, x in sample.items()}]
             return join_rows(rows, input_ids.device)
         return self._ahead.take(ids, input_ids.device)
 
-    def expect(self, batches: Sequence[Sequence[str]]) -> None:
-        """Read these batches of samples in the background (`ReadAhead.expect`)."""
-        self._ahead.expect(batches)
-
-    def _read_batch(self, ids: Sequence[str]) -> dict[int, Tensor]:
+    def read_batch(self, ids: Sequence[str]) -> dict[int, Tensor]:
         return join_rows([self._read(sample) for sample in ids], torch.device("cpu"))
 
     def _read(self, sample: str) -> dict[int, Tensor]:
         names = [_tensor_name(layer) for layer in self._captured_layers]
-        return dict(zip(self._captured_layers, self.parts.read(sample, names), strict=True))
+        return dict(zip(self._captured_layers, self.read(sample, names), strict=True))

@@ -38,8 +38,7 @@ def decoder_states(
         states.append(inputs[0])
         return (inputs[0][:, :0],)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(keep)
-    try:
+    with model.get_output_embeddings().register_forward_pre_hook(keep):
         model(
             input_ids=sources[0],
             attention_mask=sources[1],
@@ -47,6 +46,4 @@ def decoder_states(
             decoder_attention_mask=attention_mask,
             use_cache=False,
         )
-    finally:
-        hook.remove()
     return states[0]

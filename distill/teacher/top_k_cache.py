@@ -8,7 +8,7 @@ Shapes: n tokens, V (draft) vocabulary, k.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,7 @@ from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.model.same_target import describe_target, require_equal, require_same_target
 from distill.teacher import cache_parts
-from distill.teacher.cache_parts import Parts, Text
-from distill.teacher.read_ahead import ReadAhead
+from distill.teacher.cache_parts import CachedOutputs
 from distill.teacher.teacher_signal import Teacher, TopK
 
 CACHE_NAME = "teacher cache"
@@ -111,26 +110,24 @@ def _id_dtype(vocab_size: int) -> torch.dtype:
     return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
 
 
-class CachedTeacher:
+class CachedTeacher(CachedOutputs):
     """Reads a cache. It loads only the samples of a batch.
 
     Raises UserError if the cache was made from another target, other weights, another revision,
     dtype or draft vocabulary, if its parts differ in k or temperature, or if a part is damaged as
-    `Parts` says. `require` raises UserError for text that is not in the cache; `signal` then raises
-    KeyError.
+    `CachedOutputs` says. `require` raises UserError for text that is not in the cache; `signal`
+    then raises KeyError.
     """
 
     def __init__(self, directory: Path, target: Target) -> None:
-        self.directory = directory
-        self.parts = Parts(directory, CACHE_NAME)
-        self._ahead = ReadAhead(self._read_batch)
+        super().__init__(directory, CACHE_NAME)
         self.vocabulary: Tensor | None = None
         if (directory / "vocabulary").exists():
             verify_directory(directory / "vocabulary")
             self.vocabulary = load_file(directory / "vocabulary" / VOCABULARY)["ids"]
         self.k, self.temperature = 0, 1.0
-        first, *_ = self.parts.metas
-        for part, meta in self.parts.kinds():
+        first, *_ = self.metas
+        for part, meta in self.kinds():
             teacher = meta["teacher"]
             expected = describe_teacher(
                 target,
@@ -147,10 +144,6 @@ class CachedTeacher:
                 )
             self.k, self.temperature = options
 
-    def require(self, samples: Iterable[Text]) -> None:
-        """Raise UserError unless the cache holds every sample with its text."""
-        self.parts.require(samples)
-
     def signal(
         self, input_ids: Tensor, attention_mask: Tensor, loss_mask: Tensor, ids: Sequence[str]
     ) -> Teacher:
@@ -161,18 +154,10 @@ class CachedTeacher:
             return TopK(empty.long(), empty, empty[:, 0]).__getitem__
         return TopK(**self._ahead.take(ids, device)).__getitem__
 
-    def expect(self, batches: Sequence[Sequence[str]]) -> None:
-        """Read these batches of samples in the background (`ReadAhead.expect`)."""
-        self._ahead.expect(batches)
-
-    def _read_batch(self, names: Sequence[str]) -> dict[str, Tensor]:
-        signals = [self._read(name) for name in names]
+    def read_batch(self, ids: Sequence[str]) -> dict[str, Tensor]:
+        stored = [self.read(sample, ("ids", "log_p", "log_tail")) for sample in ids]
         return {
-            "ids": torch.cat([s.ids for s in signals]),
-            "log_p": torch.cat([s.log_p for s in signals]),
-            "log_tail": torch.cat([s.log_tail for s in signals]),
+            "ids": torch.cat([tokens.to(torch.int64) for tokens, _, _ in stored]),
+            "log_p": torch.cat([log_p.float() for _, log_p, _ in stored]),
+            "log_tail": torch.cat([log_tail for _, _, log_tail in stored]),
         }
-
-    def _read(self, name: str) -> TopK:
-        ids, log_p, tail = self.parts.read(name, ("ids", "log_p", "log_tail"))
-        return TopK(ids.to(torch.int64), log_p.float(), tail)

@@ -65,11 +65,11 @@ def _open(
         cache = read()
         cache.require(texts(samples, first, end))
         if accelerator.is_local_main_process:
-            check_directory(directory, cache.parts.what)
+            check_directory(directory, cache.what)
         return cache
 
     cache = ranks.together(opened)
-    hashes = ranks.gather(cache.parts.index_sha256)
+    hashes = ranks.gather(cache.index_sha256)
     for rank, seen in enumerate(hashes):
         if seen != hashes[0]:
             raise UserError(

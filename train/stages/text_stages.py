@@ -241,7 +241,7 @@ class CacheStage(TextStage[T]):
         rank, world = ranks.rank, ranks.world
         begin, scored = time.perf_counter(), 0
         firsts = range(0, len(samples), part_samples)
-        parts = [self.directory / f"{PART}{number}" for number in range(len(firsts))]
+        parts = [self.directory / f"{PART}-{number}" for number in range(len(firsts))]
         # Each rank hashes a share of the parts of an earlier start.
         check_parts([part for part in parts[rank::world] if part.exists()])
         missing = [number for number, part in enumerate(parts) if not part.exists()]

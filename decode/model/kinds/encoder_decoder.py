@@ -9,7 +9,7 @@ Shapes: B rows, n tokens fed per row, T tokens of the longest source, V vocabula
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from decode.model.cache.slots import SlotLayer, Slots
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.memory import require_memory
-from decode.model.pretrained import decoder_start, input_device, longest_text
+from decode.model.pretrained import decoder_start, input_device, longest_text, replaced
 
 # The cross attention of a decoder layer, by the name of the module: its projections of keys and
 # values, and the attribute with the size of a head.
@@ -68,14 +68,11 @@ class DecoderForward(TransformersForward):
             layers.append((keys, values))
         return layers
 
-    @contextmanager
-    def reading(self, layers: list[CacheLayerMixin], mask: AttentionMask) -> Iterator[None]:
+    def reading(
+        self, layers: list[CacheLayerMixin], mask: AttentionMask
+    ) -> AbstractContextManager[None]:
         """Inside this context, the fed rows attend to these sources."""
-        self._sources = layers, mask
-        try:
-            yield
-        finally:
-            self._sources = None
+        return replaced(self, "_sources", (layers, mask))
 
     def _logits(
         self,
@@ -166,13 +163,8 @@ class Sources:
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
         """See `Slots.only`."""
-        every = self._lengths
-        self._lengths = every[first:end]
-        try:
-            with self._slots.only(first, end):
-                yield
-        finally:
-            self._lengths = every
+        with replaced(self, "_lengths", self._lengths[first:end]), self._slots.only(first, end):
+            yield
 
     def read(self, sources: Sequence[Sequence[int]], first: int, pass_tokens: int) -> None:
         """Let the encoder read the sources of the rows from `first` on, at most `pass_tokens`
@@ -198,8 +190,7 @@ class Sources:
                     layer.update(key, value)
             self._lengths[at : at + len(group)] = lengths
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
+    def reading(self) -> AbstractContextManager[None]:
         """Inside this context, the fed rows are decoded from their sources."""
         longest = int(self._lengths.max())
         layers: list[CacheLayerMixin] = [
@@ -208,5 +199,4 @@ class Sources:
         ]
         visible = np.arange(longest) < self._lengths[:, None]
         mask = AttentionMask(to_device(visible, self.device)[:, None, None], self.model.dtype)
-        with self._forward.reading(layers, mask):
-            yield
+        return self._forward.reading(layers, mask)

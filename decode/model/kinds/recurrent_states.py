@@ -14,7 +14,7 @@ Shapes: B rows, n tokens fed per row, H hidden size, T tokens in the log.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -179,19 +179,15 @@ class RecurrentStates(FedRows):
         rows, n = np.arange(self._fed.start, self._fed.stop), ids_BN.shape[1]
         logs = ends is None or bool((ends != start + n).any())
         inputs: dict[int, Tensor] = {}
-        # Removed at the end: hooks that stay would affect other users of the model.
-        hooks = [
-            mixer.register_forward_pre_hook(partial(_store, inputs, number), with_kwargs=True)
-            for number, mixer in self._mixers.items()
-            if logs
-        ]
         known = self._at[rows] == start
         self._at[rows] = UNKNOWN  # also if the pass fails
-        try:
+        # Hooks that stay would affect other users of the model.
+        with ExitStack() as hooks:
+            for number, mixer in self._mixers.items():
+                if logs:
+                    store = partial(_store, inputs, number)
+                    hooks.enter_context(mixer.register_forward_pre_hook(store, with_kwargs=True))
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
         if not self._now:
             self._allocate()
         columns = to_device(start, self.device)[:, None] + torch.arange(n, device=self.device)
