@@ -202,7 +202,7 @@ def hold_text(
     with _timed(seconds, "reading samples in order"):
         for _ in stored:
             pass
-    rank = RankText(0, stored, batches.for_rank(0, ranks))
+    rank = RankText(0, stored, batches, 0, ranks)
     numbers = range(min(BATCHES, len(rank)))
     with _timed(seconds, "reading batches"):
         used = sum(len(collate(rank.batch(number), 0)["ids"]) for number in numbers)
@@ -263,9 +263,8 @@ def batch_figures(samples: str, ranks: int) -> list[dict[str, Any]]:
 def imbalance(batches: Batches, lengths: np.ndarray, ranks: int) -> float:
     """The sum over batches of the longest rank's positions, over that of the ranks' mean."""
     longest = mean = 0.0
-    shares = [batches.for_rank(rank, ranks) for rank in range(ranks)]
     for number in range(len(batches)):
-        rows = [share.batch(number) for share in shares]
+        rows = [batches.batch(number)[rank::ranks] for rank in range(ranks)]
         positions = [len(part) * int(lengths[part].max(initial=0)) for part in rows]
         longest, mean = longest + max(positions), mean + sum(positions) / ranks
     return longest / mean

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
-from train.data.batches import Batches, bucket_batches, collate, padding_share
+from train.data.batches import Batches, RankText, bucket_batches, collate, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.sources import name_and_split
@@ -701,14 +701,13 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 def test_ranks_deal_out_the_same_global_batches(world: int) -> None:
     lengths = [*realistic(50), 5000]
     batches = Batches(lengths, tokens_per_batch=1024, seed=0, epoch=0)
-    ranks = [batches.for_rank(rank, world) for rank in range(world)]
+    samples = [sample_of(1, 1, str(row)) for row in range(len(lengths))]
+    texts = [RankText(0, samples, batches, rank, world) for rank in range(world)]
     for i in range(len(batches)):
-        rows = [rank.batch(i) for rank in ranks]
+        rows = [[int(name) for name in text.ids(i)] for text in texts]
         assert rows[0] == batches.batch(i)[::world]
         assert sorted(r for part in rows for r in part) == sorted(batches.batch(i))
-    assert {len(rank) for rank in ranks} == {len(batches)}
-    with pytest.raises(ValueError, match="rank 3 of 3"):
-        batches.for_rank(3, 3)
+    assert {len(text) for text in texts} == {len(batches)}
 
 
 def test_collate_pads_on_the_right() -> None:

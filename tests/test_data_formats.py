@@ -13,7 +13,7 @@ from tests.test_data import tokenizer_with
 from train.data.chat_tokens import prompt_tokens, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.splits import Duplicates, split_off, without_duplicates, without_refused
-from train.data.template import takes_tools
+from train.data.template import written
 
 CALL = {
     "role": "assistant",
@@ -273,8 +273,8 @@ def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path)
     )
     refuses = "{% if m['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}" + writes
     for template, taken in ((ignores, False), (writes, True), (refuses, False)):
-        taking = [takes_tools(e, with_template(template)) for e in examples]
-        assert taking == [True, True, True, taken, True]
+        forms = [written(e, with_template(template)) for e in examples]
+        assert [form is not None for form in forms] == [True, True, True, taken, True]
     # DeepSeek's: a call only where content is null, and its arguments as text.
     wants = (
         "{% if m.content is none %}{% for c in m.tool_calls %}"
@@ -293,11 +293,11 @@ def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path)
     with pytest.raises(UserError, match=r"1 of 5 rows of train have tool .* at most 10\.00%"):
         without_refused(examples, lambda: ignoring, "train", 0.1)
     # The call is what the assistant wrote, so it is learnt.
-    written = with_template(writes)
-    [sample] = to_samples(examples[3], written)
+    writing = with_template(writes)
+    [sample] = to_samples(examples[3], writing)
     learnt = [t for t, scored in zip(sample.tokens, sample.mask, strict=True) if scored]
-    assert '"arguments"' in written.decode(learnt)
-    assert "see x" not in written.decode(learnt)
+    assert '"arguments"' in writing.decode(learnt)
+    assert "see x" not in writing.decode(learnt)
 
 
 # --- splits --------------------------------------------------------------------------------------

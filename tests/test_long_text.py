@@ -348,9 +348,8 @@ def test_ranks_get_the_same_tokens_up_to_a_row(world: int) -> None:
     draw = random.Random(0)
     lengths = np.array([min(900, round(draw.lognormvariate(4.5, 0.8))) + 1 for _ in range(3000)])
     batches = Batches(lengths, tokens_per_batch=16_000, seed=0, epoch=0)
-    shares = [batches.for_rank(rank, world) for rank in range(world)]
     for number in range(len(batches)):
-        rows = [lengths[share.batch(number)] for share in shares]
+        rows = [lengths[batches.batch(number)[rank::world]] for rank in range(world)]
         longest = max(part.max(initial=0) for part in rows)
         positions = [len(part) * part.max(initial=0) for part in rows]
         spread = longest - min(part.min(initial=longest) for part in rows)
@@ -370,7 +369,7 @@ def test_a_rank_reads_only_the_rows_of_its_batch(
     monkeypatch.setattr(
         StoredSamples, "take", lambda self, rows: taken.extend(rows) or original(self, rows)
     )
-    text = RankText(0, samples, batches.for_rank(1, 2))
+    text = RankText(0, samples, batches, 1, 2)
     ids = [sample.id for number in range(len(text)) for sample in text.batch(number)]
     assert ids == [str(row) for row in taken]
     assert ids == [name for number in range(len(text)) for name in text.ids(number)]

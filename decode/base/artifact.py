@@ -66,7 +66,7 @@ class ReadFailure(UserError):
 
 
 def write_directory(
-    path: Path, fill: Callable[[Path], None], *, meta: dict[str, Any] | None = None
+    path: Path, fill: Callable[[Path], object], *, meta: dict[str, Any] | None = None
 ) -> None:
     """Write the directory `path` from the files that `fill(tmp)` puts into an empty directory.
 

@@ -1,6 +1,6 @@
 """Which kind of drafter an earlier stage makes, from the settings of the stages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.base.errors import UserError
@@ -17,13 +17,7 @@ def heads_stage(name: str, earlier: Sequence[StageConfig]) -> StageConfig | None
     stages. None if the drafter is a small language model. Raises UserError if there is no such
     stage."""
     closest_stage(name, earlier, *STARTS)
-    by_name = {stage.name: stage for stage in earlier}
-    while name in by_name:
-        stage: Any = by_name[name]
-        if stage.kind == "heads":
-            return by_name[name]
-        name = stage.drafter.stage or ""
-    return None
+    return next((stage for stage in _line(name, earlier) if stage.kind == "heads"), None)
 
 
 def require_own_weights(config: Any) -> None:
@@ -51,16 +45,20 @@ def require_whole(stage: str, start: str, earlier: Sequence[StageConfig]) -> Non
 def drafts_in_parallel(name: str, earlier: Sequence[StageConfig]) -> bool:
     """Whether the drafter of stage `name`, a small language model, drafts all tokens in one pass:
     this stage, or one that it continues, has `parallel`."""
-    by_name: dict[str, Any] = {stage.name: stage for stage in earlier}
-    while name in by_name:
-        if getattr(by_name[name], "parallel", None) is not None:
-            return True
-        name = by_name[name].drafter.stage or ""
-    return False
+    line = _line(name, earlier)
+    return any(getattr(stage, "parallel", None) is not None for stage in line)
 
 
 def has_other_tokenizer(name: str, earlier: Sequence[StageConfig]) -> bool:
     """Whether the drafter of stage `name`, a small language model, has another tokenizer than the
     target. A stage that continues such a drafter says so too."""
-    stage: Any = next((stage for stage in earlier if stage.name == name), None)
+    stage = next(_line(name, earlier), None)
     return stage is not None and stage.drafter.vocabulary is not None
+
+
+def _line(name: str, earlier: Sequence[StageConfig]) -> Iterator[Any]:
+    """Stage `name`, the one whose drafter it continues, and so on."""
+    by_name: dict[str, Any] = {stage.name: stage for stage in earlier}
+    while name in by_name:
+        yield by_name[name]
+        name = by_name[name].drafter.stage or ""

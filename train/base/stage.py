@@ -154,6 +154,12 @@ class Stage(ABC, Generic[C]):
         self.sharded, self.profile_steps = inputs.sharded, inputs.profile_steps
 
     @property
+    def origin(self) -> dict[str, Any]:
+        """What the provenance of each drafter of this stage says."""
+        settings = self.config.model_dump(mode="json")
+        return {"stage": self.config.name, "run": self.run_name, "settings": settings}
+
+    @property
     def target_bytes(self) -> int:
         """The size of the target's weights in the memory of one process. Of a sharded target: its
         part of the layers, two gathered layers, and the other weights."""

@@ -4,13 +4,14 @@ Shapes: B rows of a batch, T the length of its longest row.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypedDict
 
 import numpy as np
 import torch
 
 from decode.base.errors import UserError
+from decode.model.loading import Target
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, take
 
@@ -33,18 +34,11 @@ class Batches:
     The longest row times the number of rows is at most `tokens_per_batch`. A sample longer than
     that is the only row of its batch. The contents of the batches and their order are shuffled by
     (seed, epoch), the same at every call and on every machine: a run that stopped after batch k
-    resumes with batch k + 1.
-
-    The global batches do not depend on the number of ranks: `for_rank` only distributes their rows.
+    resumes with batch k + 1. They do not depend on the number of ranks.
     """
 
     def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        *,
-        tokens_per_batch: int,
-        seed: int,
-        epoch: int,
+        self, lengths: Sequence[int] | np.ndarray, *, tokens_per_batch: int, seed: int, epoch: int
     ) -> None:
         if tokens_per_batch < 1:
             raise UserError(f"tokens_per_batch is {tokens_per_batch}; expected at least 1.")
@@ -73,21 +67,13 @@ class Batches:
     def batch(self, i: int) -> list[int]:
         """The indices of the samples of global batch `i`, 0 <= i < len(self)."""
         place = self._order[i]
-        rows: list[int] = self._rows[self._starts[place] : self._ends[place]].tolist()
-        return rows
-
-    def for_rank(self, rank: int, world: int) -> "RankBatches":
-        """The part of one of `world` ranks."""
-        if not 0 <= rank < world:
-            raise ValueError(f"rank {rank} of {world}; expected 0 <= rank < world")
-        return RankBatches(self, rank, world)
+        return self._rows[self._starts[place] : self._ends[place]].tolist()
 
 
 def permutation(count: int, key: str) -> list[int]:
     """The numbers below `count` in an order that is a pure function of `key`."""
     keys = _shuffle_keys(range(count), lambda i: f"{key} {i}")
-    order: list[int] = np.argsort(keys, kind="stable").tolist()
-    return order
+    return np.argsort(keys, kind="stable").tolist()
 
 
 def _shuffle_keys(numbers: Sequence[int], key: Callable[[int], str]) -> np.ndarray:
@@ -113,48 +99,37 @@ def padding_share(batches: Iterable[Sequence[int]], lengths: Sequence[int] | np.
     return 1 - tokens / padded if padded else 0.0
 
 
-class RankBatches:
-    """One rank's rows of the same global batches. Every rank has the same number of batches.
+class RankText:
+    """One rank's samples of the global batches of a round. Every rank has as many batches.
 
     Rows are dealt out in the order of their lengths, so in each batch two ranks differ by at most
     one row, and their longest rows by at most the batch's own spread.
 
     If a global batch has fewer rows than there are ranks, some ranks get no row. `collate` then
     makes a row that takes part in the step but adds nothing to it.
+
+    round: its number.
     """
 
-    def __init__(self, batches: Batches, rank: int, world: int) -> None:
-        self._batches = batches
-        self._rank = rank
-        self._world = world
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def batch(self, i: int) -> list[int]:
-        """Rows rank, rank + world, ... of global batch `i`; may be empty."""
-        return self._batches.batch(i)[self._rank :: self._world]
-
-
-class RankText:
-    """One rank's samples of the batches of a round.
-
-    round: its number. `batch(i)` is the same at every call, as in `RankBatches`.
-    """
-
-    def __init__(self, number: int, samples: Sequence[Sample], batches: RankBatches) -> None:
+    def __init__(
+        self, number: int, samples: Sequence[Sample], batches: Batches, rank: int, world: int
+    ) -> None:
         self.round, self._samples, self._batches = number, samples, batches
+        self._rank, self._world = rank, world
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def batch(self, i: int) -> list[Sample]:
-        """The samples of batch `i`; may be empty."""
-        return take(self._samples, self._batches.batch(i))
+        """The samples of batch `i`, the same at every call; may be empty."""
+        return take(self._samples, self._rows(i))
 
     def ids(self, i: int) -> list[str]:
         """The ids of the samples of batch `i`."""
-        return sample_ids(self._samples, self._batches.batch(i))
+        return sample_ids(self._samples, self._rows(i))
+
+    def _rows(self, i: int) -> list[int]:
+        return self._batches.batch(i)[self._rank :: self._world]
 
 
 class Batch(TypedDict):
@@ -173,16 +148,9 @@ def collate(samples: Sequence[Sample], pad_id: int) -> Batch:
     (B = 1, no ids): a rank without rows must still take part in the collectives of the step, and a
     row that attends to nothing would give NaN.
     """
-    if not samples:
-        return {
-            "input_ids": torch.full((1, 2), pad_id),
-            "attention_mask": torch.ones(1, 2, dtype=torch.int64),
-            "loss_mask": torch.zeros(1, 2, dtype=torch.bool),
-            "ids": [],
-        }
-    shape = len(samples), max(len(sample.tokens) for sample in samples)
+    shape = max(1, len(samples)), max((len(sample.tokens) for sample in samples), default=2)
     input_ids = torch.full(shape, pad_id)
-    attention_mask = torch.zeros(shape, dtype=torch.int64)
+    attention_mask = torch.full(shape, 0 if samples else 1)
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     for row, sample in enumerate(samples):
         length = len(sample.tokens)
@@ -212,3 +180,14 @@ def inputs(batch: Batch, device: torch.device) -> Inputs:
         "attention_mask": batch["attention_mask"].to(device),
         "loss_mask": batch["loss_mask"].to(device),
     }
+
+
+def batches_for(
+    target: Target, samples: Sequence[Sample], tokens_per_batch: int
+) -> Iterator[tuple[list[int], Batch, Inputs]]:
+    """All samples in batches of similar length: their numbers, the batch, and its tensors on the
+    target's device."""
+    lengths = [len(sample.tokens) for sample in samples]
+    for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
+        batch = collate([samples[i] for i in rows], target.tokenizer.pad_token_id or 0)
+        yield rows, batch, inputs(batch, target.device)

@@ -13,14 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.base.errors import UserError
 from train.data.read import Example
 from train.data.row_kinds import REASONING
-from train.data.template import (
-    Messages,
-    apply,
-    has_template,
-    reasoning_field,
-    render,
-    written,
-)
+from train.data.template import Messages, apply, has_template, reasoning_field, render, written
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -132,7 +125,7 @@ def to_samples(
     and if the template cannot write reasoning that the example has.
     """
     if example.text is not None:
-        return [_sample(example, [], _plain(example.text, tokenizer))]
+        return [_sample(example, [], list(tokenizer(example.text)["input_ids"]))]
     assert example.messages is not None
     thinks = any(REASONING[0] in message for message in example.messages)
     if thinks and reasoning_field(tokenizer) is None:
@@ -188,10 +181,6 @@ def _sample(example: Example, prompt: list[int], response: list[int]) -> Sample:
     return Sample(example.id, tokens, mask)
 
 
-def _plain(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return list(tokenizer(text)["input_ids"])
-
-
 def _plain_prompt(
     example: Example, tokenizer: PreTrainedTokenizerBase, system: str | None, encoder: bool
 ) -> list[int]:
@@ -205,7 +194,7 @@ def _plain_prompt(
             "a system message is set, but the tokenizer has no chat template to format it. Leave "
             "the system message out, or give the tokenizer a chat_template."
         )
-    tokens = _plain(example.prompt, tokenizer)
+    tokens = list(tokenizer(example.prompt)["input_ids"])
     if encoder:
         return tokens
     # Some tokenizers end every text with eos or [SEP]. The answer goes on with the text.
@@ -221,10 +210,7 @@ def _with_system(messages: Messages, system: str | None) -> Messages:
 
 
 def _mask_by_blocks(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
-    ends: Container[int],
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, ends: Container[int]
 ) -> tuple[list[int], list[bool]]:
     """The tokens and the mask for a template that marks the responses with {% generation %} blocks.
 
@@ -265,10 +251,7 @@ def _mask_by_blocks(
 
 
 def _samples_by_prefixes(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
-    ends: Container[int],
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, ends: Container[int]
 ) -> list[Sample]:
     """The samples for other templates. An assistant turn is everything that the template adds to
     the prompt of that turn.
@@ -311,10 +294,7 @@ def _samples_by_prefixes(
 
 
 def _next_turn(
-    messages: Messages,
-    tokenizer: PreTrainedTokenizerBase,
-    example: Example,
-    ends: Container[int],
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, ends: Container[int]
 ) -> list[int]:
     """The id of `ends` with which the chat template begins the turn after the last message, if it
     does so. Else it is empty."""

@@ -103,10 +103,9 @@ class Corpus:
         them."""
         if text == "data":
             examples = self.trained_on(split)
-            firsts = range(0, len(examples), SHARE_EXAMPLES)
             return [
                 partial(self.samples_of, examples[first : first + SHARE_EXAMPLES])
-                for first in firsts
+                for first in range(0, len(examples), SHARE_EXAMPLES)
             ]
         shares: list[Callable[[], Iterator[Sample]]] = []
         splits = {name: _ById(examples) for name, examples in self.examples.items()}
@@ -128,11 +127,7 @@ class Corpus:
                     "an encoder, which reads prompts; give rows with prompt and response"
                 )
             for sample in to_samples(
-                example,
-                self.tokenizer,
-                self.system,
-                encoder=self.start is not None,
-                ends=self.ends,
+                example, self.tokenizer, self.system, encoder=self.start is not None, ends=self.ends
             ):
                 yield sample if self.start is None else sample.under_encoder(self.start)
 
@@ -144,19 +139,11 @@ class Corpus:
             split = verify_directory(part, deep=False).get("split")
             places = asked if split is None else {split: asked[split]}
             for answer in answers_of(part):
-                yield self._answered_sample(stage, answer, _find(answer["id"], places, part))
-
-    def _answered_sample(self, stage: str, answer: Mapping[str, Any], example: Example) -> Sample:
-        sample = to_sample(
-            example,
-            self.tokenizer,
-            answer["tokens"],
-            self.system,
-            encoder=self.start is not None,
-        )
-        name = f"{sample.id}#{stage}-{answer['sample']}"
-        sample = replace(sample, id=name)
-        return sample if self.start is None else sample.under_encoder(self.start)
+                example, encoder = _find(answer["id"], places, part), self.start is not None
+                tokens = answer["tokens"]
+                sample = to_sample(example, self.tokenizer, tokens, self.system, encoder=encoder)
+                sample = replace(sample, id=f"{sample.id}#{stage}-{answer['sample']}")
+                yield sample if self.start is None else sample.under_encoder(self.start)
 
     def sha256(self, text: str | list[str], split: str = "train") -> str:
         """A hash of what decides the samples of a text, but not of the rows' content: a run's data
@@ -183,10 +170,7 @@ class _ById:
     def find(self, name: str) -> Example | None:
         """The example with this id, also an earlier turn of one. None: there is none."""
         key = np.uint64(id_key(name))
-        first, end = (
-            np.searchsorted(self._keys, key, "left"),
-            np.searchsorted(self._keys, key, "right"),
-        )
+        first, end = (np.searchsorted(self._keys, key, side) for side in ("left", "right"))
         found = (self._examples[int(self._order[place])] for place in range(first, end))
         example = next((example for example in found if example.id == name), None)
         chat, mark, messages = name.rpartition(TURN)
@@ -224,8 +208,7 @@ def write_answers(
     writes other files into the directory that it gets."""
 
     def fill(path: Path) -> None:
-        lines = (json.dumps(answer) + "\n" for answer in answers)
-        (path / ANSWERS).write_text("".join(lines))
+        (path / ANSWERS).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
         add_files(path)
 
     write_directory(directory, fill, meta=meta)

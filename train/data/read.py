@@ -134,7 +134,6 @@ class Examples(Rows):
                             raise changed(source.name) from bad
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
-        """The rows with these numbers, in this order."""
         index = self._index[np.asarray(rows, np.int64)]
         return Examples(self._sources, index, self._keep_reasoning)
 
@@ -311,6 +310,7 @@ def spread(items: Sequence[Any], count: int | None) -> list[Any]:
 def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> Example:
     """The example in a row. Raises BadRow."""
     fields = parse_line(raw) if isinstance(raw, bytes) else raw
+    # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     messages, text, tools = understand(fields, keep_reasoning, source.sparse)
     prompt = None

@@ -89,14 +89,11 @@ class Content(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def understand(
-    fields: Mapping[str, Any], keep_reasoning: bool = True, sparse: bool = False
-) -> Content:
-    """The content of a row. Checks structure and types, not the content. keep_reasoning: whether it
-    is kept in the assistant's messages. sparse: the row is from a table, where an object has the
-    fields of all objects in its column, and null for those that it lacks. Raises BadRow."""
-    # A data set has null if a row lacks a column that other rows have.
-    fields = {key: value for key, value in fields.items() if value is not None}
+def understand(fields: Mapping[str, Any], keep_reasoning: bool, sparse: bool) -> Content:
+    """The content of a row from its fields that are not null. Checks structure and types, not the
+    content. keep_reasoning: whether it is kept in the assistant's messages. sparse: the row is from
+    a table, where an object has the fields of all objects in its column, and null for those that it
+    lacks. Raises BadRow."""
     present = next((name for name in FIELDS if name in fields), None)
     if present is None:
         hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")

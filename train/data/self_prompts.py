@@ -78,10 +78,7 @@ def write_prompts(
     """
     prefix = user_prefix(target.tokenizer, system)
     decoder = Decoder(
-        target.model,
-        DRAFTERS["none"](),
-        eos_token_ids=target.eos_token_ids,
-        sampling=sampling,
+        target.model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids, sampling=sampling
     )
     ends, forbidden = set(target.eos_token_ids), set()
     for text in held_out:
@@ -128,16 +125,12 @@ def write_prompts(
 def _kept(path: Path, made_by: list[Any], draw: Callable[[], list[list[int]]]) -> list[list[int]]:
     """What `draw` returns, or what it returned at an earlier start with the same settings."""
     if not path.exists() or verify_directory(path)["made_by"] != made_by:
-        outputs = draw()
+        outputs = json.dumps(draw())
         if path.exists():
             remove_directory(path)
-
-        def fill(tmp: Path) -> None:
-            (tmp / FILE).write_text(json.dumps(outputs))
-
-        write_directory(path, fill, meta={"made_by": made_by})
-    stored: list[list[int]] = json.loads((path / FILE).read_text())
-    return stored
+        meta = {"made_by": made_by}
+        write_directory(path, lambda tmp: (tmp / FILE).write_text(outputs), meta=meta)
+    return json.loads((path / FILE).read_text())
 
 
 def _reason_against(text: str, ended: bool, known: set[str], forbidden: set[str]) -> str | None:
@@ -161,15 +154,11 @@ def phrases(text: str) -> set[str]:
 
 def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
     """Write the messages as rows of a data file, completely or not at all."""
-    lines = [
-        json.dumps({"id": f"{stage}-{number}", "prompt": text})
+    rows = "".join(
+        json.dumps({"id": f"{stage}-{number}", "prompt": text}) + "\n"
         for number, text in enumerate(written.texts)
-    ]
-
-    def fill(path: Path) -> None:
-        (path / FILE).write_text("\n".join(lines) + "\n")
-
-    write_directory(directory, fill)
+    )
+    write_directory(directory, lambda path: (path / FILE).write_text(rows))
 
 
 def read_prompts(directory: Path) -> Examples:

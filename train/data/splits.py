@@ -15,8 +15,8 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
-from train.data.read import Example, select
-from train.data.template import takes_tools, tool_messages
+from train.data.read import Example, id_key, select
+from train.data.template import tool_messages, written
 
 # Words in a row that are compared (GPT-3, 2005.14165, appendix C). A shorter text is compared as a
 # whole.
@@ -72,7 +72,8 @@ def without_refused(
     split: str,
     max_bad_rate: float,
 ) -> Sequence[Example]:
-    """The rows without those whose tool messages the chat template does not write.
+    """The rows without those whose tool messages the chat template does not write. Many templates
+    leave such messages out without an error, or refuse them.
 
     tokenizer: asked for at the first tool message. split: the rows' name, for messages. Raises
     UserError if they are more than the share `max_bad_rate` of the rows, or all.
@@ -80,7 +81,7 @@ def without_refused(
     kept = [
         row
         for row, example in enumerate(rows)
-        if not tool_messages(example) or takes_tools(example, tokenizer())
+        if not tool_messages(example) or written(example, tokenizer()) is not None
     ]
     left_out = len(rows) - len(kept)
     if not kept or left_out > max_bad_rate * len(rows):
@@ -170,6 +171,5 @@ def _grams(example: Example) -> np.ndarray:
     return np.concatenate(hashes)
 
 
-@lru_cache(maxsize=1 << 16)
-def _hash(word: str) -> int:
-    return int.from_bytes(hashlib.blake2b(word.encode(), digest_size=8).digest())
+# Of a word.
+_hash = lru_cache(maxsize=1 << 16)(id_key)

@@ -87,12 +87,6 @@ def tool_messages(example: Example) -> list[Message]:
     return [m for m in example.messages or () if m["role"] == "tool" or "tool_calls" in m]
 
 
-def takes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template writes the tool calls and the tools' answers of a conversation.
-    True without any. Many templates leave them out without an error, or refuse them."""
-    return written(example, tokenizer) is not None
-
-
 def written(example: Example, tokenizer: PreTrainedTokenizerBase) -> Example | None:
     """The example in the first form in which the chat template writes its tool messages. None: it
     writes them in no form. Templates want the arguments of a call as an object or as its JSON, and

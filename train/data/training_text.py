@@ -58,6 +58,7 @@ class FixedText:
         return self._samples
 
 
+FILE = "samples.jsonl"  # in the directory of a round
 Item = TypeVar("Item")
 
 
@@ -130,12 +131,20 @@ class OnPolicyText:
         def store(written: list[Sample]) -> None:
             if path.exists():  # the settings were changed
                 remove_directory(path)
-            write_directory(path, lambda tmp: _store(tmp, written), meta={"made_by": made_by})
+            lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in written)
+            meta = {"made_by": made_by}
+            write_directory(path, lambda tmp: (tmp / FILE).write_text(lines), meta=meta)
 
         if not ranks.main_only(is_made):
             written = self._write(number, weights)
             ranks.main_only(lambda: store(written))
-        generated = ranks.together(lambda: _read(path))
+
+        def read() -> list[Sample]:
+            verify_directory(path)
+            lines = (path / FILE).read_text().splitlines()
+            return [Sample(**json.loads(line)) for line in lines]
+
+        generated = ranks.together(read)
         others = self.settings.samples - len(generated)
         return generated + dealt_out(self.samples, others, number, f"{self.seed} text")
 
@@ -242,14 +251,3 @@ def _mask_padding(model: PreTrainedModel, tokens: int) -> None:
     bias = bias.detach().clone()
     bias[tokens:] = -torch.inf
     output.bias = nn.Parameter(bias, requires_grad=False)
-
-
-def _read(path: Path) -> list[Sample]:
-    verify_directory(path)
-    lines = (path / "samples.jsonl").read_text().splitlines()
-    return [Sample(**json.loads(line)) for line in lines]
-
-
-def _store(path: Path, samples: Sequence[Sample]) -> None:
-    lines = [json.dumps(asdict(sample)) for sample in samples]
-    (path / "samples.jsonl").write_text("".join(line + "\n" for line in lines))

@@ -45,7 +45,6 @@ class Turns(Rows):
             yield turn(chat, end) if end else chat
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Turns":
-        """The prompts with these numbers, in this order."""
         return Turns(self._chats, self._index[np.asarray(rows, np.int64)])
 
 

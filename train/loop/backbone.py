@@ -91,11 +91,7 @@ class FrozenBackbone(Backbone):
 
     weights_prefix = "heads."
 
-    def __init__(
-        self,
-        target: Target,
-        features: Callable[[Sequence[int]], Source],
-    ) -> None:
+    def __init__(self, target: Target, features: Callable[[Sequence[int]], Source]) -> None:
         self.target, self._make_source = target, features
         self._dev_source: FeatureSource | None = None
 

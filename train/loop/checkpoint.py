@@ -113,8 +113,7 @@ class Checkpoints:
         else:
             ranks.together(lambda: self._require_random_state(newest))
         extra(newest)
-        progress: dict[str, Any] = state["progress"]
-        return progress
+        return state["progress"]
 
     def _choose(self) -> tuple[Path, str] | None:
         """The newest complete checkpoint and the hash of its manifest; None: there is none yet."""
@@ -143,17 +142,14 @@ class Checkpoints:
                 "of torch, numpy and accelerate that wrote it, or delete this checkpoint."
             )
 
-    def count(self) -> int:
-        """The number of checkpoints."""
-        return len(numbers_of(self.parent, PREFIX))
-
     def require_space(self, module: Any, optimizer: Any, *, average: bool, best: bool) -> None:
         """Raise UserError if the disk lacks space for the kept checkpoints, one more while it is
         written, and the drafter. average, best: the EMA, or the best version, is kept too."""
         weights = sum(p.nbytes for p in module.parameters())
         trained = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
         moments = 3 if average else 2  # AdamW's two, and the EMA
-        needed = max(self.keep + 1 - self.count(), 1) * (weights + moments * trained) + weights
+        missing = max(self.keep + 1 - len(numbers_of(self.parent, PREFIX)), 1)
+        needed = missing * (weights + moments * trained) + weights
         if best:
             needed += (self.keep + 2) * trained
         require_space(self.parent, needed, "this stage's checkpoints and its drafter")

@@ -16,7 +16,7 @@ from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.stats import Counts
-from train.data.batches import Batches, Inputs, collate, inputs
+from train.data.batches import Batches, Inputs, RankText, collate, inputs
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.data.training_text import Weights
@@ -103,11 +103,11 @@ class DevSlice:
         """The figures, and `acceptance_rate` if prompts are decoded. Every rank must call this.
         The module must be in eval mode."""
         accelerator = self.accelerator
-        mine = self.batches.for_rank(accelerator.process_index, accelerator.num_processes)
-        pad_id = self.target.tokenizer.pad_token_id or 0
+        rank, world = accelerator.process_index, accelerator.num_processes
+        text = RankText(0, self.samples, self.batches, rank, world)
         sums: list[Tensor] = []
-        for number in range(len(mine)):
-            batch = collate([self.samples[i] for i in mine.batch(number)], pad_id)
+        for number in range(len(text)):
+            batch = collate(text.batch(number), self.target.tokenizer.pad_token_id or 0)
             tensors = inputs(batch, accelerator.device)
             sums.append(self.judging.sums(module, tensors, batch["ids"]))
         figures = self.judging.figures(accelerator.reduce(torch.stack(sums).sum(0)))
@@ -123,10 +123,7 @@ class DevSlice:
         if prompts := ranks.share(self.prompts):
             target, drafter = self.judging.make_drafter(gathered)
             decoder = Decoder(
-                target.model,
-                drafter,
-                eos_token_ids=target.eos_token_ids,
-                gamma=self.settings.gamma,
+                target.model, drafter, eos_token_ids=target.eos_token_ids, gamma=self.settings.gamma
             )
             counts = decoder.decode(prompts, self.settings.max_new_tokens).counts
         return sum(ranks.gather(counts), Counts.zero()).acceptance_rate

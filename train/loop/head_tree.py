@@ -8,11 +8,7 @@ from decode.base.errors import UserError
 from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.loop.rows import require_prompts
-from decode.measure.calibrate_tree import (
-    NothingAccepted,
-    TreeCalibration,
-    calibrate_tree,
-)
+from decode.measure.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
 from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_trees
 from decode.model.kinds.layer_kinds import require_slots

@@ -24,7 +24,7 @@ from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import Teacher
 from distill.trainable_model import LoraConfig, Trainable
 from train.base.schema import StageConfig, closest_stage
-from train.data.batches import Batches, Inputs, collate, inputs
+from train.data.batches import Inputs, batches_for
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
@@ -154,19 +154,11 @@ class TrainedTarget:
 
         write_directory(path, fill)
         new = load_like(original, path)
-        drift = measure_drift(split_model(original.model), split_model(new.model), self._batches())
-        return new, drift
-
-    def _batches(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        target = self.target
-        lengths = [len(sample.tokens) for sample in self.held_out]
-        batches = Batches(lengths, tokens_per_batch=2048, seed=0, epoch=0)
-        tensors = []
-        for number in range(len(batches)):
-            rows = [self.held_out[i] for i in batches.batch(number)]
-            batch = inputs(collate(rows, target.tokenizer.pad_token_id or 0), target.device)
-            tensors.append((batch["input_ids"], batch["attention_mask"], batch["loss_mask"]))
-        return tensors
+        batches = [
+            (tensors["input_ids"], tensors["attention_mask"], tensors["loss_mask"])
+            for _, _, tensors in batches_for(original, self.held_out, 2048)
+        ]
+        return new, measure_drift(split_model(original.model), split_model(new.model), batches)
 
 
 def held_out_samples(

@@ -268,7 +268,7 @@ class Trainer:
         tokens = int(current.predicted[rows].sum())
         sums = torch.zeros(len(self.task.terms), dtype=torch.float64, device=accelerator.device)
         total = torch.zeros((), dtype=torch.float64, device=accelerator.device)
-        text = RankText(current.number, current.samples, batches.for_rank(rank, world))
+        text = RankText(current.number, current.samples, batches, rank, world)
         for number in numbers:
             with self.clock("data"):
                 if self.task.look_ahead is not None:

@@ -116,10 +116,6 @@ class Round:
     problem: str | None
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 class Online:
     """A decoding drafter, its learning copy (student), and the replay buffers.
 
@@ -145,7 +141,7 @@ class Online:
         vocabulary: Tensor | None = None,
         eos_token_ids: Sequence[int] = (),
         directory: Path | None = None,
-        reduce: Reduce = _alone,
+        reduce: Reduce = lambda tensor: tensor,
         autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
         chosen: bool = False,
     ) -> None:
@@ -187,15 +183,9 @@ class Online:
 
     def due(self) -> bool:
         """Whether it is time to learn."""
-        counts = torch.tensor(
-            [
-                self.collector.requests - self._requests,
-                self.collector.rejections - self._rejections,
-            ],
-            dtype=torch.float64,
-            device=self.student.device,
-        )
-        totals = self.reduce(counts).tolist()
+        requests = self.collector.requests - self._requests
+        rejections = self.collector.rejections - self._rejections
+        totals = self._sum([requests, rejections])
         limits = (self.settings.every_requests, self.settings.every_rejected)
         return any(
             limit is not None and total >= limit
@@ -250,7 +240,8 @@ class Online:
     def _learn(self) -> Round | None:
         begin = time.perf_counter()
         batches = self._batches()
-        held_out = self._windows(self.held_out)
+        window = self.student.window
+        held_out = [piece for record in self.held_out for piece in record.windows(window)]
         counts = [sum(len(r.positions) for r in batch) for batch in [*batches, held_out]]
         sums = self._sum([float(sum(counts[:-1])), float(counts[-1])])
         positions, judged = (int(x) for x in sums)
@@ -312,9 +303,6 @@ class Online:
             key=f"{settings.seed} {self.round}",
         )
 
-    def _windows(self, buffer: ReplayBuffer) -> list[Record]:
-        return [piece for record in buffer for piece in record.windows(self.student.window)]
-
     def _step(self, records: list[Record], step: int) -> tuple[float | None, float]:
         """Take optimizer step `step` on all processes' records, only if loss and gradient are
         finite. Returns the mean loss and the gradient's norm."""
@@ -362,8 +350,7 @@ class Online:
 
     def _sum(self, values: list[float]) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=self.student.device)
-        sums: list[float] = self.reduce(tensor).tolist()
-        return sums
+        return self.reduce(tensor).tolist()
 
     @torch.no_grad()
     def _snapshot(self) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -7,13 +7,7 @@ from train.data.batches import permutation
 
 
 def replayed_batches(
-    records: Sequence[Record],
-    new: int,
-    *,
-    steps: int,
-    tokens_per_batch: int,
-    window: int,
-    key: str,
+    records: Sequence[Record], new: int, *, steps: int, tokens_per_batch: int, window: int, key: str
 ) -> list[list[Record]]:
     """At most `steps` batches: the records from number `new` on, then those before. If there are
     few, they are repeated. Texts of similar length are batched together.

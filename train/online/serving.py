@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -162,19 +162,17 @@ class Serving:
     def serve(self) -> None:
         """Answer the rest of the stream. If any rank was asked to stop, saves everything and raises
         Stopped."""
-        with ExitStack() as stack:
-            background = None
-            if self.online is not None and self.config.background:
-                background = stack.enter_context(Background(self.online))
-            self._serve_all(background)
-
-    def _serve_all(self, background: Background | None) -> None:
         config, progress, online = self.config, self.progress, self.online
-        decoder = self._decoder(background)
+        learner = Background(online) if online is not None and config.background else nullcontext()
         stop_request = StopRequest()
         saved = progress.served
         count = len(self.requests)
-        with stop_request.listening(), self.reporter.bar("serving", count) as bar:
+        with (
+            learner as background,
+            stop_request.listening(),
+            self.reporter.bar("serving", count) as bar,
+        ):
+            decoder = self._decoder(background)
             bar.update(progress.served)
             while progress.served < count:
                 stopping = self._serve(decoder, stop_request)
@@ -270,9 +268,8 @@ class Serving:
 
     def save_version(self) -> None:
         """Save the learning copy's weights as version `progress.version`."""
-        if not self.accelerator.is_main_process:
-            return
-        self.versions.save_version(self.progress, self.student, self.online, self.provenance)
+        if self.accelerator.is_main_process:
+            self.versions.save_version(self.progress, self.student, self.online, self.provenance)
 
     def _save(self) -> None:
         progress, online = self.progress, self.online

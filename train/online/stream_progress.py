@@ -246,18 +246,19 @@ class Versions:
     def save_progress(self, progress: StreamProgress) -> None:
         """Write the stream's progress. Then delete versions that no kept progress needs."""
         self._saved = number = self._saved + 1
-
-        def fill(directory: Path) -> None:
-            (directory / STATE).write_text(json.dumps(asdict(progress)))
-
-        write_directory(self.saves / f"{PROGRESS}-{number}", fill, meta={"number": number})
+        state = json.dumps(asdict(progress))
+        write_directory(
+            self.saves / f"{PROGRESS}-{number}",
+            lambda directory: (directory / STATE).write_text(state),
+            meta={"number": number},
+        )
         numbers = numbers_of(self.saves, PROGRESS)
         for old in numbers[:-KEEP]:
             remove_directory(self.saves / f"{PROGRESS}-{old}")
         needed = set(numbers_of(self.versions, VERSION)[-self.keep :])
         for kept in numbers[-KEEP:]:
-            state = self.saves / f"{PROGRESS}-{kept}" / STATE
-            needed.add(json.loads(state.read_text())["version"])
+            stored = self.saves / f"{PROGRESS}-{kept}" / STATE
+            needed.add(json.loads(stored.read_text())["version"])
         for old in numbers_of(self.versions, VERSION):
             if old not in needed:
                 remove_directory(self.path(old))
@@ -277,30 +278,26 @@ class Versions:
 
         Raises UserError if all saves are damaged, or if the disk does not read one.
         """
-        newest, damaged = newest_complete(self.saves, PROGRESS)
-        while newest is not None:
-            progress = StreamProgress.read(json.loads((newest / STATE).read_text()))
+        newest, skipped = newest_complete(self.saves, PROGRESS)
+        damaged: list[UserError] = [*skipped]
+        progress = None
+        while newest is not None and progress is None:
+            stored = StreamProgress.read(json.loads((newest / STATE).read_text()))
             number = int(newest.name.rpartition("-")[2])
             try:
-                describe_drafter(self.path(progress.version))
+                describe_drafter(self.path(stored.version))
+                progress, self._saved = stored, number
             except ReadFailure:
                 raise
             except UserError as error:
-                damaged.append(error)  # type: ignore[arg-type]  # only reported
+                damaged.append(error)
                 older = [n for n in numbers_of(self.saves, PROGRESS) if n < number]
                 newest = self.saves / f"{PROGRESS}-{older[-1]}" if older else None
-                continue
-            self._say(damaged)
-            self._saved = number
-            return progress
-        self._say(damaged)
-        if damaged:
+        for problem in damaged:
+            self.reporter.say(f"  skipping a damaged save: {problem}")
+        if damaged and progress is None:
             raise UserError(
                 f"no save in {self.saves.parent} is complete; delete that directory to serve the "
                 "stream from the beginning"
             )
-        return None
-
-    def _say(self, damaged: list[Any]) -> None:
-        for error in damaged:
-            self.reporter.say(f"  skipping a damaged save: {error}")
+        return progress

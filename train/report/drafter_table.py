@@ -138,11 +138,6 @@ def is_baseline(report: dict[str, Any], row: Row) -> bool:
     return row["drafter"] in baselines and row["stage"] not in stages
 
 
-def is_combined(row: Row) -> bool:
-    """Whether the row combines several drafters: `ngram+heads` or `ngram++heads`."""
-    return "+" in row["drafter"]
-
-
 def _main_gamma(report: dict[str, Any]) -> Any:
     """Return the γ of the trained drafters."""
     configured = (report["config"].get("evaluation") or {}).get("gamma")

@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -157,11 +158,7 @@ def stage_section(number: int, stage: dict[str, Any]) -> dict[str, Any]:
         label = re.sub(r"seconds$", "time", key) if unit == "seconds" else key
         label = label.removesuffix("_bytes").replace("_", " ")
         figures[label] = _format_figure(value, unit)
-    plots = [
-        {"name": plot.name, "caption": plot.caption, "svg": Markup(plot.svg)}
-        for plot in section.plots
-        if plot.svg
-    ]
+    plots = [replace(plot, svg=Markup(plot.svg)) for plot in section.plots if plot.svg]
     return {"name": name, "kind": kind, "figures": figures, "plots": plots}
 
 

@@ -5,12 +5,7 @@ from typing import Any
 
 from decode.measure.intervals import FEWEST_PROMPTS
 from train.base.run_files import START
-from train.report.drafter_table import (
-    is_baseline,
-    is_combined,
-    row_labels,
-    without_gamma,
-)
+from train.report.drafter_table import is_baseline, row_labels, without_gamma
 from train.report.format_figures import (
     MISSING,
     Row,
@@ -48,7 +43,8 @@ def headline(report: dict[str, Any]) -> dict[str, Any] | None:
     if not labelled_rows:
         return None
     baselines = [pair for pair in labelled_rows if is_baseline(report, pair[1])]
-    combined = [pair for pair in labelled_rows if is_combined(pair[1])]
+    # Of several drafters: `ngram+heads` or `ngram++heads`.
+    combined = [pair for pair in labelled_rows if "+" in pair[1]["drafter"]]
     starts = [pair for pair in labelled_rows if pair[1]["stage"].endswith(START)]
     others = (baselines, combined, starts)
     trained = [pair for pair in labelled_rows if not any(pair in kind for kind in others)]
@@ -194,15 +190,14 @@ def ranking(compared: list[dict[str, Any]]) -> str:
     return f"{text}, but it is faster than {slower}." if slower else f"{text}."
 
 
-def _ranks(rows: list[dict[str, Any]]) -> list[str]:
+def _ranks(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Which processes measured what, if there were several."""
     ranks = max(row["evaluation"].get("ranks", 1) for row in rows)
-    if ranks == 1:
-        return []
-    return [
-        f"{ranks} processes shared the prompts for acceptance; one of them measured all times, "
-        "while the others waited"
-    ]
+    if ranks > 1:
+        yield (
+            f"{ranks} processes shared the prompts for acceptance; one of them measured all times, "
+            "while the others waited"
+        )
 
 
 def footnotes(report: dict[str, Any]) -> list[str]:
@@ -364,11 +359,10 @@ def _sampling(evaluation: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _forwards(report: dict[str, Any]) -> list[str]:
+def _forwards(report: dict[str, Any]) -> Iterator[str]:
     """Say what computed the target, if the evaluations know it."""
-    if not any(row["evaluation"].get("kernels") for row in report["rows"]):
-        return []
-    return [f"the target's forward: {_setting(report, 'kernels', _forward)}"]
+    if any(row["evaluation"].get("kernels") for row in report["rows"]):
+        yield f"the target's forward: {_setting(report, 'kernels', _forward)}"
 
 
 def _forward(evaluation: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, is_i
 from decode.base.errors import UserError
 from decode.measure.time_passes import trains_in_bfloat16
 from decode.model.loading import resolve_device
-from train.base.config_file import ConfigSource, read_config
+from train.base.config_file import ConfigSource, plain, read_config
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores, end_with_launcher, local_processes
 from train.base.tracking.trackers import chosen_trackers
@@ -68,21 +68,9 @@ def resolve(config: ConfigLike, overrides: Sequence[str] = ()) -> RunConfig:
         raise UserError(
             f"the config is a {type(config).__name__}; expected a path, a mapping or a RunConfig"
         )
-    source = ConfigSource(_plain(config), Path())
-    for override in overrides:
-        source.override(override)
-    source.check()
-    source.leave_out_other_splits()
+    source = ConfigSource(plain(config), Path())
+    source.apply(overrides)
     return build_config(source)
-
-
-def _plain(value: Any) -> Any:
-    """A copy with dicts, lists and text where a program may have others, such as paths."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager

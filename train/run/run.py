@@ -106,12 +106,11 @@ class Run:
         """report.json: the config, provenance, the stages' summaries, and in `rows` the figures of
         every drafter (`decode.measure.figures`). Raises UserError if the run has none yet."""
         try:
-            found: dict[str, Any] = json.loads((self.directory / "report.json").read_text("utf-8"))
+            return json.loads((self.directory / "report.json").read_text("utf-8"))
         except OSError as error:
             raise UserError(
                 f"run {self.directory} has no report ({error.strerror}); finish the run first"
             ) from error
-        return found
 
     @property
     def target(self) -> Target:
@@ -151,9 +150,7 @@ class Run:
             return self.loaded.tokenizer
         settings = self.config.target
         _, tokenizer = load_config(
-            settings.model,
-            revision=settings.revision,
-            trust_remote_code=settings.trust_remote_code,
+            settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
         set_template_args(tokenizer, settings.chat_template_args)
         return tokenizer
@@ -220,15 +217,15 @@ class Run:
             self.reporter,
         )
         evaluation.baselines()
-        last: tuple[str, Outcome] | None = None
+        last: tuple[str, Path, Path | None] | None = None
         for settings in self.config.stages:
             directory = ranks.main_only(partial(self.stage_directory, settings.name))
             outcome = self._stage(settings, directory, finished, examples)
             finished[settings.name] = directory
             evaluated = self.config.evaluation.stages
             if outcome.drafter is not None and (evaluated is None or settings.name in evaluated):
-                evaluation.drafter(settings.name, outcome)
-                last = settings.name, outcome
+                last = settings.name, outcome.drafter, outcome.target
+                evaluation.drafter(*last)
         if last is not None:
             evaluation.combined(*last)
         report: dict[str, Any] = {}
@@ -421,11 +418,7 @@ class Run:
         )
 
     def _stage(
-        self,
-        settings: StageConfig,
-        directory: Path,
-        earlier: dict[str, Path],
-        examples: Splits,
+        self, settings: StageConfig, directory: Path, earlier: dict[str, Path], examples: Splits
     ) -> Outcome:
         done = directory / DONE
 

@@ -34,7 +34,7 @@ from decode.opening.directory import (
 )
 from train.base.console import Reporter
 from train.base.run_files import BEFORE, EVALUATION, EVALUATIONS, START, stored_rows
-from train.base.stage import Outcome, StagePlan
+from train.base.stage import StagePlan
 from train.data.read import Example, spread
 from train.loop.trained_target import load_like
 from train.run.config import RunConfig, differences, dump_config
@@ -89,28 +89,27 @@ class RunEvaluation:
             row = Row(name, BEFORE, name, name)
             self._add(row, partial(self._best_gamma, name))
 
-    def drafter(self, stage: str, outcome: Outcome) -> None:
+    def drafter(self, stage: str, directory: Path, target: Path | None) -> None:
         """Add a row for a stage's drafter. If the stage saved the drafter before its training
         (`start/`), add a row for that first. A drafter for a new target is compared with plain
-        decoding of that new target."""
-        directory = outcome.drafter
-        assert directory is not None
+        decoding of that new target.
+
+        target: the directory of the drafter's new target; None: the run's target.
+        """
         start = directory.parent / "start"
         kind = describe_drafter(directory)["kind"]
         if Ranks.of(self.accelerator).main_only(start.exists):
             row = Row(f"{stage}-start", f"{stage}{START}", kind, str(start), drafter=start)
             self._add(row)
-        self._add(Row(stage, stage, kind, str(directory), outcome.target, directory))
+        self._add(Row(stage, stage, kind, str(directory), target, directory))
 
-    def combined(self, stage: str, outcome: Outcome) -> None:
+    def combined(self, stage: str, directory: Path, target: Path | None) -> None:
         """Add a row for each untrained drafter of `in_turn` and of `in_one_tree`, combined with the
-        drafter of the run's last evaluated stage.
+        drafter of the run's last evaluated stage. Arguments as of `drafter`.
 
         These rows are extra. If the settings do not fit a pair of drafters (such as a policy that
         watches a chain, with a tree), the row is left out with a message.
         """
-        directory = outcome.drafter
-        assert directory is not None
         settings = self.config.evaluation
         kind = describe_drafter(directory)["kind"]
         pairs = [(name, "+") for name in settings.in_turn]
@@ -118,8 +117,7 @@ class RunEvaluation:
         for name, plus in pairs:
             label, spec = f"{name}{plus}{stage}", f"{name}{plus}{directory}"
             try:
-                row = Row(label, label, f"{name}{plus}{kind}", spec, outcome.target, directory)
-                self._add(row)
+                self._add(Row(label, label, f"{name}{plus}{kind}", spec, target, directory))
             except (CorruptArtifact, ReadFailure):
                 raise
             except UserError as error:
@@ -222,11 +220,8 @@ class RunEvaluation:
             "evaluation": evaluation.to_dict() | {"drift": drift_of(row.spec)},
             "samples": self._samples(evaluation, examples),
         }
-
-        def fill(path: Path) -> None:
-            (path / EVALUATION).write_text(json.dumps(record, indent=2))
-
-        write_directory(directory, fill)
+        text = json.dumps(record, indent=2)
+        write_directory(directory, lambda path: (path / EVALUATION).write_text(text))
         self._log(row.label, record["evaluation"])
 
     def _log(self, label: str, evaluation: dict[str, Any]) -> None:
@@ -257,9 +252,7 @@ def _known(stored: Any, now: Any) -> Any:
 
 
 def planned_evaluation(
-    config: RunConfig,
-    plans: Iterable[StagePlan],
-    examples: Mapping[str, Sequence[Example]],
+    config: RunConfig, plans: Iterable[StagePlan], examples: Mapping[str, Sequence[Example]]
 ) -> StagePlan:
     """The evaluations of a run: their drafters, and the tokens that they decode at most, without
     those for choosing a baseline's γ. plans: the plans of the stages that `evaluation.stages`
@@ -294,5 +287,4 @@ def drift_of(spec: str) -> dict[str, float] | None:
         return drift_of(first) or drift_of(others)
     if not (path / DRAFTER_FILE).exists():
         return None
-    drift: dict[str, float] | None = describe_drafter(path)["provenance"].get("drift")
-    return drift
+    return describe_drafter(path)["provenance"].get("drift")

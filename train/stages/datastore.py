@@ -103,12 +103,8 @@ class DatastoreStage(TextStage[DatastoreConfig]):
     def _write(self, directory: Path, samples: StoredSamples, counts: dict[str, int]) -> None:
         config = self.config
         tokens = int(samples.lengths.sum(dtype=np.int64))
-        provenance = {
-            "stage": config.name,
-            "run": self.run_name,
-            "settings": config.model_dump(mode="json"),
-            "datastore": {"samples": counts, "documents": len(samples), "tokens": tokens},
-        }
+        figures = {"samples": counts, "documents": len(samples), "tokens": tokens}
+        provenance = self.origin | {"datastore": figures}
 
         def write(path: Path) -> None:
             write_rest(path, _Documents(samples), config.options)

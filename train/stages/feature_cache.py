@@ -21,22 +21,19 @@ from distill.teacher.feature_sources import LiveFeatures, split_rows
 from distill.teacher.linear_logits import require_linear_logits
 from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheStage, TextConfig, size
+from train.stages.text_stages import CacheConfig, CacheStage
 
 
-class FeatureCacheConfig(TextConfig):
+class FeatureCacheConfig(CacheConfig):
     """The target's hidden states of a text, for any number of trainings."""
 
     kind: Literal["feature_cache"] = "feature_cache"
     captured_layers: list[int] = Field([FINAL], min_length=1)
     """The layers whose hidden states are captured, by number; −1 for the hidden states that the
     output layer reads."""
-    tokens_per_batch: int = Field(2048, ge=1)
-    """The size of a batch on each rank: rows times the longest row's length."""
-    part_samples: int = Field(256, ge=1)
-    """The number of samples per written part. A killed stage loses at most one part."""
 
 
 @STAGES.register("feature_cache")
@@ -81,23 +78,19 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         samples, counts = self.fitting_samples()
         token_bytes = bytes_per_token(target, config.captured_layers)
         lengths = samples.lengths.astype(np.int64)
-        tokens = int(lengths.sum())
         made_with = describe_source(target)
-        self.reporter.say(
-            f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
-        )
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
             write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = self.write_parts(samples, config.part_samples, write, token_bytes * lengths)
+        speed = self.write_parts(samples, lengths, token_bytes, write)
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(
             summary={
                 "samples": counts,
-                "tokens": tokens,
+                "tokens": int(lengths.sum()),
                 "captured_layers": config.captured_layers,
                 "bytes_per_token": token_bytes,
                 "tokens_per_second": speed,
@@ -107,14 +100,12 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     def _states(self, source: LiveFeatures, part: Sequence[Sample]) -> dict[int, list[Tensor]]:
         """The hidden states of a part's samples, in order, by captured layer."""
         states: dict[int, dict[int, Tensor]] = {}
-        for rows, batch, tensors in self.batches_of(part, self.config.tokens_per_batch):
+        for rows, batch, tensors in batches_for(self.target, part, self.config.tokens_per_batch):
             features = source.features(
                 tensors["input_ids"], tensors["attention_mask"], batch["ids"]
             )
-            lengths = [len(part[i].tokens) for i in rows]
-            states |= dict(
-                zip(rows, split_rows(features, lengths, torch.device("cpu")), strict=True)
-            )
+            split = split_rows(features, [len(part[i].tokens) for i in rows], torch.device("cpu"))
+            states |= zip(rows, split, strict=True)
         return {
             layer: [states[i][layer] for i in range(len(part))]
             for layer in self.config.captured_layers

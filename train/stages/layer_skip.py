@@ -9,13 +9,13 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from decode.base.errors import UserError
 from decode.drafters.skip import write_skip_drafter
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import require_no_states
 from decode.opening.directory import save_drafter
 from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, final_norm
 from distill.row_numbers import row_numbers
+from distill.students import refuse
 from distill.teacher.linear_logits import require_linear_logits
 from train.base.schema import Losses, StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
@@ -81,11 +81,8 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         super().check(config, earlier)
         config.require_sound(config.name, earlier, config.weighted_loss, "")
         config.loop.require_dev(config.name, measured=False)
-        if config.tokens_per_pass is not None:
-            raise UserError(
-                f"stage {config.name}: tokens_per_pass cannot be set here: the original target "
-                "runs over each batch of the training; leave it out"
-            )
+        reason = "the original target runs over each batch of the training"
+        refuse(config, tokens_per_pass=reason)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model
@@ -151,10 +148,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             if config.layer_dropout:
                 left_out = row_numbers(len(batch["input_ids"]), layers).t() < rates[:, None]
             signal = trained.signal(batch, ids)
-            result: tuple[Tensor, Tensor] = module(
-                **batch, exits=exits, left_out=left_out, teacher=signal
-            )
-            return result
+            return module(**batch, exits=exits, left_out=left_out, teacher=signal)
 
         task = TrainingTask(
             config.name,
@@ -176,8 +170,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
 
     @property
     def _layers(self) -> int:
-        layers: int = self.target.model.config.get_text_config().num_hidden_layers
-        return layers
+        return self.target.model.config.get_text_config().num_hidden_layers
 
     def _save(
         self, trained: TrainedTarget, weights: Mapping[str, Tensor], provenance: dict[str, Any]

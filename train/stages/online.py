@@ -187,7 +187,7 @@ class OnlineStage(Stage[OnlineStageConfig]):
             versions,
             saved or StreamProgress(self.accelerator.num_processes),
             history,
-            self._provenance(),
+            self.origin | {"start": start_provenance(self.config.drafter, self.earlier)},
             self.accelerator,
             self.reporter,
         )
@@ -242,14 +242,6 @@ class OnlineStage(Stage[OnlineStageConfig]):
             chosen = [row for row, kind in enumerate(kinds) if kind in config.kinds]
             stream = select(stream, chosen)
         return stream[: config.prompts]
-
-    def _provenance(self) -> dict[str, Any]:
-        return {
-            "stage": self.config.name,
-            "run": self.run_name,
-            "settings": self.config.model_dump(mode="json"),
-            "start": start_provenance(self.config.drafter, self.earlier),
-        }
 
     def _device(self) -> torch.device:
         """The device for learning. Raises UserError if it is not available."""

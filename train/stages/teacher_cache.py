@@ -24,13 +24,14 @@ from distill.teacher.top_k_cache import (
 )
 from train.base.schema import StageConfig, closest_stage
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.engines.answers.answer_top_k import AnswerTopK
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheStage, TextConfig, size
+from train.stages.text_stages import CacheConfig, CacheStage
 
 
-class TeacherCacheConfig(TextConfig):
+class TeacherCacheConfig(CacheConfig):
     """The target's top-k log-probabilities of a text, for any number of trainings."""
 
     kind: Literal["teacher_cache"] = "teacher_cache"
@@ -48,10 +49,6 @@ class TeacherCacheConfig(TextConfig):
     """The model of a distill stage with `vocabulary: shared`: a hub id, directory or GGUF file.
     Keep the distribution over the tokens that the target shares with it, renormalised. null: over
     all tokens."""
-    tokens_per_batch: int = Field(2048, ge=1)
-    """The size of a batch on each rank: rows times the longest row's length."""
-    part_samples: int = Field(256, ge=1)
-    """The number of samples per written part. A killed stage loses at most one part."""
     chunk_tokens: int = Field(256, ge=1)
     """The number of tokens whose logits are in memory at a time."""
 
@@ -104,11 +101,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         samples, counts = self.fitting_samples()
         vocabulary, coverage = self._vocabulary(samples)
         predicted = samples.predicted.astype(np.int64)
-        tokens = int(predicted.sum())
         token_bytes = bytes_per_token(config.k, vocab_size)
-        self.reporter.say(
-            f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
-        )
         made_with = describe_teacher(
             target, k=config.k, temperature=config.temperature, vocabulary=vocabulary
         )
@@ -128,12 +121,12 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = self.write_parts(samples, config.part_samples, write, token_bytes * predicted)
+        speed = self.write_parts(samples, predicted, token_bytes, write)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={
                 "samples": counts,
-                "tokens": tokens,
+                "tokens": int(predicted.sum()),
                 "k": config.k,
                 "bytes_per_token": token_bytes,
                 **coverage,
@@ -160,21 +153,16 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         """The top-k signal of each sample of a part, in order."""
         config = self.config
         signals: dict[int, TopK] = {}
-        for rows, batch, tensors in self.batches_of(part, config.tokens_per_batch):
+        for rows, batch, tensors in batches_for(self.target, part, config.tokens_per_batch):
             signal = teacher.signal(**tensors, ids=batch["ids"])
             counts = batch["loss_mask"][:, 1:].sum(1).tolist()
-            chunks = [
-                top_k(
-                    signal(slice(i, i + config.chunk_tokens)).logits, config.k, config.temperature
-                )
-                for i in range(0, sum(counts), config.chunk_tokens)
-            ]
-            joined = TopK(
-                *(
-                    torch.cat([getattr(chunk, name) for chunk in chunks])
-                    for name in ("ids", "log_p", "log_tail")
-                )
+            parts = (
+                slice(begin, begin + config.chunk_tokens)
+                for begin in range(0, sum(counts), config.chunk_tokens)
             )
+            chunks = [top_k(signal(part).logits, config.k, config.temperature) for part in parts]
+            names = ("ids", "log_p", "log_tail")
+            joined = TopK(*(torch.cat([getattr(x, name) for x in chunks]) for name in names))
             begin = 0
             for i, count in zip(rows, counts, strict=True):
                 signals[i] = joined[begin : begin + count]

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -20,7 +20,6 @@ from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sh
 from distill.teacher.feature_sources import LiveFeatures
 from train.base.schema import Losses, StageConfig, closest_stage
 from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
-from train.data.batches import Batch, Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.corpus import stages_of
 from train.data.read import spread
@@ -93,7 +92,17 @@ class LossConfig(TextConfig):
         return " + ".join(parts)
 
 
+class CacheConfig(TextConfig):
+    """The settings of a stage that stores the target's results for a text."""
+
+    tokens_per_batch: int = Field(2048, ge=1)
+    """The size of a batch on each rank: rows times the longest row's length."""
+    part_samples: int = Field(256, ge=1)
+    """The number of samples per written part. A killed stage loses at most one part."""
+
+
 T = TypeVar("T", bound=TextConfig)
+K = TypeVar("K", bound=CacheConfig)
 L = TypeVar("L", bound=LossConfig)
 
 # (number of the part, its samples, (id, text_sha256) of each) → the number of scored tokens
@@ -187,11 +196,7 @@ class TextStage(Stage[T]):
         return samples, counts
 
     def coverage(
-        self,
-        samples: Sequence[Sample],
-        ids: Tensor,
-        covered: float,
-        what: str = "draft vocabulary",
+        self, samples: Sequence[Sample], ids: Tensor, covered: float, what: str = "draft vocabulary"
     ) -> dict[str, float]:
         """How a draft vocabulary fits the samples' text, for the stage's summary. Also prints it.
 
@@ -219,26 +224,27 @@ class TextStage(Stage[T]):
         return ids, self.coverage(samples, ids, covered)
 
 
-class CacheStage(TextStage[T]):
+class CacheStage(TextStage[K]):
     """A stage that stores the target's results for a text in part-0, part-1, … A kill loses at most
     one part of each rank."""
 
     def write_parts(
-        self,
-        samples: Sequence[Sample],
-        part_samples: int,
-        write: WritePart,
-        sizes: np.ndarray,
+        self, samples: Sequence[Sample], lengths: np.ndarray, token_bytes: int, write: WritePart
     ) -> float | None:
         """Write every missing part, with all ranks together. Returns the tokens per second that
         they scored, or None if they scored none.
 
-        sizes: int64 [n], the bytes on disk of each sample. Raises UserError before the first part
-        if the disk lacks space for the missing ones, for a damaged part, and for a disk that fills
-        up on the way. Finished parts are kept.
+        lengths: int64 [n], the number of each sample's tokens that have results. token_bytes: the
+        bytes of one token's results on disk. Raises UserError before the first part if the disk
+        lacks space for the missing ones, for a damaged part, and for a disk that fills up on the
+        way. Finished parts are kept.
         """
-        ranks = Ranks.of(self.accelerator)
+        ranks, part_samples = Ranks.of(self.accelerator), self.config.part_samples
         rank, world = ranks.rank, ranks.world
+        sizes, tokens = token_bytes * lengths, int(lengths.sum())
+        self.reporter.say(
+            f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
+        )
         begin, scored = time.perf_counter(), 0
         firsts = range(0, len(samples), part_samples)
         parts = [self.directory / f"{PART}-{number}" for number in range(len(firsts))]
@@ -270,16 +276,6 @@ class CacheStage(TextStage[T]):
         self.accelerator.wait_for_everyone()
         scored = sum(ranks.gather(scored))
         return scored / (time.perf_counter() - begin) if scored else None
-
-    def batches_of(
-        self, part: Sequence[Sample], tokens_per_batch: int
-    ) -> Iterator[tuple[list[int], Batch, Inputs]]:
-        """A part in batches of similar length: the samples' indices in the part, the batch, and its
-        tensors on the target's device."""
-        lengths = [len(sample.tokens) for sample in part]
-        for rows in bucket_batches(lengths, tokens_per_batch=tokens_per_batch, seed=0, epoch=0):
-            batch = collate([part[i] for i in rows], self.target.tokenizer.pad_token_id or 0)
-            yield rows, batch, inputs(batch, self.target.device)
 
 
 def size(count: float) -> str:
@@ -350,14 +346,8 @@ class TrainingStage(TextStage[L]):
 
     def provenance(self, progress: TrainingProgress) -> dict[str, Any]:
         """The provenance of a drafter that was trained here."""
-        return {
-            "stage": self.config.name,
-            "run": self.run_name,
-            "settings": self.config.model_dump(mode="json"),
-            "steps": progress.step,
-            "tokens": progress.tokens,
-            **({"best": progress.best} if progress.best else {}),
-        }
+        trained = {"steps": progress.step, "tokens": progress.tokens}
+        return self.origin | trained | ({"best": progress.best} if progress.best else {})
 
     def summary(self, trainer: Trainer, counts: dict[str, int], parameters: int) -> dict[str, Any]:
         """The summary of a finished training. counts: the counts of its samples. parameters: the

@@ -32,8 +32,8 @@ def heads_memory(
     """The memory of one of `processes`.
 
     parameters: all of the heads' weights, with an adapter's. trained: those that are trained.
-    remembered: the tokens of the text whose hidden
-    states are kept. itemsize: the itemsize of the matrix products' precision.
+    remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize of the
+    matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing

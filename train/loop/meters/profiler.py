@@ -1,7 +1,6 @@
 """A profile of a training's steps by torch.profiler: a trace, and its slowest operations."""
 
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -45,12 +44,7 @@ class StepProfiler:
         self._profile.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._profile.stop()
         if kind is None and not self._is_written:
             self.reporter.say(

@@ -9,8 +9,8 @@ fallback.
 
 import io
 import re
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
 from html import escape
 from importlib.util import find_spec
@@ -95,19 +95,15 @@ def plot(draw: Callable[P, str]) -> Callable[P, str]:
     return drawn
 
 
-def style() -> AbstractContextManager[None]:
-    """Return the context in which to draw a figure."""
+@contextmanager
+def canvas(height: float) -> Iterator[tuple["Figure", "Axes"]]:
+    """An empty figure, and the context in which to draw and write it. height: in inches."""
     import matplotlib
-
-    return matplotlib.rc_context(_STYLE)
-
-
-def canvas(height: float) -> tuple["Figure", "Axes"]:
-    """Return an empty figure. height: in inches. Call it within `style`."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
-    return figure, figure.add_subplot()
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(WIDTH, height), layout="constrained")
+        yield figure, figure.add_subplot()
 
 
 def svg(figure: "Figure", name: str, alt: str) -> str:

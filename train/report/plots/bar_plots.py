@@ -3,10 +3,11 @@
 Rows run downwards in the given order. A missing value is None.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from train.report.plots import LIGHT, REFERENCE, canvas, plot, style, svg
+from train.report.plots import LIGHT, REFERENCE, canvas, plot, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,8 +33,7 @@ def bar_plot(
     """
     if not any(value is not None for value in values):
         return ""
-    with style():
-        figure, axes = _rows(labels)
+    with _rows(labels) as (figure, axes):
         drawn_marks = [mark for mark in marks if mark is not None]
         largest = max(value for value in [*values, *drawn_marks] if value is not None)
         span = (end if end is not None else largest) or 1.0
@@ -76,8 +76,7 @@ def interval_plot(
     drawn = [ratio for ratio in ratios if ratio is not None]
     if not drawn:
         return ""
-    with style():
-        figure, axes = _rows(labels)
+    with _rows(labels) as (figure, axes):
         axes.axvline(1.0, color=LIGHT["ink"], linewidth=1.2)
         _text_above(axes, 1.0, "plain decoding")
         for y, (ratio, colour) in enumerate(zip(ratios, colours, strict=True)):
@@ -124,8 +123,7 @@ def stacked_bar_plot(
     """
     if not any(value for _, values in parts for value in values):
         return ""
-    with style():
-        figure, axes = _rows(labels, extra=0.3)
+    with _rows(labels, extra=0.3) as (figure, axes):
         ramp = _blues(len(parts))
         left = [0.0] * len(labels)
         sums = [sum(values[y] or 0.0 for _, values in parts) for y in range(len(labels))]
@@ -133,14 +131,7 @@ def stacked_bar_plot(
         for index, (part, values) in enumerate(parts):
             colour, text = (colours[index], LIGHT["on"]) if colours else ramp[index]
             widths = [value or 0.0 for value in values]
-            axes.barh(
-                range(len(labels)),
-                widths,
-                left=left,
-                height=0.66,
-                color=colour,
-                label=part,
-            )
+            axes.barh(range(len(labels)), widths, left=left, height=0.66, color=colour, label=part)
             for y, width in enumerate(widths):
                 if width > 0.085 * longest:
                     axes.text(
@@ -161,9 +152,7 @@ def stacked_bar_plot(
         if line is not None:
             axes.axvline(line[1], color=LIGHT["ink"], linewidth=1.2)
         axes.set_xlim(0, longest * (1.14 if totals else 1.0))
-        from matplotlib.ticker import PercentFormatter
-
-        axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.xaxis.set_major_formatter("{x:.0%}")
         axes.set_xlabel(axis)
         axes.legend(
             loc="lower left",
@@ -188,13 +177,14 @@ def stacked_bar_plot(
         return svg(figure, name, f"Stacked bars, {axis}, by {title}. {'; '.join(rows)}.")
 
 
-def _rows(labels: Sequence[str], extra: float = 0.0) -> tuple["Figure", "Axes"]:
-    figure, axes = canvas(0.95 + extra + 0.36 * len(labels))
-    axes.set_yticks(range(len(labels)), labels)
-    axes.set_ylim(len(labels) - 0.4, -0.6)
-    axes.tick_params(axis="y", length=0)
-    axes.spines["left"].set_visible(False)
-    return figure, axes
+@contextmanager
+def _rows(labels: Sequence[str], extra: float = 0.0) -> Iterator[tuple["Figure", "Axes"]]:
+    with canvas(0.95 + extra + 0.36 * len(labels)) as (figure, axes):
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set_ylim(len(labels) - 0.4, -0.6)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        yield figure, axes
 
 
 def _text_beside(axes: "Axes", x: float, y: float, text: str, *, muted: bool = False) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from train.report.plots import LIGHT, REFERENCE, SERIES, canvas, plot, style, svg
+from train.report.plots import LIGHT, REFERENCE, SERIES, canvas, plot, svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,8 +29,7 @@ def position_plot(
             lines.append((label, points, few, colour))
     if not lines:
         return ""
-    with style():
-        figure, axes = canvas(3.3)
+    with canvas(3.3) as (figure, axes):
         last = max(points[-1][0] for _, points, _, _ in lines)
         for _, points, few, colour in lines:
             axes.plot(
@@ -123,8 +122,7 @@ def stream_plot(
     points = [w for w in windows if w.get("acceptance_rate") is not None]
     if not points:
         return ""
-    with style():
-        figure, axes = canvas(2.7)
+    with canvas(2.7) as (figure, axes):
         edges = [points[0]["first"], *(w["first"] + w["requests"] for w in points)]
         rates = [w["acceptance_rate"] for w in points]
         axes.stairs(rates, edges, color=SERIES[0], linewidth=2.2)
@@ -148,8 +146,7 @@ def _step_plot(
     """Plot a line by optimizer step for each key of the points. The first is bold.
 
     keys: label by key."""
-    with style():
-        figure, axes = canvas(2.7)
+    with canvas(2.7) as (figure, axes):
         ends = []
         for index, (key, label) in enumerate(keys.items()):
             colour = SERIES[index % len(SERIES)]
