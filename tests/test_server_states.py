@@ -33,8 +33,8 @@ from tests.upstream import served
 from train.base.stage import StageInputs
 from train.engines import ask_servers
 from train.engines.child_process import python_of
+from train.engines.server_config import ServedFeatures
 from train.engines.states import ask_states
-from train.engines.states.states_config import ServedFeatures
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

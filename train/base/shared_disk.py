@@ -9,7 +9,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from decode.base.errors import UserError
@@ -17,15 +16,6 @@ from decode.measure.ranks import Ranks
 
 # Seconds until a file of another machine must be there: network file systems show it late.
 PATIENCE = 60.0
-
-
-@dataclass(frozen=True)
-class _View:
-    """What a rank says of itself: its machine, its directory, and why it cannot write there."""
-
-    machine: str
-    directory: str
-    problem: str | None
 
 
 def require_shared(directory: Path, ranks: Ranks, *, patience: float = PATIENCE) -> None:
@@ -42,8 +32,9 @@ def require_shared(directory: Path, ranks: Ranks, *, patience: float = PATIENCE)
     if ranks.is_main:
         common.mkdir()
     ranks.gather(None)
-    views = ranks.gather(_write(common, ranks.rank, patience))
-    wrote = [number for number, view in enumerate(views) if view.problem is None]
+    problem = _write(common, ranks.rank, patience)
+    views = ranks.gather((socket.gethostname(), str(directory), problem))
+    wrote = [number for number, (_, _, problem) in enumerate(views) if problem is None]
     if ranks.is_main:
         _wait_for(lambda: all((common / str(number)).exists() for number in wrote), patience)
         seen = [number for number in wrote if (common / str(number)).exists()]
@@ -51,32 +42,30 @@ def require_shared(directory: Path, ranks: Ranks, *, patience: float = PATIENCE)
     else:
         seen = []
     seen = ranks.gather(seen)[0]
-    others = [number for number in range(ranks.world) if number not in seen]
+    others = [
+        f"rank {number} on {machine} with {there} ({problem or 'its file does not arrive'})"
+        for number, (machine, there, problem) in enumerate(views)
+        if number not in seen
+    ]
     if others:
-        main = views[0]
-        described = [
-            f"rank {number} on {views[number].machine} with {views[number].directory} "
-            f"({views[number].problem or 'its file does not arrive'})"
-            for number in others
-        ]
+        machine, there, _ = views[0]
         raise UserError(
-            f"not all ranks work in the run's directory {main.directory} of rank 0 on "
-            f"{main.machine}: {'; '.join(described)}. Each would keep its parts of answers, caches "
+            f"not all ranks work in the run's directory {there} of rank 0 on {machine}: "
+            f"{'; '.join(others)}. Each would keep its parts of answers, caches "
             "and checkpoints on another disk. Set output_dir to a directory that all machines "
             "share, under the same path, or train on one machine"
         )
 
 
-def _write(common: Path, rank: int, patience: float) -> _View:
-    problem = None
+def _write(common: Path, rank: int, patience: float) -> str | None:
+    """Write this rank's file. Returns why it cannot be written."""
     if not _wait_for(common.is_dir, patience):
-        problem = "it does not see the files of rank 0"
-    else:
-        try:
-            (common / str(rank)).touch()
-        except OSError as error:
-            problem = f"it cannot write there: {error.strerror}"
-    return _View(socket.gethostname(), str(common.parent), problem)
+        return "it does not see the files of rank 0"
+    try:
+        (common / str(rank)).touch()
+    except OSError as error:
+        return f"it cannot write there: {error.strerror}"
+    return None
 
 
 def _wait_for(happened: Callable[[], bool], patience: float) -> bool:

@@ -240,10 +240,9 @@ def run_job(
                 f"{name} ended with exit status {process.returncode}. {log_ending(log)}"
             )
         try:
-            answer: dict[str, Any] = json.loads(answer_file.read_text())
+            return json.loads(answer_file.read_text())
         except (OSError, ValueError) as error:
             raise UserError(f"{name} wrote no valid answer ({error}). {log_ending(log)}") from error
-        return answer
 
 
 def environment_of(name: str) -> Path:

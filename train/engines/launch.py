@@ -21,11 +21,7 @@ from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
-from train.engines.child_process import (
-    model_directory,
-    python_of,
-    serving,
-)
+from train.engines.child_process import model_directory, python_of, serving
 from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
 from train.engines.server_config import EngineServer
 

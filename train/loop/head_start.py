@@ -9,6 +9,7 @@ from decode.base.errors import UserError
 from decode.opening.adapters import KIND as ADAPTER
 from decode.opening.directory import describe_drafter
 from decode.opening.shipped import shipped_drafter
+from distill.students import refuse
 from heads.heads_directory import stored_options
 from heads.heads_module import HEADS, HeadOptions
 from train.base.drafter_stages import require_whole
@@ -27,11 +28,7 @@ def check_start(config: Any, start: str, earlier: Sequence[StageConfig]) -> None
     config: the config of the stage, with its name, heads and draft_vocabulary. start: the name of
     an earlier heads stage, or a drafter as for `start_directory`.
     """
-    if config.draft_vocabulary is not None:
-        raise UserError(
-            f"stage {config.name}: draft_vocabulary cannot be set here: the heads of {start} "
-            "keep their draft vocabulary; leave it out"
-        )
+    refuse(config, draft_vocabulary=f"the heads of {start} keep their draft vocabulary")
     directory = start_directory(start)
     if directory.is_dir() and start not in {stage.name for stage in earlier}:
         _check_same_heads(config, start, _heads_in(config, directory))

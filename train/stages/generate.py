@@ -31,20 +31,12 @@ from decode.model.loading import Target
 from train.base.console import Bar
 from train.base.schema import Seed, StageConfig
 from train.base.stage import STAGES, Outcome, Stage, StagePlan
-from train.data.corpus import (
-    PART,
-    SELF_PROMPTS,
-    read_answers,
-    unusable_answers,
-    write_answers,
-)
+from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
 from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
-from train.engines.answers.jobs import Jobs
-from train.engines.answers.journal import Journal
-from train.engines.answers.known_parts import Part, part_meta, prompt_key, take_over
+from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
 from train.engines.server_config import ServerConfig
@@ -341,8 +333,8 @@ class GenerateStage(Stage[GenerateConfig]):
 
     def _write_part(self, part: Part, grammars: Mapping[str | None, Grammar], bar: Bar) -> int:
         """Returns the number of tokens that were generated. grammars: by the schemas of rows."""
-        journal = Journal(part.directory)  # with answers that other parts had
-        answers = {row: answer.tokens for row, answer in journal.read(part.keys).items()}
+        # With answers that other parts had.
+        answers = {row: answer.tokens for row, answer in part.journal.read(part.keys).items()}
         jobs = list(zip(part.keys, part.jobs, strict=True))
         missing = [
             (row, self.corpus.prompt(e), grammars.get(e.schema))
@@ -364,7 +356,7 @@ class GenerateStage(Stage[GenerateConfig]):
             ),
             part.meta,
         )
-        journal.remove()
+        part.journal.remove()
         return sum(map(len, outputs))
 
     def _answer(

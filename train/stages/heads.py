@@ -39,7 +39,7 @@ from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
-from train.engines.states.states_config import ServedFeatures
+from train.engines.server_config import ServedFeatures
 from train.loop.backbone import Backbone, FrozenBackbone, Source
 from train.loop.dev_slice import DevSlice, Judging
 from train.loop.estimates import (
@@ -458,8 +458,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if self.config.weights is not None:
             use_bytes(full_heads)
         kind: Any = DRAFTERS[self.config.heads.type]
-        drafter: Drafter = kind(full_heads, target.vocab_size)
-        return drafter
+        return kind(full_heads, target.vocab_size)
 
     def _bigrams(self, samples: StoredSamples, dev: DevSlice | None) -> dict[str, float]:
         """The shares of the dev slice's tokens that a bigram table of the training text and prompt

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from decode.base.errors import UserError
+from distill.students import refuse
 from distill.trainable_model import DrafterLora
 from heads import HEADS
 from heads.heads_module import HeadOptions
@@ -14,7 +15,7 @@ from heads.online_heads import require_learns
 from train.base.drafter_stages import require_own_weights
 from train.base.schema import Losses, StageConfig, closest_stage, one_of
 from train.data.corpus import stages_of
-from train.engines.states.states_config import ServedFeatures
+from train.engines.server_config import ServedFeatures
 from train.loop.dev_slice import DevConfig
 from train.loop.head_start import check_start
 from train.loop.head_tree import TreeConfig
@@ -106,11 +107,8 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
             source = "a cache"
             if not Path(config.features).is_dir():
                 closest_stage(config.features, earlier, "feature_cache")
-        for key in _live_settings(config):
-            raise UserError(
-                f"stage {config.name}: {key} cannot be set here: {source} replaces the live "
-                "target; leave it out"
-            )
+        reason = f"{source} replaces the live target"
+        refuse(config, remember_features=reason, tokens_per_pass=reason)
 
 
 def require_decoder_only_parts(config: HeadsConfig) -> None:
@@ -128,11 +126,6 @@ def require_decoder_only_parts(config: HeadsConfig) -> None:
                 f"stage {config.name}: {name} needs a decoder-only target, and this target has an "
                 "encoder; leave it out"
             )
-
-
-def _live_settings(config: HeadsConfig) -> list[str]:
-    """The settings of a live frozen target that are set."""
-    return [key for key in ("remember_features", "tokens_per_pass") if getattr(config, key)]
 
 
 def _check_lora(config: HeadsConfig) -> None:
@@ -157,8 +150,5 @@ def _check_backbone(
             f"stage {config.name}: replay cannot be set with backbone: the target changes, so it "
             "would judge later drafts otherwise; leave it out"
         )
-    for key in _live_settings(config) or ["features"] * (config.features != "live"):
-        raise UserError(
-            f"stage {config.name}: {key} cannot be set here: the target is trained, so its "
-            "hidden states change with every step; leave it out"
-        )
+    reason = "the target is trained, so its hidden states change with every step"
+    refuse(config, remember_features=reason, tokens_per_pass=reason, features=reason)

@@ -14,8 +14,8 @@ from heads.heads_module import Heads
 from train.base.stage import Memory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
+from train.engines.server_config import ServedFeatures
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
-from train.engines.states.states_config import ServedFeatures
 from train.loop.backbone import Source
 from train.loop.estimates import batch_share
 from train.loop.open_caches import open_features
@@ -36,8 +36,13 @@ def planned_source(
     server that cannot be used, and for a stage that stores other layers than are read."""
     layers = captured_with(heads, config.weighted_loss)
     if not isinstance(config.features, ServedFeatures):
-        if config.features in plans:
-            _require_stored(config, layers, plans[config.features].captured_layers)
+        stored = plans[config.features].captured_layers if config.features in plans else layers
+        if not set(layers) <= set(stored):
+            raise UserError(
+                f"stage {config.name}: its {config.heads.type} heads and losses read the hidden "
+                f"states of the layers {list(layers)}, and stage {config.features} stores those of "
+                f"{list(stored)}; set stages.{config.features}.captured_layers={list(layers)}"
+            )
         return Memory(), 0, ""
     server = config.features.server
     require_server(server, target)
@@ -50,15 +55,6 @@ def planned_source(
     held = bytes_per_token(target, layers) * batch * (1 + READ_AHEAD)
     what = f"eagle_aux_hidden_state_layer_ids {engine_ids(target, layers)} of a server; "
     return Memory(states=held), server.max_bytes if server.launch else 0, what
-
-
-def _require_stored(config: HeadsConfig, read: Sequence[int], stored: Sequence[int]) -> None:
-    if not set(read) <= set(stored):
-        raise UserError(
-            f"stage {config.name}: its {config.heads.type} heads and losses read the hidden states "
-            f"of the layers {list(read)}, and stage {config.features} stores those of "
-            f"{list(stored)}; set stages.{config.features}.captured_layers={list(read)}"
-        )
 
 
 def open_source(

@@ -60,11 +60,7 @@ def check_model(
 
 
 def _check_logprobs(
-    url: str,
-    rows: Sequence[Row],
-    target: Target,
-    config: ServerConfig,
-    settings: AskSettings,
+    url: str, rows: Sequence[Row], target: Target, config: ServerConfig, settings: AskSettings
 ) -> None:
     """Raise UserError unless a server's log-probabilities of drawn text are those of the target
     before temperature and filters."""
@@ -101,8 +97,7 @@ def _ask(
 def _logits(target: Target, prompt: list[int], tokens: list[int]) -> Tensor:
     """The target's logits for each of `tokens` after the prompt, float32 [n, V]."""
     ids = torch.tensor([prompt + tokens[:-1]], device=target.device)
-    logits: Tensor = target.model(ids).logits[0, len(prompt) - 1 :].float()
-    return logits
+    return target.model(ids).logits[0, len(prompt) - 1 :].float()
 
 
 def _at(logits: Tensor, tokens: list[int]) -> Tensor:

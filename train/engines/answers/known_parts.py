@@ -10,17 +10,49 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
 from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
 from train.data.corpus import PART, answer_parts, answers_of
-from train.data.read import Example
+from train.data.read import Example, select
 from train.engines.answers.answer_top_k import part_signals
 from train.engines.answers.journal import Journal, open_journals
 from train.engines.answers.protocols import Answer
+
+Job = tuple[Example, int]  # a prompt, and the number of its answer
+
+
+class Jobs(Sequence[Job]):
+    """All prompts with the number 0, then all with the number 1, and so on. Prompts are read when
+    they are asked for."""
+
+    def __init__(self, examples: Sequence[Example], numbers: range) -> None:
+        """numbers: the numbers of the jobs, counted over all answers."""
+        self.examples, self._numbers = examples, numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __iter__(self) -> Iterator[Job]:
+        prompts = len(self.examples)
+        rows = np.asarray(self._numbers) % prompts
+        for number, example in zip(self._numbers, select(self.examples, rows), strict=True):
+            yield example, number // prompts
+
+    @overload
+    def __getitem__(self, index: int) -> Job: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Jobs": ...
+
+    def __getitem__(self, index: int | slice) -> "Job | Jobs":
+        if isinstance(index, slice):
+            return Jobs(self.examples, self._numbers[index])
+        sample, row = divmod(self._numbers[index], len(self.examples))
+        return self.examples[row], sample
 
 
 @dataclass
@@ -30,7 +62,7 @@ class Part:
     part's manifest says of it. answers: those so far, by row number."""
 
     directory: Path
-    jobs: Sequence[tuple[Example, int]]
+    jobs: Jobs
     keys: Mapping[int, str]
     meta: dict[str, Any]
     answers: dict[int, Answer] = field(default_factory=dict)

@@ -20,9 +20,9 @@ from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import engine_in_words, launched
+from train.engines.server_config import StatesServer
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
 from train.engines.states.served_states import ServedStates, engine_ids, require_room
-from train.engines.states.states_config import StatesServer
 
 # ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.
 MOST_OFF = 0.1
@@ -51,14 +51,19 @@ def served_states(
     reader = StatesReader(len(ids), size, target.dtype, ids)
     longest = int(samples.lengths.max())
     share = config.max_bytes // ranks.world
-    _require_fits(reader, longest, config, target, ranks)
+    if longest >= target.max_positions:
+        raise UserError(
+            f"a sample has {longest} tokens, and a server needs room for one more, but the target "
+            f"has {target.max_positions} positions; set max_length to {target.max_positions - 1} "
+            "or less"
+        )
+    require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
     with ExitStack() as stack:
         files = ranks.gather(ranks.together(lambda: _files(config, directory, ranks, stack)))[0]
         assert files is not None, "the first rank has the directory"
         total = sum(reader.size(length) for length in samples.lengths.tolist())
         what = "hidden states on their way (features.server.max_gib)"
         ranks.together(lambda: require_space(files, min(total, config.max_bytes), what))
-        modules = Path(__file__).parent
         if config.launch and ranks.is_main:
             say(engine_in_words(config))
         urls = stack.enter_context(
@@ -69,7 +74,7 @@ def served_states(
                 directory,
                 ranks,
                 options=_vllm_options(ids, files),
-                modules=modules,
+                modules=Path(__file__).parent,
             )
         )
         # The same at the next start, which deletes what a kill leaves.
@@ -110,21 +115,9 @@ def _vllm_options(ids: Sequence[int], files: Path) -> dict[str, Any]:
     }
 
 
-def _require_fits(
-    reader: StatesReader, longest: int, config: StatesServer, target: Target, ranks: Ranks
-) -> None:
-    if longest >= target.max_positions:
-        raise UserError(
-            f"a sample has {longest} tokens, and a server needs room for one more, but the target "
-            f"has {target.max_positions} positions; set max_length to {target.max_positions - 1} "
-            "or less"
-        )
-    require_room(reader.size(longest), longest, config.max_bytes, ranks.world)
-
-
 def _files(config: StatesServer, directory: Path, ranks: Ranks, stack: ExitStack) -> Path | None:
     """The directory of the files. None: the first rank has it."""
-    above = config.files()
+    above = None if config.directory is None else Path(config.directory).expanduser()
     if config.launch is None:
         assert above is not None, "the config is checked"
         if not above.is_dir():
