@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,10 +36,7 @@ class Serving:
 
     server: VerifyServer
     verifier: Verifier
-
-    @property
-    def port(self) -> int:
-        return self.server.port
+    port: int
 
     @property
     def url(self) -> str:
@@ -58,10 +56,12 @@ def serving(
     with bind("127.0.0.1", port) as bound:
         verifier = Verifier(served or target(), rule, SessionBounds(**bounds))
         server = VerifyServer(verifier, bound, Guard(key=key))
-        done = run_in_thread(server.run, "server")
-        server.wait()
+        started = threading.Event()
+        done = run_in_thread(lambda: server.run(started.set), "server")
+        done.add_done_callback(lambda _: started.set())
+        started.wait()
         try:
-            yield Serving(server, verifier)
+            yield Serving(server, verifier, bound.getsockname()[1])
         finally:
             server.stop()
             done.result()

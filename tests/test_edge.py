@@ -317,7 +317,7 @@ def test_the_benchmark_measures_the_same_texts(tmp_path: Path) -> None:
             target(),
             near_drafter(),
             PROMPTS[:2],
-            server.server.port,
+            server.port,
             round_trips=(0, 30),
             tokens=8,
             gamma=3,

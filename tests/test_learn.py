@@ -43,7 +43,7 @@ from draftsmith.learn.learn_config import EngineConfig, read_learn_config
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
-from draftsmith.learn.swap import EngineProcesses, Engines, RecorderSwitch
+from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from draftsmith.learn.training_run import TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
@@ -184,7 +184,7 @@ def base(tmp_path: Path) -> Path:
     return tmp_path
 
 
-class Services(Engines):
+class Services(EngineProcesses):
     """Services in this process as engines. drafters: what serves in place of an export."""
 
     def __init__(self, target: Target, stack: contextlib.ExitStack) -> None:

@@ -19,7 +19,7 @@ from decode.base.errors import UserError
 from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import read_learn_config
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, Swap
-from draftsmith.learn.swap import Engines, RecorderSwitch
+from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from tests.training import Lines
 from tests.upstream import ADMIN_KEY, FakeEngine, recorded, served
 from train.engines.child_process import NoAnswer
@@ -39,7 +39,7 @@ poll_seconds: 0.01
 """
 
 
-class FakeEngines(Engines):
+class FakeEngines(EngineProcesses):
     """Engines that answer as told. dead: versions that end after their start. refused: those that
     do not start."""
 

@@ -1,7 +1,6 @@
 """An answer that grows on a terminal, above a line with its figures so far."""
 
 from itertools import accumulate
-from types import TracebackType
 
 from rich.cells import chop_cells
 from rich.console import Console, Group
@@ -31,12 +30,7 @@ class LiveAnswer:
         self._live.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._live.update(Text())
         self._live.stop()
         self._console.print(self._text[self._printed :], soft_wrap=True)

@@ -55,12 +55,11 @@ def record(
     """
     key = key_from("--admin-key-env", admin_key_env)
     require_packages("httpx2", "starlette", "uvicorn")
-    import uvicorn
-
     from draftsmith.learn.record.consent import Keys
     from draftsmith.learn.record.proxy import RecordingProxy
     from draftsmith.learn.record.records import Retention
     from draftsmith.learn.record.upstream import Upstreams
+    from draftsmith.net.http_server import HttpServer
     from draftsmith.net.listen import address_of, bind
 
     keys = Keys() if record_keys is None else Keys.of_file(record_keys)
@@ -70,16 +69,10 @@ def record(
     recorder = RecordingProxy(upstreams, out, keys, retention, time.time, guard)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
-        config = uvicorn.Config(
-            recorder.guarded(),
-            log_level="warning",
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=drain_seconds,
-        )
+        server = HttpServer(recorder.guarded(), drain_seconds, lifespan="auto", date_header=False)
         address = f"http://{address_of(host, bound)}/v1"
         typer.echo(f"{upstreams.current.url} is behind {address}; records are in {out}")
-        uvicorn.Server(config).run(sockets=[bound])
+        server.run(sockets=[bound])
 
 
 @shows_errors

@@ -166,9 +166,7 @@ class Link:
             return decode(frame, DOWN) | {"bytes": len(frame)}
         except TimeoutError:
             raise LinkLost(f"nothing came in {self.stall:g} s") from None
-        except (ConnectionClosed, OSError) as error:
-            raise LinkLost(str(error)) from None
-        except ProtocolError as error:
+        except (ConnectionClosed, OSError, ProtocolError) as error:
             raise LinkLost(str(error)) from None
 
     def close(self) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import http
 import signal
 import socket
-import threading
 from collections.abc import Callable
 
 from websockets.asyncio.server import ServerConnection, serve
@@ -63,11 +62,10 @@ class VerifyServer:
     """
 
     def __init__(self, verifier: Verifier, bound: socket.socket, guard: Guard = LOCAL) -> None:
-        self.verifier, self.port = verifier, bound.getsockname()[1]
+        self.verifier = verifier
         self._bound, self._guard = bound, guard
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
-        self._started = threading.Event()
 
     def run(self, listening: Callable[[], None] = lambda: None, *, signals: bool = False) -> None:
         """Serve until `stop`. listening: called when edges can connect. signals: SIGTERM and Ctrl-C
@@ -76,12 +74,7 @@ class VerifyServer:
         try:
             asyncio.run(self._serve(listening, signals))
         finally:
-            self._started.set()
             self.verifier.end()
-
-    def wait(self) -> None:
-        """Wait until edges can connect."""
-        self._started.wait()
 
     def stop(self) -> None:
         """End, from any thread."""
@@ -100,7 +93,6 @@ class VerifyServer:
             process_request=self._let_in,
             close_timeout=1,
         ):
-            self._started.set()
             listening()
             self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()

@@ -11,16 +11,46 @@ import numpy as np
 
 from decode.base.errors import UserError
 from decode.base.registry import Choice
+from decode.draft import Contexts, Draft, Limits
+from decode.drafters import Drafter
+from decode.draw.random_numbers import CounterRNG
+from decode.draw.sampling import Sampling
 from decode.loop.batcher import Batcher, News
 from decode.loop.decoding import Decoder
 from decode.loop.parts import Part
 from decode.model.identity import weights_sha256
 from decode.model.loading import Target
-from draftsmith.edge.arrived_drafts import ArrivedDrafts, make_verified_rule
+from decode.rules import RULES, Rule
+from decode.rules.coupled import Coupled
+from decode.rules.threshold import Threshold
 from draftsmith.edge.protocol import UP, VERSION, Message, ProtocolError, decode, encode
 from draftsmith.edge.sessions import Connection, EdgeText, Session, SessionBounds, Sessions
 
 logger = logging.getLogger(__name__)
+
+
+class ArrivedDrafts(Drafter):
+    """Hands out the drafts that arrived. chains: the chains of each running row, in their order."""
+
+    def __init__(self) -> None:
+        self.chains: list[list[int]] = []
+
+    def draft(
+        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
+    ) -> Draft:
+        return Draft.chosen(self.chains)
+
+
+def make_verified_rule(rule: Part) -> Rule:
+    """The rule of a verifier. Raises UserError for an unknown rule or option, and for a rule that
+    judges by the drafter's probabilities, which are not sent."""
+    made: Rule = RULES.make(rule)
+    if not isinstance(made, Coupled | Threshold):
+        raise UserError(
+            f"the rule is {rule}; an edge sends token ids alone, so choose coupled (lossless) or "
+            "threshold (lossy)"
+        )
+    return made
 
 
 class Verifier(Batcher[EdgeText]):
@@ -274,7 +304,11 @@ class Verifier(Batcher[EdgeText]):
 
     def _fail(self, text: EdgeText, error: Exception) -> None:
         self._leave(text)
-        self._refuse(text, *_reason(error))
+        if isinstance(error, UserError):
+            self._refuse(text, "refused", str(error))
+        else:
+            logger.error("a text ends with an error", exc_info=error)
+            self._refuse(text, "failed", f"the server failed at the text: {error}")
 
     def _refuse(self, text: EdgeText, code: str, message: str) -> None:
         """End a text, and say why."""
@@ -317,14 +351,6 @@ class Verifier(Batcher[EdgeText]):
         text.session.send(text.verdict)
         if text.ended:
             self._leave(text)
-
-
-def _reason(error: Exception) -> tuple[str, str]:
-    """The code of an error at one text, and its message."""
-    if isinstance(error, UserError):
-        return "refused", str(error)
-    logger.error("a text ends with an error", exc_info=error)
-    return "failed", f"the server failed at the text: {error}"
 
 
 def _send_error(connection: Connection, error: ProtocolError) -> None:

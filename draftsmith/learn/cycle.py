@@ -29,13 +29,13 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
 from decode.opening.directory import describe_drafter
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import ENGINES, EngineTask
+from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter
-from draftsmith.export.verify_export import engine_for, verify_export
+from draftsmith.export.verify_export import engine_for, require_engine, verify_export
 from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records
-from draftsmith.learn.swap import Engines, RecorderSwitch
+from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
 from draftsmith.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
 from train.base.console import Reporter
 from train.engines.child_process import NoAnswer
@@ -47,10 +47,6 @@ KEPT_VERSIONS = 3
 MOST_STARTS = 3  # of a new engine that ends again before the switch
 
 
-class EngineRefused(Exception):
-    """A new engine that must not answer requests."""
-
-
 class TenantLearner:
     """One tenant's learner. engine_key: the key that the engines ask for. sleep: that of `time`,
     for tests."""
@@ -58,7 +54,7 @@ class TenantLearner:
     def __init__(
         self,
         config: LearnConfig,
-        engines: Engines,
+        engines: EngineProcesses,
         recorder: RecorderSwitch,
         reporter: Reporter,
         accelerator: Callable[[RunConfig], Accelerator],
@@ -205,7 +201,7 @@ class TenantLearner:
             swap.url = self.engines.start(directory, directory / "export")
             if not swap.back:
                 self._require_acceptance(swap.url)
-        except (UserError, EngineRefused) as error:
+        except UserError as error:
             self.engines.stop(directory)
             if swap.back:  # nobody else can answer requests, so this is tried again
                 raise NoAnswer(f"version {swap.new} does not come back: {error}") from error
@@ -318,12 +314,12 @@ class TenantLearner:
 
     def _require_acceptance(self, url: str) -> None:
         """Ask the new engine for a few answers. An engine that cannot use a drafter answers all the
-        same, and only its counters tell."""
+        same, and only its counters tell. Raises UserError if it accepts nothing."""
         rows = (self._directory(self._cycle.version) / "work" / HELD_OUT).read_text().splitlines()
         messages = [json.loads(row)["messages"][:-1] for row in rows[:SMOKE_PROMPTS]]
         counts = smoke_counts(url, messages, SMOKE_TOKENS, self._engine_key)
         if not counts.accepted:
-            raise EngineRefused(f"it accepted none of {counts.drafted:.0f} drafted tokens")
+            raise UserError(f"it accepted none of {counts.drafted:.0f} drafted tokens")
 
     def _write_export(self, drafter: Path, out: Path) -> None:
         run = self._run(self._cycle.version)
@@ -384,8 +380,8 @@ def require_ready(config: LearnConfig) -> None:
     drafter = Path(config.drafter)
     describe_drafter(drafter)
     run_settings(config, Path(config.directory), drafter, "version-1")
-    if config.verify is not None and (missing := ENGINES[config.verify].missing()):
-        raise UserError(f"{missing}. Install it with: {ENGINES[config.verify].install}")
+    if config.verify is not None:
+        require_engine(config.verify)
 
 
 def _rate(rate: float | None) -> str:

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,27 +21,17 @@ PID_FILE, LOG_FILE = "engine.pid", "engine.log"
 _LAUNCH = 'echo $$ > "$0" && exec "$@"'
 
 
-class Engines(ABC):
-    """Starts and stops the engine of a version. directory: the version's, which keeps its files."""
-
-    @abstractmethod
-    def start(self, directory: Path, export: Path) -> str:
-        """Start an engine with this drafter and wait until it is ready; its address. An engine
-        that an earlier call left in the directory is stopped first. Raises UserError."""
-
-    @abstractmethod
-    def stop(self, directory: Path) -> bool:
-        """Stop the engine of a version. Returns False if this class did not start it."""
-
-
-class EngineProcesses(Engines):
-    """Engines as processes of this machine, made from a command. key: the key that they ask for."""
+class EngineProcesses:
+    """Starts and stops the engines of versions, as processes of this machine made from a command.
+    key: the key that they ask for. directory: a version's, which keeps its engine's files."""
 
     def __init__(self, config: EngineConfig, gamma: int, key: str = "") -> None:
         self.config, self.gamma, self._key = config, gamma, key
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
 
     def start(self, directory: Path, export: Path) -> str:
+        """Start an engine with this drafter and wait until it is ready; its address. An engine
+        that an earlier call left in the directory is stopped first. Raises UserError."""
         self.stop(directory)
         directory.mkdir(parents=True, exist_ok=True)
         port = free_port()
@@ -61,6 +50,7 @@ class EngineProcesses(Engines):
         return url
 
     def stop(self, directory: Path) -> bool:
+        """Stop the engine of a version. Returns False if this class did not start it."""
         process = _engine_of(directory / PID_FILE)
         if process is not None:
             _stop_family(process)

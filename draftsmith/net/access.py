@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
@@ -104,7 +105,7 @@ class Guard:
         if host is None:  # no browser leaves it out
             return None
         name = _host_name(host)
-        if name in {"localhost", socket.gethostname().lower(), *self.hosts} or _is_address(name):
+        if name in {"localhost", socket.gethostname().lower(), *self.hosts} or ip_address(name):
             return None
         message = f"the host is {host[:100]}; name it with --allow-host, or ask for a key"
         return Fault(403, message, "host_not_allowed")
@@ -167,7 +168,8 @@ def _host_name(host: str) -> str:
         return ""
 
 
-def _is_address(name: str) -> bool:
+def ip_address(name: str) -> IPv4Address | IPv6Address | None:
+    """The address that a host is given by. None: it is given by a name."""
     with suppress(ValueError):
-        return bool(ipaddress.ip_address(name))
-    return False
+        return ipaddress.ip_address(name)
+    return None

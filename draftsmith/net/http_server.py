@@ -2,7 +2,7 @@
 
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -12,7 +12,7 @@ class HttpServer(uvicorn.Server):
     """A server that logs warnings only. Its answers do not name it.
 
     closing_seconds: for connections that are open at the end. started_up: called when it listens.
-    settings: more of uvicorn's.
+    lifespan: auto: the application is told when it begins and ends. settings: more of uvicorn's.
     """
 
     def __init__(
@@ -20,11 +20,12 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         closing_seconds: int,
         started_up: Callable[[], None] = lambda: None,
+        lifespan: Literal["auto", "off"] = "off",
         **settings: Any,
     ) -> None:
         config = uvicorn.Config(
             app,
-            lifespan="off",
+            lifespan=lifespan,
             log_level="warning",
             server_header=False,
             timeout_graceful_shutdown=closing_seconds,

@@ -4,8 +4,8 @@ import asyncio
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
-from decode.grammars import Grammars
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.events import event
 from draftsmith.net.page import page_routes
@@ -66,16 +65,16 @@ class Service:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        context, capacity = self.batcher.decoder.lm.max_positions, self.batcher.bounds.capacity
-        learns = self.settings.learner is not None
         decoder = self.batcher.decoder
-        size = decoder.vocab_size
-        limits = RequestLimits(self.names, context, self.max_tokens, capacity, learns, size)
-        self.reader = BodyReader(
-            self.tokenizer,
-            limits,
-            lambda tokenizer: Grammars(tokenizer, decoder.eos.tolist(), size),
+        limits = RequestLimits(
+            self.names,
+            decoder.lm.max_positions,
+            self.max_tokens,
+            self.batcher.bounds.capacity,
+            self.settings.learner is not None,
+            decoder.vocab_size,
         )
+        self.reader = BodyReader(self.tokenizer, limits, decoder.eos.tolist())
 
     def close(self, seconds: float) -> None:
         """End the decode now, and save what was learnt. It takes about `seconds` seconds at most.
@@ -93,11 +92,15 @@ class Service:
     def app(self) -> Starlette:
         """The ASGI application."""
         get, post = ["GET"], ["POST"]
+        chat = partial(self._answer, contract=CHAT, kind=ChatAnswer)
+        complete = partial(self._answer, contract=COMPLETION, kind=CompletionAnswer)
+        respond = partial(self._answer, contract=RESPONSES, kind=ResponsesAnswer)
+        shown = (ApiError, UserError, Refusal, HTTPException, Exception)
         return Starlette(
             routes=[
-                Route("/v1/chat/completions", self._chat, methods=post),
-                Route("/v1/completions", self._complete, methods=post),
-                Route("/v1/responses", self._respond, methods=post),
+                Route("/v1/chat/completions", chat, methods=post),
+                Route("/v1/completions", complete, methods=post),
+                Route("/v1/responses", respond, methods=post),
                 Route("/v1/responses/{rest:path}", self._not_kept, methods=_ANY),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{name:path}", self._model, methods=get),
@@ -110,10 +113,8 @@ class Service:
                 *page_routes(_STATIC, self._figures),
             ],
             exception_handlers={
-                ApiError: _error_response,
-                HTTPException: _http_error,
                 ClientDisconnect: _hung_up,
-                Exception: _bug,
+                **dict.fromkeys(shown, _error_response),
             },
         )
 
@@ -128,15 +129,6 @@ class Service:
             await asyncio.sleep(_LIVE_SECONDS)
 
     # --- routes -----------------------------------------------------------------------------------
-
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, CHAT, ChatAnswer)
-
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, COMPLETION, CompletionAnswer)
-
-    async def _respond(self, request: Request) -> Response:
-        return await self._answer(request, RESPONSES, ResponsesAnswer)
 
     async def _not_kept(self, request: Request) -> Response:
         message = "answers are not kept, so none can be read or deleted; keep what you need"
@@ -163,12 +155,12 @@ class Service:
 
     async def _change(self, request: Request) -> Response:
         asked = parse(SETTINGS, await _body(request, SHORT))
-        await _changed(self.settings.change(asked))
+        await asyncio.wrap_future(self.settings.change(asked))
         return JSONResponse(self.settings.to_dict())
 
     async def _load_adapter(self, request: Request) -> Response:
         asked = await self._asked_adapter(request, ADAPTER_LOAD)
-        await _changed(
+        await asyncio.wrap_future(
             self.settings.change_adapters(
                 lambda routes, decode: routes.with_adapter(asked.lora_name, asked.lora_path, decode)
             )
@@ -178,7 +170,7 @@ class Service:
     async def _unload_adapter(self, request: Request) -> Response:
         asked = await self._asked_adapter(request, ADAPTER_UNLOAD)
         try:
-            await _changed(
+            await asyncio.wrap_future(
                 self.settings.change_adapters(lambda routes, _: routes.without(asked.lora_name))
             )
         except KeyError:
@@ -207,48 +199,20 @@ class Service:
 
     async def _answer(
         self, request: Request, contract: Contract, kind: Callable[..., ApiAnswer]
-    ) -> Response:
+    ) -> ASGIApp:
         """Read a request and answer it. A full service refuses it before it is read."""
         body = await _body(request)
-        try:
-            self.batcher.require_room(1 + self.reader.waiting)
-            read = await self.reader.read(contract, body)
-            asked = read.asked
-            running = Running(
-                self.batcher,
-                self.tokenizer,
-                asked,
-                read.prompts,
-                read.new_tokens,
-                self.seeds.getrandbits,
-                read.grammar,
-            )
-        except UserError as error:
-            raise refused(error) from None
-        except Refusal as refusal:
-            raise as_api_error(refusal) from None
+        self.batcher.require_room(1 + self.reader.waiting)
+        read = await self.reader.read(contract, body)
+        running = Running(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
         answer = kind(
             self.names[0],
             self.settings.fingerprint,
-            asked,
-            list(map(len, read.prompts)),
+            read,
             running.choices,
-            self.settings.lossy_for(asked.sampling(self.batcher.decoder.sampling)),
-            read.calls,
+            self.settings.lossy_for(read.asked.sampling(self.batcher.decoder.sampling)),
         )
-        if asked.stream:
-            return await running.stream(request, answer)
-        return await running.whole(request, answer)
-
-
-async def _changed(change: "Future[None]") -> None:
-    """Wait for a change of settings. Raises ApiError."""
-    try:
-        await asyncio.wrap_future(change)
-    except UserError as error:
-        raise refused(error) from None
-    except Refusal as refusal:
-        raise as_api_error(refusal) from None
+        return await running.answer(request, answer)
 
 
 async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
@@ -266,24 +230,22 @@ async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
     return b"".join(parts)
 
 
-def _response(error: ApiError) -> Response:
-    return JSONResponse(error.body, error.status, error.headers)
-
-
 async def _error_response(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return _response(error)
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _response(ApiError(error.status_code, message, headers=error.headers))
+    """An error in the shape of OpenAI's API. Any other error is a bug."""
+    match error:
+        case ApiError():
+            said = error
+        case UserError():
+            said = refused(error)
+        case Refusal():
+            said = as_api_error(error)
+        case HTTPException():
+            message = f"{request.method} {request.url.path}: {error.detail}"
+            said = ApiError(error.status_code, message, headers=error.headers)
+        case _:
+            said = ApiError(500, "an error in the service; see its log", kind="server_error")
+    return JSONResponse(said.body, said.status, said.headers)
 
 
 async def _hung_up(request: Request, error: Exception) -> Response:
     return Response(status_code=HUNG_UP)
-
-
-async def _bug(request: Request, error: Exception) -> Response:
-    return _response(ApiError(500, "an error in the service; see its log", kind="server_error"))

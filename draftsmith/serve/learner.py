@@ -166,7 +166,7 @@ class ServiceLearner(RowWatch):
         )
         self._versions = options.versions(target)
         self._progress = StreamProgress(ranks=1)
-        self._batcher: RequestBatcher | None = None
+        self._batcher: RequestBatcher  # set by `start`
         self._rounds = 0  # since the start of the service
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
@@ -200,7 +200,7 @@ class ServiceLearner(RowWatch):
         self.online.collector.leave(row)
 
     def live(self) -> dict[str, int]:
-        version = 0 if self._batcher is None else self._batcher.drafter_version
+        version = self._batcher.drafter_version
         return {"drafter_version": version, "learning_rounds": self._rounds}
 
     def observe(self, verification: Verification) -> None:
@@ -210,7 +210,6 @@ class ServiceLearner(RowWatch):
 
     def swap(self, decoding: Decoding) -> None:
         """Give the drafter its newest version, if it drafts."""
-        assert self._batcher is not None
         self._batcher.drafter_version = 0  # another drafter has the weights it was loaded with
         if decoding.setup.drafter is self.drafter:
             self.online.swap()
@@ -234,7 +233,6 @@ class ServiceLearner(RowWatch):
 
     def _attempt(self) -> None:
         """One round, if it is time."""
-        assert self._batcher is not None
         online = self.online
         online.gather(ended=True)
         idle = self._batcher.idle_seconds >= self.options.idle_seconds
@@ -250,7 +248,6 @@ class ServiceLearner(RowWatch):
             self._batcher.between(self.swap).result()
 
     def _count(self, result: str) -> None:
-        assert self._batcher is not None
         self._rounds += 1
         self._batcher.metrics.learnt(result)
 
@@ -259,23 +256,21 @@ class ServiceLearner(RowWatch):
     def _restore(self) -> None:
         """Continue from the last save, whose weights the student has. Without one, write version
         0."""
-        versions, online = self._versions, self.online
-        if versions is None:
+        if self._versions is None:
             return
-        versions.recover()
-        saved = versions.load()
+        self._versions.recover()
+        saved = self._versions.load()
         if saved is None:
             self._save_version()
-            return
-        self._progress = saved
-        versions.resume(online, saved)
+        else:
+            self._progress = saved
+            self._versions.resume(self.online, saved)
 
     def _note(self, learnt: Round) -> None:
         """Record a round, and write its version."""
-        progress = self._progress
-        served = self.online.collector.requests
-        progress.rounds.append(asdict(learnt) | {"served": served})
-        del progress.rounds[:-KEPT_ROUNDS]
+        rounds = self._progress.rounds
+        rounds.append(asdict(learnt) | {"served": self.online.collector.requests})
+        del rounds[:-KEPT_ROUNDS]
         if learnt.kept:
             self._save_version()
 

@@ -41,9 +41,8 @@ class Settings:
 
     drafter: the one that the batcher's decoder began with, called `name`. costs: measured with it,
     for policies. dynamic_lenience: the lower bound of l; 1: off. drafters: the directory with those
-    that a change may load, besides the first one. adapters: those that can be
-    loaded as routes of their own. learner: learns new versions of the first one;
-    None: nothing is learnt.
+    that a change may load, besides the first one. adapters: those that can be loaded as routes of
+    their own. learner: learns new versions of the first one; None: nothing is learnt.
     """
 
     def __init__(
@@ -53,15 +52,14 @@ class Settings:
         decode: DecodeSettings,
         name: str,
         *,
-        costs: Costs | None = None,
-        dynamic_lenience: float = 1.0,
-        drafters: Path | None = None,
-        adapters: AdapterRoutes | None = None,
-        learner: "ServiceLearner | None" = None,
+        costs: Costs | None,
+        dynamic_lenience: float,
+        drafters: Path | None,
+        adapters: AdapterRoutes,
+        learner: "ServiceLearner | None",
     ) -> None:
         self.batcher, self.target, self.decode, self.name = batcher, target, decode, name
-        self.drafters, self.learner = drafters, learner
-        self.adapters = adapters or AdapterRoutes(None, target, None)
+        self.drafters, self.adapters, self.learner = drafters, adapters, learner
         self._first = name
         self._drafter = batcher.decoder.drafter  # for rows without an adapter
         self.rule = ""  # with its options, set by the first change
@@ -124,21 +122,20 @@ class Settings:
         """Change what is asked for, all of it or nothing. The result arrives once it is in use. It
         is a UserError if the settings do not exist or do not fit each other, the target or the
         running texts, and a Refusal if the service is ending."""
-
-        def work() -> None:
-            with self._changing:
-                self._change(asked, self.adapters)
-
-        return run_in_thread(work, "settings")
+        return self._in_turn(lambda: self._change(asked, self.adapters))
 
     def change_adapters(
         self, changed: Callable[[AdapterRoutes, DecodeSettings], AdapterRoutes]
     ) -> Future[None]:
         """Load or drop an adapter. changed: gives the routes after it. As `change`."""
+        return self._in_turn(
+            lambda: self._change(SettingsChange(), changed(self.adapters, self.decode))
+        )
 
+    def _in_turn(self, change: Callable[[], None]) -> Future[None]:
         def work() -> None:
             with self._changing:
-                self._change(SettingsChange(), changed(self.adapters, self.decode))
+                change()
 
         return run_in_thread(work, "settings")
 

@@ -3,20 +3,19 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
 
 from pydantic_core import to_json
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
-from decode.draw.constraint import Constraint
 from decode.text_stream import decode
 from draftsmith.net.events import EVENT_HEADERS
+from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import (
     AnswerChoice,
@@ -28,7 +27,7 @@ from draftsmith.serve.batching.requests import (
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.openai.answers import AnswerText, ApiAnswer, Piece
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Asked
+from draftsmith.serve.openai.reading import Read
 
 STATUS = {
     "full": 503,
@@ -43,29 +42,24 @@ UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
 SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
 SEND_SECONDS = 60.0  # in which a client takes what is sent at once
 
-T = TypeVar("T")
-
 
 class Running:
     """A request that the batcher answers, seen from the event loop. Raises Refusal and UserError as
-    `RequestBatcher.submit`. limit: tokens of each text. random_bits: makes seeds. grammar: of the
-    texts."""
+    `RequestBatcher.submit`. random_bits: makes seeds."""
 
     def __init__(
         self,
         batcher: RequestBatcher,
         tokenizer: PreTrainedTokenizerBase,
-        asked: Asked,
-        prompts: list[list[int]],
-        limit: int,
+        read: Read,
         random_bits: Callable[[int], int],
-        grammar: Constraint | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
+        self._asked = asked = read.asked
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._batcher = batcher
         self.choices: list[AnswerChoice] = []
-        for prompt in prompts:
+        for prompt in read.prompts:
             # Equal prompts of one request get different texts, unless it names a seed.
             seed = random_bits(62) if asked.seed is None else asked.seed
             self.choices += [
@@ -82,15 +76,15 @@ class Running:
         self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
         self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
         # By choice: the sum of its tokens' log-probabilities.
-        self._likelihoods, self._kept = [0.0] * len(self.choices), (asked.kept, asked.texts)
+        self._likelihoods = [0.0] * len(self.choices)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
             self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
         self._request = DecodeRequest(
             self.choices,
-            limit,
-            replace(asked.sampling(batcher.decoder.sampling), grammar=grammar),
+            read.new_tokens,
+            replace(asked.sampling(batcher.decoder.sampling), grammar=read.grammar),
             deliver,
             asked.stops,
             asked.ignore_eos,
@@ -165,7 +159,7 @@ class Running:
     def _best(self, texts: list[Piece]) -> list[Piece]:
         """Of each prompt, the texts whose tokens are likeliest in the mean, as many as asked for,
         the likeliest first."""
-        kept, drawn = self._kept
+        kept, drawn = self._asked.kept, self._asked.texts
         if kept == drawn:
             return texts
 
@@ -175,35 +169,35 @@ class Running:
         prompts = (texts[first : first + drawn] for first in range(0, len(texts), drawn))
         return [x for of in prompts for x in sorted(of, key=mean, reverse=True)[:kept]]
 
-    async def whole(self, request: Request, answer: ApiAnswer) -> Response:
-        """The complete answer. A long one is written in a thread."""
-
-        async def written() -> Response:
-            texts = self._best(await self._collected(answer))
-
-            def write() -> Response:
-                return _Whole(self, to_json(answer.whole(texts)), lossy_header(answer.lossy))
-
-            if answer.generated_tokens <= SHORT_ANSWER:
-                return write()
-            return await asyncio.wrap_future(run_in_thread(write, "write"))
-
+    async def answer(self, request: Request, answer: ApiAnswer) -> ASGIApp:
+        """The answer, whole or as events."""
+        working = self._stream(answer) if self._asked.stream else self._whole(answer)
         try:
-            return await unless_hung_up(request, written())
+            response = await unless_hung_up(request.receive, working)
         except BaseException:
             self.cancel()
             raise
+        return _Sent(self, response)
 
-    async def stream(self, request: Request, answer: ApiAnswer) -> Response:
+    async def _whole(self, answer: ApiAnswer) -> Response:
+        """The complete answer. A long one is written in a thread."""
+        texts = self._best(await self._collected(answer))
+
+        def write() -> Response:
+            content, headers = to_json(answer.whole(texts)), lossy_header(answer.lossy)
+            return Response(content, headers=headers, media_type="application/json")
+
+        if answer.generated_tokens <= SHORT_ANSWER:
+            return write()
+        return await asyncio.wrap_future(run_in_thread(write, "write"))
+
+    async def _stream(self, answer: ApiAnswer) -> Response:
         """The answer as events. It begins with the first piece, so that a request which gets none
         has the status of its error."""
         pieces = self.pieces()
-        try:
-            first = await unless_hung_up(request, anext(pieces))
-        except BaseException:
-            self.cancel()
-            raise
-        return _Stream(self, _events_of(answer, first, pieces), lossy_header(answer.lossy))
+        events = _events_of(answer, await anext(pieces), pieces)
+        headers = EVENT_HEADERS | lossy_header(answer.lossy)
+        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
 
 
 def _text_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> str:
@@ -212,12 +206,14 @@ def _text_of(tokenizer: PreTrainedTokenizerBase, prompt: str | list[int]) -> str
 
 
 async def _events_of(
-    answer: ApiAnswer, first: Piece, pieces: AsyncIterator[Piece]
+    answer: ApiAnswer, first: Piece, rest: AsyncIterator[Piece]
 ) -> AsyncIterator[bytes]:
     for event in answer.opening():
         yield event
+    for event in answer.part(first):
+        yield event
     try:
-        async for piece in _after(first, pieces):
+        async for piece in rest:
             for event in answer.part(piece):
                 yield event
     except ApiError as error:
@@ -228,11 +224,13 @@ async def _events_of(
         yield event
 
 
-class _Sent(Response):
+@dataclass(frozen=True)
+class _Sent:
     """An answer of a running request, which ends when it is sent, or when the client hangs up or
     does not take it in time."""
 
     running: Running
+    answer: Response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_time(message: Message) -> None:
@@ -242,54 +240,14 @@ class _Sent(Response):
         try:
             # The server closes the connection of an answer without an end.
             with contextlib.suppress(TimeoutError):
-                await super().__call__(scope, receive, send_in_time)
+                await self.answer(scope, receive, send_in_time)
         finally:
             self.running.cancel()
-
-
-class _Whole(_Sent):
-    def __init__(self, running: Running, content: bytes, headers: dict[str, str]) -> None:
-        super().__init__(content, headers=headers, media_type="application/json")
-        self.running = running
-
-
-class _Stream(_Sent, StreamingResponse):
-    def __init__(
-        self, running: Running, events: AsyncIterator[bytes], headers: dict[str, str]
-    ) -> None:
-        headers = EVENT_HEADERS | headers
-        super().__init__(events, media_type="text/event-stream", headers=headers)
-        self.running = running
 
 
 def lossy_header(rule: str | None) -> dict[str, str]:
     """The header of an answer whose texts a lossy rule may have changed."""
     return {} if rule is None else {"x-draftsmith-lossy": rule}
-
-
-async def unless_hung_up(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. Raises ClientDisconnect as soon as the client hangs up, and cancels
-    the work. For requests whose body has been read."""
-
-    async def hang_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    result, gone = asyncio.ensure_future(work), asyncio.ensure_future(hang_up())
-    try:
-        await asyncio.wait({result, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not result.done():
-            raise ClientDisconnect
-        return result.result()
-    finally:
-        for task in (result, gone):
-            task.cancel()
-
-
-async def _after(first: T, rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    yield first
-    async for item in rest:
-        yield item
 
 
 def as_api_error(refusal: Refusal) -> ApiError:

@@ -17,7 +17,6 @@ from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.listen import bind as bind
 from draftsmith.net.page import FILES
 from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.api import Service

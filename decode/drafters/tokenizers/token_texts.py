@@ -10,29 +10,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from decode.base.errors import UserError
 
 # The bytes of a special token: its name between two bytes that no UTF-8 text contains.
 _BEGIN, _END = b"\xff", b"\xfe"
 _SPECIAL = re.compile(rb"(\xff[^\xff\xfe]+\xfe)")
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 # Bytes of the text before the part to split into tokens, so that its first word is not taken for
 # the first word of a text.
 CONTEXT_BYTES = 24
+# The byte of each character in the tokens of byte-level tokenizers (those of GPT-2).
+BYTE_OF: dict[str, int] = {character: byte for byte, character in bytes_to_unicode().items()}
 
 Spelling = Literal["byte_level", "sentencepiece", "plain"]
-
-
-def _byte_of() -> dict[str, int]:
-    """The byte of each character in the tokens of byte-level tokenizers (those of GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + index): byte for index, byte in enumerate(others)
-    }
-
-
-_BYTE_OF = _byte_of()
 
 
 class TokenTexts:
@@ -54,7 +46,7 @@ class TokenTexts:
         vocabulary = {i: token for token, i in tokenizer.get_vocab().items() if i < rows}
         self.texts = [b""] * (max(vocabulary, default=-1) + 1)
         # Tokens for single bytes come last.
-        order = sorted(vocabulary, key=lambda i: bool(_BYTE_TOKEN.fullmatch(vocabulary[i])))
+        order = sorted(vocabulary, key=lambda i: bool(BYTE_TOKEN.fullmatch(vocabulary[i])))
         self.ids: dict[bytes, int] = {}
         for i in order:
             name = vocabulary[i]
@@ -240,10 +232,10 @@ def _spelling(tokenizer: Any) -> Spelling:
 
 
 def _token_bytes(name: str, spelling: Spelling) -> bytes:
-    if spelling == "byte_level" and all(sign in _BYTE_OF for sign in name):
-        return bytes(_BYTE_OF[sign] for sign in name)
+    if spelling == "byte_level" and all(sign in BYTE_OF for sign in name):
+        return bytes(BYTE_OF[sign] for sign in name)
     if spelling == "sentencepiece":
-        byte = _BYTE_TOKEN.fullmatch(name)
+        byte = BYTE_TOKEN.fullmatch(name)
         return bytes([int(byte[1], 16)]) if byte else name.replace("▁", " ").encode()
     return name.encode()
 

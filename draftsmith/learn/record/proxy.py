@@ -6,8 +6,6 @@ read at its end. Recording can fail; the answer has then been passed on all the 
 """
 
 import asyncio
-import contextlib
-import ipaddress
 import json
 import logging
 from collections import Counter
@@ -27,7 +25,8 @@ from draftsmith.learn.record.consent import Keys
 from draftsmith.learn.record.kept_answers import NotRecorded, exchanges
 from draftsmith.learn.record.records import Records, Retention, make_record, tenants
 from draftsmith.learn.record.upstream import Upstream, Upstreams
-from draftsmith.net.access import LOCAL, Guard, error_response, media_type
+from draftsmith.net.access import LOCAL, Guard, error_response, ip_address, media_type
+from draftsmith.net.hang_up import unless_hung_up
 
 CHAT = "/v1/chat/completions"
 ADMIN = "/admin/upstream"
@@ -87,33 +86,21 @@ class RecordingProxy:
         held = _Held(self._held)
         try:
             body = await _read_body(scope, receive, held)
-            await self._answer_or_hang_up(scope, body, receive, send, held)
+            upstream = self.upstreams.current
+            upstream.in_flight += 1
+            try:
+                # An answer that the client no longer waits for is cancelled, which closes the
+                # connection to the engine: it sees the hang-up.
+                await unless_hung_up(receive, self._answer(upstream, scope, body, send, held))
+            finally:
+                upstream.in_flight -= 1
+                await self.upstreams.close_idle()
         except ClientDisconnect:
             pass
         except _Unfit as unfit:
             await _refuse(unfit.status, str(unfit))(scope, receive, send)
         finally:
             held.leave()
-
-    async def _answer_or_hang_up(
-        self, scope: Scope, body: bytes, receive: Receive, send: Send, held: "_Held"
-    ) -> None:
-        upstream = self.upstreams.current
-        upstream.in_flight += 1
-        answering = asyncio.create_task(self._answer(upstream, scope, body, send, held))
-        leaving = asyncio.create_task(_hang_up(receive))
-        try:
-            # An answer that the client no longer waits for is cancelled, which closes the
-            # connection to the engine: it sees the hang-up.
-            await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (answering, leaving):
-                task.cancel()
-            done = await asyncio.gather(answering, leaving, return_exceptions=True)
-            upstream.in_flight -= 1
-            await self.upstreams.close_idle()
-        if isinstance(done[0], Exception):
-            raise done[0]
 
     async def _answer(
         self, upstream: Upstream, scope: Scope, body: bytes, send: Send, held: "_Held"
@@ -231,8 +218,8 @@ class RecordingProxy:
         await response(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
-        client = scope.get("client")
-        if self.guard.admin_key is None or client is None or not _is_loopback(client[0]):
+        address = ip_address(scope["client"][0]) if scope.get("client") else None
+        if self.guard.admin_key is None or address is None or not address.is_loopback:
             return _refuse(404, f"{ADMIN} is off, or is open only to this machine")
         if scope["method"] not in ("GET", "POST"):
             return _refuse(405, f"{ADMIN} takes GET and POST")
@@ -357,11 +344,6 @@ async def _read_body(scope: Scope, receive: Receive, held: _Held) -> bytes:
             return bytes(body)
 
 
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _nothing() -> Any:
     await asyncio.Event().wait()
 
@@ -391,9 +373,3 @@ def _refuse(status: int, message: str) -> JSONResponse:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return False

@@ -24,7 +24,6 @@ import hashlib
 import json
 import os
 import re
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -104,14 +103,15 @@ class Records:
         except OSError as error:
             raise UserError(f"cannot record in {self.directory}: {error}") from error
 
-    def prune(self, now: float | None = None) -> int:
-        """Delete what the retention does not allow. Returns the number of records deleted."""
+    def prune(self, now: float) -> int:
+        """Delete what the retention does not allow at this time, in seconds since 1970. Returns the
+        number of records deleted."""
         if not self.directory.is_dir():
             return 0
-        oldest = (time.time() if now is None else now) - DAY * (self.retention.days or 0)
         with self._locked():
             dropped = 0
             if self.retention.days is not None:
+                oldest = now - DAY * self.retention.days
                 dropped = self._keep(lambda record: record["time"] >= oldest, before=oldest)
             return dropped + self._drop_segments()
 

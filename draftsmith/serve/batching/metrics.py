@@ -42,13 +42,16 @@ class Metrics:
         self.drafts = self._counter("spec_decode_num_drafts", "drafts that were verified")
         self.drafted = self._counter("spec_decode_num_draft_tokens", "draft tokens")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "accepted draft tokens")
-        self._accepted_at = self._by_position(
-            "spec_decode_num_accepted_tokens_per_pos", "accepted draft tokens by position, from 0"
+        self._accepted_at = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "accepted draft tokens by position, from 0",
+            "position",
         )
-        self._reached_at = self._by_position(
+        self._reached_at = self._counter(
             "spec_decode_num_reached_tokens_per_pos",
             "draft tokens that were judged with all before them accepted, by position, from 0: "
             "accepted / reached is the acceptance rate α",
+            "position",
         )
         self.passes = self._counter("num_passes", "verification passes over the running rows")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
@@ -63,23 +66,12 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "texts that wait for a free row")
         self.lenience = self._gauge("lenience", "l of the verification rule; 1 if it has none")
         self.drafter_version = self._gauge("drafter_version", "version of the learnt drafter")
-        self._rounds = Counter(
-            f"{PREFIX}:learning_rounds",
-            "rounds of learning, by result",
-            ("model_name", "result"),
-            registry=self.registry,
+        self._rounds = self._counter("learning_rounds", "rounds of learning, by result", "result")
+        self._ended = self._counter(
+            "request_success", "texts that ended, by reason", "finished_reason"
         )
-        self._ended = Counter(
-            f"{PREFIX}:request_success",
-            "texts that ended, by reason",
-            ("model_name", "finished_reason"),
-            registry=self.registry,
-        )
-        self._failed = Counter(
-            f"{PREFIX}:request_failure",
-            "requests without an answer, by reason",
-            ("model_name", "reason"),
-            registry=self.registry,
+        self._failed = self._counter(
+            "request_failure", "requests without an answer, by reason", "reason"
         )
         self.queue_time = self._seconds("request_queue_time_seconds", "until a row was free")
         self.first_token = self._seconds("time_to_first_token_seconds", "until the first token")
@@ -130,14 +122,11 @@ class Metrics:
         """All series, in the text format."""
         return generate_latest(self.registry)
 
-    def _counter(self, name: str, meaning: str) -> Counter:
-        """A counter; its series has the ending _total."""
-        counter = Counter(f"{PREFIX}:{name}", meaning, ("model_name",), registry=self.registry)
-        return counter.labels(self._name)
-
-    def _by_position(self, name: str, meaning: str) -> Counter:
-        labels = ("model_name", "position")
-        return Counter(f"{PREFIX}:{name}", meaning, labels, registry=self.registry)
+    def _counter(self, name: str, meaning: str, *labels: str) -> Counter:
+        """A counter; its series has the ending _total. labels: those whose values come later."""
+        names = ("model_name", *labels)
+        counter = Counter(f"{PREFIX}:{name}", meaning, names, registry=self.registry)
+        return counter if labels else counter.labels(self._name)
 
     def _gauge(self, name: str, meaning: str) -> Gauge:
         gauge = Gauge(f"{PREFIX}:{name}", meaning, ("model_name",), registry=self.registry)

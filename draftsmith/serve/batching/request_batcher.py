@@ -30,7 +30,6 @@ from draftsmith.serve.batching.requests import (
     RequestBounds,
     RowWatch,
     each_once,
-    requests_of,
 )
 from draftsmith.serve.batching.speed import Speed
 
@@ -97,7 +96,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
     def held(self) -> int:
         """Texts of requests that wait, run or are not sent yet. Each takes a place."""
         with self._changed:
-            requests = self._unsent.union(choice.request for choice in self._entries())
+            requests = self._unsent.union(self._requests())
         return sum(len(request.choices) for request in requests)
 
     def live(self) -> dict[str, int]:
@@ -194,7 +193,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         refusal = _ending()
         self.drain(0)
         with self._changed:
-            left = requests_of(self._entries())
+            left = self._requests()
             self._waiting.clear()
             self._rows.clear()
             changes = list(self._changes)
@@ -204,15 +203,16 @@ class RequestBatcher(Batcher[AnswerChoice]):
             if not request.cancelled:
                 request.deliver(self._count(refusal))
 
-    def _entries(self) -> list[AnswerChoice]:
-        """All texts that wait or run."""
+    def _requests(self) -> list[DecodeRequest]:
+        """Those whose texts wait or run, once each."""
         with self._changed:
-            return [*self._waiting, *self._rows.values()]
+            texts = [*self._waiting, *self._rows.values()]
+        return list(dict.fromkeys(choice.request for choice in texts))
 
     def _expire(self) -> None:
         """Drop what was cancelled, and refuse what is too late."""
         now = time.monotonic()
-        for request in requests_of(self._entries()):
+        for request in self._requests():
             waits = request.begun is None
             if request.cancelled:
                 self._give_up(request)

@@ -156,11 +156,6 @@ def each_once(prompts: Iterable[Sequence[int]]) -> list[Sequence[int]]:
     return list({id(prompt): prompt for prompt in prompts}.values())
 
 
-def requests_of(choices: Iterable[AnswerChoice]) -> list[DecodeRequest]:
-    """Each request once, in their order."""
-    return list(dict.fromkeys(choice.request for choice in choices))
-
-
 class RowWatch:
     """Is told of the rows of requests, in the decoding thread. This one does nothing."""
 

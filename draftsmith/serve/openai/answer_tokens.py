@@ -1,17 +1,13 @@
 """The tokens of an answer, with the characters that each of them adds to the text."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from decode.drafters.tokenizers.token_texts import BYTE_OF, BYTE_TOKEN
 from decode.text_stream import TextStream, decode
 from draftsmith.serve.batching.requests import NewTokens
-
-_BYTES = {character: byte for byte, character in bytes_to_unicode().items()}
-_ONE_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenBytes:
@@ -36,10 +32,10 @@ class TokenBytes:
             return text.encode()
         # A part of a character: the vocabulary has its bytes, in one of two notations.
         name = str(self._tokenizer.convert_ids_to_tokens(token))
-        if one := _ONE_BYTE.fullmatch(name):
+        if one := BYTE_TOKEN.fullmatch(name):
             return bytes([int(one[1], 16)])
-        if all(character in _BYTES for character in name):
-            return bytes(_BYTES[character] for character in name)
+        if all(character in BYTE_OF for character in name):
+            return bytes(BYTE_OF[character] for character in name)
         return text.encode()
 
 

@@ -14,8 +14,9 @@ from draftsmith.net.events import event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Asked, StreamOptions
-from draftsmith.serve.openai.tools import Calls, call_ids
+from draftsmith.serve.openai.asked import Several, StreamOptions
+from draftsmith.serve.openai.reading import Read
+from draftsmith.serve.openai.tools import begun, call_ids
 
 
 class AnswerText:
@@ -39,19 +40,9 @@ class AnswerText:
         if ends:
             self.stopped, self._held = True, ""
             return text[: min(ends)]
-        kept = 0 if ended else max((_begun(text, stop) for stop in self._stops), default=0)
+        kept = 0 if ended else max((begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
-
-
-def _begun(text: str, stop: str) -> int:
-    """The length of the longest end of a text that a stop string begins with.
-
-    >>> _begun("to be or", "or not")
-    2
-    """
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass
@@ -72,23 +63,21 @@ class Piece:
 
 
 class ApiAnswer(ABC):
-    """An answer as JSON, and as the events of a stream. prompts: the lengths of the prompts in
-    tokens, each counted once. rule: the lossy rule in use when it begins, if it is lossy for this
-    request. calls: reads the calls of tools in the texts. error: what ended some texts early, if
+    """An answer as JSON, and as the events of a stream. read: the request. rule: the lossy rule in
+    use when it begins, if it is lossy for this request. error: what ended some texts early, if
     others are complete."""
 
     def __init__(
         self,
         model: str,
         fingerprint: str,
-        asked: Asked,
-        prompts: Sequence[int],
+        read: Read,
         choices: Sequence[AnswerChoice],
-        rule: str | None = None,
-        calls: Calls | None = None,
+        rule: str | None,
     ) -> None:
-        self._asked, self._prompts, self._choices, self._rule = asked, prompts, choices, rule
-        self._model, self._fingerprint, self._calls = model, fingerprint, calls
+        self._asked, self._calls, self._choices, self._rule = read.asked, read.calls, choices, rule
+        self._model, self._fingerprint = model, fingerprint
+        self.prompt_tokens = sum(map(len, read.prompts))
         self._created = int(time.time())
         self.error: dict[str, Any] | None = None
         # Of an answer with tools, by choice: the text so far, and how much of it is given.
@@ -130,10 +119,6 @@ class ApiAnswer(ABC):
         return content[given:], calls
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(self._prompts)
-
-    @property
     def generated_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self._choices)
 
@@ -169,6 +154,7 @@ class ApiAnswer(ABC):
 class ChoicesAnswer(ApiAnswer):
     """What the JSON of chat and completions shares. kind, chunk: the values of `object`."""
 
+    _asked: Several
     kind: str
     chunk: str
     id_prefix: str
@@ -206,7 +192,7 @@ class ChoicesAnswer(ApiAnswer):
             **self.text(piece, whole=whole),
             "logprobs": self.logprobs(piece.tokens) if asks else None,
             "finish_reason": piece.reason,
-            **(self.token_ids(piece, whole=whole) if self._asked.gives_token_ids else {}),
+            **(self.token_ids(piece, whole=whole) if self._asked.return_token_ids else {}),
             **(trace if self._asked.draftsmith.trace else {}),
         }
 

@@ -218,11 +218,6 @@ class Asked(Drawn):
         return []
 
     @property
-    def gives_token_ids(self) -> bool:
-        """Whether the answer has the ids of its tokens and of its prompts."""
-        return False
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return ()
 
@@ -269,10 +264,6 @@ class Several(Asked):
         return self.n
 
     @property
-    def gives_token_ids(self) -> bool:
-        return self.return_token_ids
-
-    @property
     def stops(self) -> tuple[str, ...]:
         return self.stop
 
@@ -311,9 +302,9 @@ class Tooled(Asked):
         return None
 
     @property
-    @abstractmethod
     def said(self) -> list[dict[str, Any]]:
         """The messages."""
+        return getattr(self, self.asks)
 
     @property
     def called(self) -> Sequence[dict[str, Any]]:

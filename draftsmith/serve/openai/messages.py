@@ -112,12 +112,10 @@ def _text(content: Any, path: str) -> str:
 
 
 def _part(value: Any, path: str) -> str:
-    if isinstance(value, dict) and isinstance(value.get("type"), str):
-        kinds = ("text", "input_text", "output_text")
-        if value["type"] not in kinds:
-            raise unsupported(value["type"], f"{path}.type")
-    text: str = validated(PART, value, path).text
-    return text
+    match value:
+        case {"type": str(kind)} if kind not in ("text", "input_text", "output_text"):
+            raise unsupported(kind, f"{path}.type")
+    return str(validated(PART, value, path).text)
 
 
 def read_prompts(value: Any) -> list[str | list[int]]:
@@ -150,15 +148,11 @@ def read_stops(value: Any) -> tuple[str, ...]:
         raise unfit("stop", value, "text or a list of texts")
     if len(stops) > MOST_STOPS:
         raise unfit("stop", value, f"at most {MOST_STOPS} texts")
-    long = next((at for at, x in enumerate(_each(stops, str, "stop", "text")) if _is_long(x)), None)
-    if long is not None:
-        message = f"stop.{long} has {len(stops[long])} characters; expected at most {LONGEST_STOP}"
-        raise ApiError(400, message, param="stop", code="invalid_value")
+    for at, stop in enumerate(_each(stops, str, "stop", "text")):
+        if len(stop) > LONGEST_STOP:
+            message = f"stop.{at} has {len(stop)} characters; expected at most {LONGEST_STOP}"
+            raise ApiError(400, message, param="stop", code="invalid_value")
     return tuple(filter(None, stops))
-
-
-def _is_long(stop: str) -> bool:
-    return len(stop) > LONGEST_STOP
 
 
 def read_items(value: Any) -> list[dict[str, Any]]:

@@ -99,10 +99,6 @@ class ChatRequest(Several, Tooled):
             raise ApiError(400, message, param="chat_template_kwargs", code="invalid_value")
         return self
 
-    @property
-    def said(self) -> list[dict[str, Any]]:
-        return self.messages
-
     def prompts(self) -> Sequence[Prompt]:
         return [self.messages]
 
@@ -240,10 +236,6 @@ class ResponsesRequest(Tooled):
     def _grammars(self) -> list[AskedGrammar]:
         form = self.text.grammar
         return [*super()._grammars(), *(() if form is None else (form,))]
-
-    @property
-    def said(self) -> list[dict[str, Any]]:
-        return self.input
 
     def prompts(self) -> Sequence[Prompt]:
         said = [] if self.instructions is None else [self.instructions]

@@ -110,19 +110,18 @@ class Read:
 
 class BodyReader:
     """Reads bodies, in the event loop if they are short, and else one at a time in a thread.
-    Grammars are compiled one at a time in a thread. tokenizer: not used by other threads. grammars:
-    makes those of the target, when the first one is asked for. waiting: how many long bodies and
-    grammars are being read."""
+    Grammars are compiled one at a time in a thread. tokenizer: not used by other threads.
+    eos_token_ids: the target's. waiting: how many long bodies and grammars are being read."""
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
         limits: RequestLimits,
-        grammars: Callable[[PreTrainedTokenizerBase], Grammars],
+        eos_token_ids: Sequence[int],
     ) -> None:
         self.limits, self.waiting = limits, 0
-        self._make_grammars = grammars
-        self._grammars: Grammars | None = None
+        self._eos_token_ids = eos_token_ids
+        self._grammars: Grammars | None = None  # made when the first one is asked for
         self._tokenizer = tokenizer
         self._of_thread = copy.deepcopy(tokenizer)
         self._longest = longest_token(tokenizer)
@@ -152,7 +151,8 @@ class BodyReader:
         field, kind, given = form
         try:
             if self._grammars is None:
-                self._grammars = self._make_grammars(self._of_thread)
+                size = self.limits.vocabulary
+                self._grammars = Grammars(self._of_thread, self._eos_token_ids, size)
             make: Callable[[Any], Grammar] = getattr(self._grammars, kind)
             return make(given)
         except UserError as error:

@@ -10,14 +10,16 @@ from draftsmith.net.events import event
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.answers import ApiAnswer, Piece, entries
 from draftsmith.serve.openai.api_errors import ApiError
-from draftsmith.serve.openai.asked import Asked, Tooled
-from draftsmith.serve.openai.formats import ANY_TEXT
+from draftsmith.serve.openai.asked import Tooled
+from draftsmith.serve.openai.openai_requests import ResponsesRequest
 from draftsmith.serve.openai.tools import call_ids
 
 
 class ResponsesAnswer(ApiAnswer):
     """The items of one answer: a message of the assistant, unless there is nothing in it, and the
     calls of functions. In a stream the calls come whole, with the end."""
+
+    _asked: ResponsesRequest
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -133,15 +135,15 @@ class ResponsesAnswer(ApiAnswer):
             "output": output,
             "error": None,
             "incomplete_details": cut,
-            "instructions": getattr(asked, "instructions", None),
-            "metadata": getattr(asked, "metadata", {}),
-            "max_output_tokens": asked.limit[1],
+            "instructions": asked.instructions,
+            "metadata": asked.metadata,
+            "max_output_tokens": asked.max_output_tokens,
             "temperature": asked.temperature,
             "top_p": asked.top_p,
             "top_logprobs": asked.likeliest,
             **_tools_of(asked),
             "previous_response_id": None,
-            "text": {"format": getattr(asked, "text", ANY_TEXT).given},
+            "text": {"format": asked.text.given},
             "truncation": "disabled",
             "store": False,
             "usage": self._usage() if ended else None,
@@ -166,9 +168,9 @@ def _call_item(call: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function_call", **ids, "status": "completed", **call["function"]}
 
 
-def _tools_of(asked: Asked) -> dict[str, Any]:
+def _tools_of(asked: Tooled) -> dict[str, Any]:
     """The request's fields on tools, as it gave them."""
-    if not isinstance(asked, Tooled) or not asked.tools:
+    if not asked.tools:
         return {"tools": [], "tool_choice": "none", "parallel_tool_calls": False}
     tools = [{"parameters": {}, **tool["function"], "strict": None} for tool in asked.tools]
     choice = asked.tool_choice

@@ -163,25 +163,20 @@ class Calls:
         """The grammar of one call or several, each with arguments of its function's schema."""
         one = self._format
         assert one is not None
-        rules = [f"call: {_quoted(one.opens)} ({' | '.join(self._bodies())}) {_quoted(one.closes)}"]
+        heads = [f'{{"name": "{name}", "{one.arguments}": ' for name in self._names]
+        bodies = [f"{_quoted(head)} a{at} {_quoted('}')}" for at, head in enumerate(heads)]
+        rules = [f"call: {_quoted(one.opens)} ({' | '.join(bodies)}) {_quoted(one.closes)}"]
         more = f" ({_quoted(one.between)} call)*" if self._parallel and one.between else ""
-        rules += [f"start: {self._before()} call{more} {_quoted(one.after)}"]
+        rules += [f"start: {self._before(one)} call{more} {_quoted(one.after)}"]
         for at, name in enumerate(self._names):
             spaced = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
             schema = {"type": "object"} | (self._functions[name].get("parameters") or {})
             rules.append(f"a{at}: %json {json.dumps(schema | {'x-guidance': spaced})}")
         return "\n".join(rules)
 
-    def _bodies(self) -> list[str]:
-        assert self._format is not None
-        key = self._format.arguments
-        heads = [f'{{"name": "{name}", "{key}": ' for name in self._names]
-        return [f"{_quoted(head)} a{at} {_quoted('}')}" for at, head in enumerate(heads)]
-
-    def _before(self) -> str:
+    def _before(self, one: CallFormat) -> str:
         """What is before all calls, with its mark as a token of its own if it is a special one."""
-        assert self._format is not None
-        text, mark = self._format.before, self._format.marks[0]
+        text, mark = one.before, one.marks[0]
         token = self._tokenizer.convert_tokens_to_ids(mark)
         if not text.startswith(mark) or token not in self._tokenizer.all_special_ids:
             return _quoted(text)
@@ -194,13 +189,12 @@ class Calls:
         one = self._format
         assert one is not None
         if not one.anywhere:
-            begun = text.lstrip()[:1] in ("", "[", "{", "<")
-            return 0 if begun else len(text)
+            may_be_call = text.lstrip()[:1] in ("", "[", "{", "<")
+            return 0 if may_be_call else len(text)
         mark = one.marks[0]
         at = text.find(mark)
-        kept = range(len(mark) - 1, 0, -1)
-        open_ = next((n for n in kept if text.endswith(mark[:n])), 0)
-        return len((text[:at] if at >= 0 else text[: len(text) - open_]).rstrip())
+        end = at if at >= 0 else len(text) - begun(text, mark)
+        return len(text[:end].rstrip())
 
     def read(
         self, text: str, prompt: Sequence[int], tokens: Sequence[int]
@@ -245,6 +239,16 @@ class Calls:
         except (ValueError, KeyError, TypeError, RecursionError):
             return text, []
         return text[: found.start()].rstrip(), calls
+
+
+def begun(text: str, string: str) -> int:
+    """The length of the longest end of a text that a string begins with.
+
+    >>> begun("to be or", "or not")
+    2
+    """
+    longest = min(len(string) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
 
 
 def require_tools(tokenizer: PreTrainedTokenizerBase, param: str) -> None:
