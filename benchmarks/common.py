@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
+from decode.stats import Tally
 from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
@@ -134,12 +135,11 @@ def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "T
     )
 
 
-def count_tokens(
+def decoded_tallies(
     target: Target, drafter: str, prompts: Sequence[Sequence[int]], tokens: int, gamma: int
-) -> dict[str, Any]:
-    """Return steps, emitted and drafted tokens by prompt, greedy and at temperature 1. drafter: as
-    for `open_drafter`; it is opened anew for each. tokens: of a text, at most."""
-    figures: dict[str, Any] = {}
+) -> Iterator[tuple[str, Tally]]:
+    """The counts of greedy texts, and of texts at temperature 1, with their names in TEMPERATURES.
+    drafter: as for `open_drafter`; it is opened anew for each. tokens: of a text, at most."""
     for name, temperature in TEMPERATURES.items():
         decoder = Decoder(
             target.model,
@@ -148,13 +148,22 @@ def count_tokens(
             gamma=gamma,
             sampling=Sampling(temperature),
         )
-        tally = decoder.decode(prompts, tokens, seed=1).tally
-        figures[name] = {
+        yield name, decoder.decode(prompts, tokens, seed=1).tally
+
+
+def count_tokens(
+    target: Target, drafter: str, prompts: Sequence[Sequence[int]], tokens: int, gamma: int
+) -> dict[str, Any]:
+    """Return steps, emitted and drafted tokens by prompt, greedy and at temperature 1. Arguments
+    are as for `decoded_tallies`."""
+    return {
+        name: {
             "steps": tally.steps.tolist(),
             "emitted": tally.emitted.tolist(),
             "drafted": tally.drafted.sum(1).tolist(),
         }
-    return figures
+        for name, tally in decoded_tallies(target, drafter, prompts, tokens, gamma)
+    }
 
 
 def tokens_per_step(counts: Mapping[str, Sequence[int]]) -> dict[str, float]:

@@ -13,7 +13,6 @@ tokenizer.
 """
 
 import json
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
-from benchmarks.shared.process_memory import peak_resident_memory
+from benchmarks.shared.process_memory import peak_resident_memory, status_bytes
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat_tokens import Sample
 from train.data.corpus import SHARE_EXAMPLES
@@ -232,12 +231,8 @@ def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
 def private_memory() -> int:
     """The bytes in memory that no other process shares and no file backs; all bytes if the system
     does not tell them apart."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        status = ""
-    private = re.search(r"^RssAnon:\s+(\d+) kB", status, re.MULTILINE)
-    return int(private[1]) * 1024 if private else psutil.Process().memory_info().rss
+    private = status_bytes("RssAnon")
+    return psutil.Process().memory_info().rss if private is None else private
 
 
 def batch_figures(samples: str, ranks: int) -> list[dict[str, Any]]:

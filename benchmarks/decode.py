@@ -48,6 +48,7 @@ from benchmarks.common import (
     TargetOption,
     describe_machine,
     execute_run,
+    format_figure,
     rows_table,
     run_command,
     run_config,
@@ -234,23 +235,19 @@ def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:
 def contest_table(contest: Contest, gamma: int) -> Table:
     """Return a table of the contestants' figures. Times are medians over passes."""
     setting = contest.setting
-
-    def cell(value: float | None, form: str = "{:.2f}") -> str:
-        return "–" if value is None else form.format(value)
-
     rows = []
     for name in contest.seconds:
         figures = contest.figures(name)
         cells = {
             "contestant": NAMES[name],
             "tokens/s": f"{figures['tokens_per_second']:.1f}",
-            "tokens/step": cell(figures["tokens_per_step"]),
-            "accepted": cell(figures["acceptance_rate"]),
-            "draft ms": cell(figures["draft_ms"]),
-            "verify ms": cell(figures["verify_ms"]),
-            "overhead ms": cell(figures["overhead_ms"]),
-            "same text": cell(figures["equal_to_generate"], "{:.0%}"),
-            "up to rounding": cell(figures["equal_within_rounding"], "{:.0%}"),
+            "tokens/step": format_figure(figures["tokens_per_step"], ".2f"),
+            "accepted": format_figure(figures["acceptance_rate"], ".2f"),
+            "draft ms": format_figure(figures["draft_ms"], ".2f"),
+            "verify ms": format_figure(figures["verify_ms"], ".2f"),
+            "overhead ms": format_figure(figures["overhead_ms"], ".2f"),
+            "same text": format_figure(figures["equal_to_generate"], ".0%"),
+            "up to rounding": format_figure(figures["equal_within_rounding"], ".0%"),
         }
         rows.append(cells)
     return rows_table(

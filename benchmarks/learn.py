@@ -47,9 +47,9 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target, target_gguf
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import ENGINES
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
+from draftsmith.export.verify_export import require_engine
 from draftsmith.learn.cycle import TenantLearner
 from draftsmith.learn.learn_config import EngineConfig, LearnConfig, read_learn_config
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
@@ -82,7 +82,7 @@ def main(
     runs: RunsOption = Path("runs"),
 ) -> None:
     """Run the cycle and print the engine's acceptance before and after it."""
-    require_engine(engine)
+    require_known_engine(engine)
     reporter = start_benchmark()
     loaded = load_target(target, dtype="fastest")
     first = drafter or train_drafter(loaded, quick=True, runs=runs, reporter=reporter)
@@ -173,12 +173,12 @@ def main(
         )
 
 
-def require_engine(name: str) -> None:
+def require_known_engine(name: str) -> None:
     """Raise UserError unless this engine can be started here."""
     if name not in FORMS:
         raise UserError(f"--engine {name}: expected {', '.join(FORMS)}")
-    if name != "serve" and (missing := ENGINES[name].missing()):
-        raise UserError(f"{missing}. Install it with: {ENGINES[name].install}")
+    if name != "serve":
+        require_engine(name)
 
 
 def conversations(path: Path, limit: int | None) -> list[list[dict[str, str]]]:

@@ -31,8 +31,10 @@ import typer
 from rich.table import Table
 
 from benchmarks.common import (
+    TEMPERATURES,
     JsonOption,
     RunsOption,
+    decoded_tallies,
     describe_machine,
     execute_run,
     format_interval,
@@ -46,11 +48,8 @@ from benchmarks.common import (
 )
 from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import load_vocabulary
-from decode.draw.sampling import Sampling
-from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
-from decode.model.loading import Target, load_model_and_tokenizer
-from decode.opening.directory import open_drafter
+from decode.model.loading import load_model_and_tokenizer
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
@@ -119,7 +118,7 @@ def main(
             _acceptance(rows[loss, text], metric)["value"] / _acceptance(base, metric)["value"]
         )
         for loss, text in rows
-        for metric in ("greedy", "sampled")
+        for metric in TEMPERATURES
     }
     if plots:
         plot_arms(rows, start, plots / "objectives.png")
@@ -130,7 +129,7 @@ def main(
                 "ratios": ratios,
                 "arms": {
                     f"{loss}, {text}": {
-                        metric: _acceptance(by_seed, metric) for metric in ("greedy", "sampled")
+                        metric: _acceptance(by_seed, metric) for metric in TEMPERATURES
                     }
                     | {"seeds": by_seed}
                     for (loss, text), by_seed in rows.items()
@@ -231,19 +230,11 @@ def measure(
     if file.exists():
         measured: dict[str, Any] = json.loads(file.read_text())
         return measured
-    directory = run.stage_directory(name)
-    target: Target = run.target
-    examples = spread(run.read_data()["test"], 12 if quick else 42)
+    drafter = str(run.stage_directory(name) / "drafter")
+    prompts = run.prompts(spread(run.read_data()["test"], 12 if quick else 42))
     figures: dict[str, Any] = {}
-    for metric, temperature in (("greedy", 0.0), ("sampled", 1.0)):
-        decoder = Decoder(
-            target.model,
-            open_drafter(str(directory / "drafter"), target),
-            eos_token_ids=target.eos_token_ids,
-            gamma=GAMMA,
-            sampling=Sampling(temperature),
-        )
-        tally = decoder.decode(run.prompts(examples), 32 if quick else 64, seed=1).tally
+    tallies = decoded_tallies(run.target, drafter, prompts, 32 if quick else 64, GAMMA)
+    for metric, tally in tallies:
         figures[metric] = {
             "accepted": tally.accepted.sum(1).tolist(),
             "reached": tally.reached.sum(1).tolist(),

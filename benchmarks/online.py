@@ -57,17 +57,7 @@ from benchmarks.common import (
     start_benchmark,
     write_json,
 )
-from benchmarks.shared.domain_prompts import (
-    CodeOption,
-    DataOption,
-    GeneralOption,
-    MathsOption,
-    QuickOption,
-    RequestsOption,
-    domain_files,
-    make_settings,
-    prepare,
-)
+from benchmarks.shared.domain_prompts import DomainOptions, make_settings, prepare
 from benchmarks.shared.online_runs import (
     BATCH,
     DOMAINS,
@@ -91,6 +81,7 @@ from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target, load_model_and_tokenizer
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.flops import TextFlops, layers_flops, output_flops
+from draftsmith.cli.command import takes_groups
 from heads.heads_directory import read_heads
 from heads.layers.target_layers import output_layer
 from train.data.corpus import read_answers
@@ -106,13 +97,10 @@ TEXT = 128  # tokens of a text of which the FLOPs of attention are counted
 RECOVERY_TOLERANCE = 0.02
 
 
+@takes_groups
 def main(
-    data: DataOption = None,
-    maths: MathsOption = None,
-    code: CodeOption = None,
-    general: GeneralOption = None,
-    quick: QuickOption = False,
-    requests: RequestsOption = None,
+    *,
+    domains: DomainOptions,
     temperature: Annotated[float, typer.Option(help="of the served answers")] = 0.0,
     family: Annotated[list[str] | None, typer.Option(help="repeat it; default: both")] = None,
     seeds: Annotated[int, typer.Option(min=1, help="each with other prompts")] = 1,
@@ -122,15 +110,14 @@ def main(
 ) -> None:
     """Distil, serve with every arm, print the table."""
     reporter = start_benchmark()
-    files = domain_files(data, maths, code, general)
+    files = domains.files
     for name in family or ():
         if name not in START:
             raise UserError(f"--family is {name!r}; expected one of {', '.join(START)}")
-    settings = make_settings(quick, runs, requests, temperature, family or FAMILIES)
+    settings = make_settings(domains, runs, temperature, family or FAMILIES)
     size = settings.requests
-    reporter.say(
-        f"expected to take about {'17 minutes' if quick else '3 hours'} on two cores for each seed"
-    )
+    expected = "17 minutes" if domains.quick else "3 hours"
+    reporter.say(f"expected to take about {expected} on two cores for each seed")
     begin = time.perf_counter()
     counts: dict[Arm, list[np.ndarray]] = {arm: [] for arm in settings.arms}
     summaries: dict[Arm, list[dict[str, Any]]] = {arm: [] for arm in settings.arms}
@@ -139,7 +126,7 @@ def main(
     measured: list[dict[str, float]] = []
     configs: dict[str, Any] = {}
     for seed in range(seeds):
-        own = make_settings(quick, runs, requests, temperature, settings.families, seed)
+        own = make_settings(domains, runs, temperature, settings.families, seed)
         prepare(files, own.data, {"train": size, "stream": size}, seed)
         first, _ = execute_run(first_config(own), reporter)
         additional_steps = {

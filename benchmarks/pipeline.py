@@ -38,7 +38,7 @@ from benchmarks.shared.pipeline_checks import (
 from benchmarks.shared.pipeline_runs import ROOT, Kill, PipelineRun, draw_places
 from decode.base.errors import UserError
 from decode.model.loading import load_target
-from draftsmith.export.engines import ENGINES
+from draftsmith.export.verify_export import require_engine
 from train.base.console import Reporter
 from train.data.read import spread
 from train.run.config import load_config
@@ -74,8 +74,7 @@ def main(
     ] = None,
 ) -> None:
     """Run the pipeline twice, compare, and verify the export."""
-    if missing := ENGINES["vllm"].missing():
-        raise UserError(f"{missing}. Install it with: {ENGINES['vllm'].install}")
+    require_engine("vllm")
     reporter = start_benchmark()
     with tempfile.TemporaryDirectory() as temporary:
         work = (runs or Path(temporary)).resolve()

@@ -41,17 +41,7 @@ from benchmarks.common import (
     write_json,
 )
 from benchmarks.online import END, acceptance, read_counts
-from benchmarks.shared.domain_prompts import (
-    CodeOption,
-    DataOption,
-    GeneralOption,
-    MathsOption,
-    QuickOption,
-    RequestsOption,
-    domain_files,
-    make_settings,
-    prepare,
-)
+from benchmarks.shared.domain_prompts import DomainOptions, make_settings, prepare
 from benchmarks.shared.online_runs import (
     DOMAINS,
     GAMMA,
@@ -63,6 +53,7 @@ from benchmarks.shared.online_runs import (
     routed_config,
 )
 from decode.base.artifact import write_file
+from draftsmith.cli.command import takes_groups
 from train.base.console import Reporter
 from train.base.run_files import START as START_ROW
 
@@ -77,21 +68,18 @@ class Part(StrEnum):
 FROZEN, ONE, EACH = "frozen", "one for all", "one for each"
 
 
+@takes_groups
 def main(
-    data: DataOption = None,
-    maths: MathsOption = None,
-    code: CodeOption = None,
-    general: GeneralOption = None,
-    quick: QuickOption = False,
-    requests: RequestsOption = None,
+    *,
+    domains: DomainOptions,
     json_file: JsonOption = None,
     runs: RunsOption = Path("runs"),
     part: Annotated[Part | None, typer.Option(help="default: both")] = None,
 ) -> None:
     """Distil, serve with every arm, train the adapters, print the tables."""
     reporter = start_benchmark()
-    files = domain_files(data, maths, code, general)
-    settings = make_settings(quick, runs, requests)
+    files = domains.files
+    settings = make_settings(domains, runs)
     size = settings.requests
     prepare(files, settings.data, {"train": size, "stream": size})
     found: dict[str, Any] = {"ratios": {}, "machine": describe_machine()}

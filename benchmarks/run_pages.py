@@ -7,39 +7,20 @@ A run that is not finished has no report; the page of `watch` shows it at the mo
 Needs the extras serve and benchmarks, and a Chromium or Chrome.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.common import run_command
-from benchmarks.shared.browser import find_browser, opened
+from benchmarks.shared.browser import find_browser, opened, served
 from decode.base.errors import UserError
-from draftsmith.net.listen import bind
 from draftsmith.watch.run_state import RunState
-from draftsmith.watch.server import HOST, WatchServer
+from draftsmith.watch.server import WatchServer
 
 WIDTH = 1000  # pixels
 WATCH_HEIGHT, REPORT_HEIGHT = 990, 1460  # pixels; what is below is not in the picture
-
-
-@contextmanager
-def watched(run: Path) -> Iterator[str]:
-    """The address of the page that follows a run."""
-    listening = threading.Event()
-    with bind(HOST, 0) as bound:
-        server = WatchServer(RunState(run), listening.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        try:
-            listening.wait(60)
-            yield f"http://{HOST}:{bound.getsockname()[1]}/"
-        finally:
-            server.should_exit = True
-            thread.join(30)
 
 
 def main(
@@ -59,7 +40,8 @@ def main(
     if report is not None and not page_file.is_file():
         raise UserError(f"{run} has no report.html; finish the run first")
     if watch is not None:
-        with watched(run) as address, opened(address, WIDTH, WATCH_HEIGHT) as page:
+        watched = partial(WatchServer, RunState(run))
+        with served(watched) as address, opened(address, WIDTH, WATCH_HEIGHT) as page:
             page.wait_for_selector("#stages li")
             page.screenshot(path=watch)
     if report is not None:

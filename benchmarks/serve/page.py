@@ -5,18 +5,17 @@
 Needs the extras serve and benchmarks, and a Chromium or Chrome.
 """
 
-import threading
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.common import TARGET, DeviceOption, TargetOption, run_command, start_benchmark
-from benchmarks.shared.browser import find_browser, opened
+from benchmarks.shared.browser import find_browser, opened, served
 from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
-from draftsmith.net.listen import bind
 from draftsmith.serve.batching.requests import RequestBounds
 from draftsmith.serve.server import ServiceServer, make_service
 
@@ -60,18 +59,12 @@ def main(
         drafter_name=Path(drafter).name,
         model_name=target.rpartition(":")[2],
     )
-    listening = threading.Event()
-    server = ServiceServer(service, 0, listening.set)
-    with bind("127.0.0.1", 0) as bound:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
+    with served(partial(ServiceServer, service, 0)) as address:
         try:
-            listening.wait(60)
-            take_picture(f"http://127.0.0.1:{bound.getsockname()[1]}", out, question)
+            take_picture(address, out, question)
         finally:
             service.batcher.drain(0)
             service.batcher.join(30)
-            thread.join(30)
 
 
 if __name__ == "__main__":

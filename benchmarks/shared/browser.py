@@ -1,15 +1,20 @@
-"""Pictures of pages, taken through playwright with a Chromium that is installed."""
+"""Pictures of pages of this package, through playwright with a Chromium that is installed."""
 
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from decode.base.errors import UserError
+from draftsmith.net.listen import bind
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page
 
+    from draftsmith.net.http_server import HttpServer
+
+HOST = "127.0.0.1"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -38,3 +43,20 @@ def opened(url: str, width: int, height: int, *, scale: int = 1) -> Iterator["Pa
         page.goto(url)
         yield page
         browser.close()
+
+
+@contextmanager
+def served(make: Callable[[Callable[[], None]], "HttpServer"]) -> Iterator[str]:
+    """The address of a server of this package, which runs in a thread of its own and ends with the
+    context. make: makes it; gets what the server calls when it listens."""
+    listening = threading.Event()
+    with bind(HOST, 0) as bound:
+        server = make(listening.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            listening.wait(60)
+            yield f"http://{HOST}:{bound.getsockname()[1]}/"
+        finally:
+            server.should_exit = True
+            thread.join(30)

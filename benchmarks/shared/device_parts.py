@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.common import PROMPTS, in_fresh_process, require, start_process
 from benchmarks.decode import ratios as decode_ratios
@@ -23,6 +22,7 @@ from benchmarks.shared.decode_measurements import Setting, hold_contest, timed
 from benchmarks.shared.distill_contestants import fit, measure_training
 from benchmarks.shared.distill_settings import Meter, Settings
 from benchmarks.shared.process_memory import resident_memory
+from benchmarks.shared.small_vocabulary import make_tokenizer
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
@@ -158,22 +158,10 @@ class Bench:
     @cached_property
     def tokenizer(self) -> Any:
         """A byte-level tokenizer, trained on the shipped prompts."""
-        backend = Tokenizer(models.BPE())
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        backend.decoder = decoders.ByteLevel()
         examples, _ = read_examples(str(PROMPTS / "train.jsonl"))
-        trainer = trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=["<|end|>"],
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        )
-        backend.train_from_iterator([example.prompt for example in examples], trainer)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend,
-            pad_token="<|end|>",
-            eos_token="<|end|>",
-            chat_template=CHAT_TEMPLATE,
+        texts, end = [row.prompt for row in examples if row.prompt], "<|end|>"
+        return make_tokenizer(
+            texts, [end], end, VOCABULARY, pad_token=end, chat_template=CHAT_TEMPLATE
         )
 
     def make_target(self) -> Target:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -12,35 +13,43 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from train.data.read import Example, read_examples
 
-DataOption = Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")]
-MathsOption = Annotated[Path | None, typer.Option(help="prompts of the first domain")]
-CodeOption = Annotated[Path | None, typer.Option(help="prompts of the second")]
-GeneralOption = Annotated[Path | None, typer.Option(help="prompts of the third")]
-QuickOption = Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")]
-RequestsOption = Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")]
 
+@dataclass(frozen=True)
+class DomainOptions:
+    """Options of both benchmarks: the prompts, and how many are served."""
 
-def domain_files(data: Path | None, *named_files: Path | None) -> dict[str, Path]:
-    """Return the file of each domain. Raises UserError if neither it nor a directory is named."""
-    files = {}
-    for domain, file in zip(DOMAINS, named_files, strict=True):
-        if file is None and data is None:
-            raise UserError(f"no prompts for the domain {domain}; give --data DIR or --{domain}")
-        files[domain] = file or (data or Path()) / f"{domain}.jsonl"
-    return files
+    data: Annotated[Path | None, typer.Option(help="holds maths, code and general.jsonl")] = None
+    maths: Annotated[Path | None, typer.Option(help="prompts of the first domain")] = None
+    code: Annotated[Path | None, typer.Option(help="prompts of the second")] = None
+    general: Annotated[Path | None, typer.Option(help="prompts of the third")] = None
+    quick: Annotated[bool, typer.Option("--quick", help="short answers, fewer requests")] = False
+    requests: Annotated[int | None, typer.Option(help="per domain; default 400, quick 100")] = None
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The file of each domain. Raises UserError if neither it nor a directory is named."""
+        files = {}
+        for domain in DOMAINS:
+            file = getattr(self, domain)
+            if file is None and self.data is None:
+                raise UserError(
+                    f"no prompts for the domain {domain}; give --data DIR or --{domain}"
+                )
+            files[domain] = file or (self.data or Path()) / f"{domain}.jsonl"
+        return files
 
 
 def make_settings(
-    quick: bool,
+    options: DomainOptions,
     runs: Path,
-    requests: int | None,
     temperature: float = 0.0,
     families: Sequence[str] = FAMILIES,
     seed: int = 0,
 ) -> Settings:
     """Return the settings, with the defaults of the options. Both benchmarks prepare their prompts
     in the same directory, of each seed others."""
-    size = requests or (100 if quick else 400)
+    quick = options.quick
+    size = options.requests or (100 if quick else 400)
     directory = runs / ("online-quick-data" if quick else "online-data") / str(size)
     if seed:
         directory = directory.with_name(f"{size}-seed{seed}")

@@ -37,14 +37,20 @@ def peak_resident_memory(device: str = "cpu") -> int:
     """
     if device != "cpu":
         return torch.cuda.max_memory_allocated()
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        status = ""
-    peak = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
+    peak = status_bytes("VmHWM")
     if peak is not None:
-        return int(peak[1]) * 1024
+        return peak
     # Imported here, because the environment of another library lacks it.
     from train.loop.meters.peak_memory import peak_memory
 
     return peak_memory()
+
+
+def status_bytes(name: str) -> int | None:
+    """The bytes that a line of /proc/self/status names. None: the system has no such line."""
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return None
+    found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)
+    return int(found[1]) * 1024 if found else None

@@ -8,6 +8,7 @@ language badly until a `distill` stage trains it.
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -47,10 +48,10 @@ def write_student(path: Path, target: Target, texts: Iterable[str]) -> None:
 
 
 def make_tokenizer(
-    texts: Iterable[str], special: list[str], eos: str, size: int = TOKENS
+    texts: Iterable[str], special: list[str], eos: str, size: int = TOKENS, **options: Any
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE of these texts, with `size` tokens. special, eos: its special tokens, and
-    the one of them that ends a text."""
+    the one of them that ends a text. options: more of the tokenizer's."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -61,4 +62,4 @@ def make_tokenizer(
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=eos, **options)
