@@ -1,14 +1,46 @@
-"""The browser in which tests look at pages."""
+"""The browser in which tests look at pages, and a page in it."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import sync_playwright
 
 from benchmarks.shared.browser import find_browser
 from decode.base.errors import UserError
 from tests.export import require_environment
 
+HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
 
-def browser_path() -> str:
+
+@contextlib.contextmanager
+def open_browser() -> Iterator[Any]:
     """Skips the test where no browser is; fails it where DRAFTSMITH_NEED_ENGINES names chromium."""
     try:
-        return find_browser()
+        path = find_browser()
     except UserError as error:
         require_environment("chromium", str(error), "apt install chromium")
         raise
+    with sync_playwright() as session:
+        opened = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+class Visit:
+    """The page in a browser, with what it asks for and complains about. Tests wait for selectors:
+    `wait_for_function` needs eval, which the page's policy forbids."""
+
+    def __init__(self, browser: Any, url: str) -> None:
+        self.page = browser.new_page()
+        self.page.set_default_timeout(60_000)
+        self.errors: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on(
+            "console",
+            lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else 0,
+        )
+        self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
+        self.page.goto(url)

@@ -7,13 +7,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from typer.testing import CliRunner
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
 from starlette.responses import Response
+from typer.testing import CliRunner
 
 import draftsmith
 from decode.base.errors import UserError

@@ -6,11 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response

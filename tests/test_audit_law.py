@@ -8,15 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy import stats as scipy_stats
 
-scipy_stats = pytest.importorskip("scipy.stats")
-
-from decode.draw.sampling import Sampling  # noqa: E402
-from draftsmith.auditing import tails  # noqa: E402
-from draftsmith.auditing.beside import beside_findings  # noqa: E402
-from draftsmith.auditing.findings import Verdict  # noqa: E402
-from draftsmith.auditing.sampled import sampled_findings  # noqa: E402
-from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, proposed  # noqa: E402
+from decode.draw.sampling import Sampling
+from draftsmith.auditing import tails
+from draftsmith.auditing.beside import beside_findings
+from draftsmith.auditing.findings import Verdict
+from draftsmith.auditing.sampled import sampled_findings
+from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, proposed
 
 
 def test_tails_are_those_of_scipy() -> None:

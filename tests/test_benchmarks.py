@@ -84,7 +84,7 @@ from decode.grammars import Grammars
 from decode.loop.decoding import Decoder
 from decode.model.loading import load_target
 from decode.opening.combinations import COMBINATIONS
-from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.directory import open_drafter
 from decode.opening.shipped import SHIPPED
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
@@ -94,7 +94,7 @@ from heads.heads_module import HeadOptions
 from heads.mtp_heads import MtpOptions
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
-from tests.tiny import save_tiny, tiny_llama, tiny_target
+from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
 from train.engines.child_process import package_version, run_job
@@ -121,13 +121,7 @@ def test_each_drafter_is_compared_or_left_out_with_a_reason(tmp_path):
     """One that fails, or whose stage was killed, costs no other row."""
     target, small = tiny_target(layers=4), str(save_tiny(tmp_path / "small", layers=1))
     stage = tmp_path / "run" / "stages" / "00-x"
-    save_drafter(
-        stage / "drafter",
-        "small_lm",
-        lambda path: save_tiny(path, layers=1),
-        target=target,
-        provenance={},
-    )
+    save_small_lm(stage / "drafter", tiny_llama(layers=1), target)
     trained = trained_drafters(stage.parents[1])
     assert trained[0].seconds is None  # no done.json
     assert trained[0].size > 0

@@ -21,7 +21,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
-from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
 from decode.text import prompt_ids
 from decode.text_stream import decode
@@ -31,7 +31,7 @@ from draftsmith.chat.live_answer import LiveAnswer
 from draftsmith.chat.terminal import Terminal, figures_line, write_svg
 from draftsmith.cli.chat import ChatTarget, default_drafter
 from draftsmith.cli.main import app
-from tests.tiny import save_tiny, tiny_target
+from tests.tiny import save_small_lm, save_tiny, tiny_target
 
 GREEN = "\x1b[32m"
 TOKENS = 40
@@ -408,14 +408,10 @@ def test_the_default_drafter_is_the_newest_that_fits(
     assert spec == "ngram"
     assert "no trained drafter" in why
 
-    def write(directory: Path) -> None:
-        target.model.save_pretrained(directory)
-        target.tokenizer.save_pretrained(directory)
-
     saved = {}
     for age, name in enumerate(("05-small", "06-newest")):
         saved[name] = tmp_path / "stages" / name / "drafter"
-        save_drafter(saved[name], "small_lm", write, target=target, provenance={})
+        save_small_lm(saved[name], target.model, target)
         os.utime(saved[name] / "drafter.json", (100 - age, 100 - age))
     spec, drafter, _ = default_drafter(target, tmp_path)
     assert spec == f"ngram+{saved['05-small']}"
@@ -426,7 +422,7 @@ def test_the_default_drafter_is_the_newest_that_fits(
     assert "config.json" in why
     # One that comes along for this target goes before the newest of a run, which is named.
     shipped = tmp_path / "shipped"
-    save_drafter(shipped / "mine", "small_lm", write, target=target, provenance={})
+    save_small_lm(shipped / "mine", target.model, target)
     monkeypatch.setattr("decode.opening.shipped.SHIPPED", shipped)
     spec, _, why = default_drafter(target, tmp_path)
     assert spec == "ngram+embedded:mine"

@@ -9,11 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2")
-
 from benchmarks.serve.client import ask
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
 from tests.clients import CLIENTS, PLACE, Client

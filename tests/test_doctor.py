@@ -58,12 +58,16 @@ def doctor(*options: str) -> Any:
     return CliRunner().invoke(app, ["doctor", "--device", "cpu", *options])
 
 
-def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -> None:
-    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
-    options = ("--target", str(target), "--dtype", "float32", "--row", "--json", str(file))
-    run = doctor(*options)
+def examined(place: Path, *options: str) -> tuple[Any, dict[str, Any]]:
+    """What doctor prints about a tiny target, and the figures that it writes."""
+    target, file = save_tiny(place / "target"), place / "doctor.json"
+    run = doctor("--target", str(target), "--json", str(file), *options)
     assert run.exit_code == 0, run.output
-    figures = json.loads(file.read_text())
+    return run, json.loads(file.read_text())
+
+
+def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -> None:
+    run, figures = examined(tmp_path, "--dtype", "float32", "--row")
     assert figures["sound"]
     assert not figures["errors"]
     assert [row["fed"] for row in figures["passes"]] == list(examination.WIDTHS)
@@ -107,10 +111,7 @@ def test_doctor_says_what_exact_bits_cost_after_long_texts(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(examination, "LONG_CONTEXTS", (110, 150, 400))
-    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
-    run = doctor("--target", str(target), "--dtype", "bfloat16", "--json", str(file))
-    assert run.exit_code == 0, run.output
-    figures = json.loads(file.read_text())
+    run, figures = examined(tmp_path, "--dtype", "bfloat16")
     assert figures["kernels"]["exact_bits"]
     # The model has 256 positions.
     assert "passes_400" not in figures
@@ -185,10 +186,7 @@ def test_a_cpu_without_bfloat16_is_told_why_nothing_is_packed(
 ) -> None:
     monkeypatch.setitem(prepare_model._SUPPORTED, torch.bfloat16, lambda: False)
     monkeypatch.setitem(prepare_model._SUPPORTED, torch.float16, lambda: False)
-    target, file = save_tiny(tmp_path / "target"), tmp_path / "doctor.json"
-    run = doctor("--target", str(target), "--dtype", "bfloat16", "--json", str(file))
-    assert run.exit_code == 0, run.output
-    figures = json.loads(file.read_text())
+    _, figures = examined(tmp_path, "--dtype", "bfloat16")
     assert figures["kernels"]["packed"] == 0
     assert [x["fast"] for x in figures["dtypes"].values()] == [True, False, False]
     off = (

@@ -2,8 +2,6 @@
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-
 from draftsmith.net.access import Guard
 
 HERE = {"Host": "127.0.0.1:8000"}

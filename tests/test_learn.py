@@ -16,14 +16,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
 import psutil
+import pytest
 import torch
 import transformers
 from accelerate import Accelerator
@@ -31,7 +25,7 @@ from accelerate import Accelerator
 from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target, load_target
-from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.directory import open_drafter
 from decode.text import prompt_ids
 from decode.text_stream import decode
 from draftsmith.export import ExportOptions
@@ -48,7 +42,7 @@ from draftsmith.learn.training_run import TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
 from tests.service import MODEL, serving, until
-from tests.tiny import EOS_ID, save_tiny, tiny_tokenizer
+from tests.tiny import EOS_ID, save_small_lm, save_tiny, with_noise
 from tests.training import Killed
 from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.base.console import Reporter
@@ -149,17 +143,7 @@ class Kills:
 def noisy(path: Path, target: Target, noise: float) -> Path:
     """A drafter directory: the target with noise on its weights."""
     model = transformers.AutoModelForCausalLM.from_pretrained(target.name)
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight += noise * weight.std() * torch.randn_like(weight)
-
-    def write(directory: Path) -> None:
-        model.save_pretrained(directory)
-        tiny_tokenizer().save_pretrained(directory)
-
-    save_drafter(path, "small_lm", write, target=target, provenance={})
-    return path
+    return save_small_lm(path, with_noise(model, noise), target)
 
 
 @pytest.fixture

@@ -8,11 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
 from accelerate import Accelerator
 
 from decode.base.errors import UserError

@@ -32,26 +32,34 @@ def test_there_are_recipes():
     assert len(RECIPES) >= 2
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path = CONFIGS / "recipes" / recipe
-    save_tiny(tmp_path / "target", layers=7)  # the fewest for EAGLE-3
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stand-ins for the target, without its weights, for a small model and for rows."""
+    place = tmp_path_factory.mktemp("tiny")
+    save_tiny(place / "target", layers=7)  # the fewest for EAGLE-3
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template += "{# enable_thinking reasoning_effort #}"
-    tokenizer.save_pretrained(tmp_path / "target")
-    # No engine, and no weights.
-    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))
-    (tmp_path / "target" / "model.safetensors").unlink()
-    save_tiny(tmp_path / "small", layers=1)
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
+    tokenizer.save_pretrained(place / "target")
+    (place / "target" / "model.safetensors").unlink()
+    save_tiny(place / "small", layers=1)
+    (place / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
+    return place
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_is_planned(
+    recipe: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path = CONFIGS / "recipes" / recipe
+    monkeypatch.setenv("DRAFTSMITH_ENGINES", str(tmp_path / "engines"))  # there is none
     overrides = [
         f"output_dir={tmp_path}",
-        f"target.model={tmp_path / 'target'}",
+        f"target.model={tiny / 'target'}",
         "target.device=cpu",
         "data.duplicates=keep",
     ]
-    overrides += [f"data.{split}={tmp_path / 'rows.jsonl'}" for split in ("train", "dev", "test")]
+    overrides += [f"data.{split}={tiny / 'rows.jsonl'}" for split in ("train", "dev", "test")]
     recipe_values = yaml.safe_load(path.read_text())
     if "sharded" in recipe_values["target"]:
         overrides.append("target.sharded=false")  # one process shares it with none
@@ -64,7 +72,7 @@ def test_a_recipe_is_planned(recipe: str, tmp_path: Path, monkeypatch: pytest.Mo
         if "exit_layer" in stage:
             overrides.append(f"stages.{stage['name']}.exit_layer=6")
         if "model" in stage.get("drafter", {}):
-            overrides.append(f"stages.{stage['name']}.drafter.model={tmp_path / 'small'}")
+            overrides.append(f"stages.{stage['name']}.drafter.model={tiny / 'small'}")
     config = load_config(path, overrides)
     require_readable(config)
     header = path.read_text().partition("\nname: ")[0]

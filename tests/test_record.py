@@ -14,24 +14,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
+from typer.testing import CliRunner
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-httpx2 = pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
-from typer.testing import CliRunner  # noqa: E402
-
-from decode.base.errors import UserError  # noqa: E402
-from draftsmith.cli.main import app  # noqa: E402
-from draftsmith.learn.record.consent import Keys  # noqa: E402
-from draftsmith.learn.record.kept_answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges  # noqa: E402
-from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants  # noqa: E402
-from draftsmith.learn.record.redaction import passes_luhn, redact  # noqa: E402
-from draftsmith.learn.record.upstream import Upstreams  # noqa: E402
-from tests.service import until  # noqa: E402
-from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served  # noqa: E402
-from train.data.read import read_examples  # noqa: E402
+from decode.base.errors import UserError
+from draftsmith.cli.main import app
+from draftsmith.learn.record.consent import Keys
+from draftsmith.learn.record.kept_answers import LONGEST_TEXT, Exchange, NotRecorded, exchanges
+from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants
+from draftsmith.learn.record.redaction import passes_luhn, redact
+from draftsmith.learn.record.upstream import Upstreams
+from tests.service import until
+from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
+from train.data.read import read_examples
 
 CHAT = "/v1/chat/completions"
 ADMIN = {"authorization": f"Bearer {ADMIN_KEY}"}

@@ -1,5 +1,5 @@
 """The clients that users have, at `draftsmith serve` with the embedded target and the drafter that
-comes along: curl, the package openai and the page all get the same text."""
+comes along: curl and the page get the same text."""
 
 import json
 import shutil
@@ -9,16 +9,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2")
-
 from benchmarks.serve.client import Answer, ask
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
-from tests.test_serve_page import Visit, browser
+from tests.browser import Visit
 
-__all__ = ["browser"]  # a fixture
 pytestmark = [pytest.mark.real, pytest.mark.slow]
 
 QUESTION, TOKENS = "Why is the sky blue?", 16
@@ -57,20 +51,6 @@ def test_curl(service: tuple[str, Answer], stream: bool) -> None:
     parts = [choice.get("delta") or choice.get("message") or {} for choice in choices]
     assert "".join(part.get("content") or "" for part in parts) == answer.texts[0]
     assert b"[DONE]" in data or not stream
-
-
-def test_openai(service: tuple[str, Answer]) -> None:
-    openai = pytest.importorskip("openai")
-    url, answer = service
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        whole = client.chat.completions.create(**BODY)
-        pieces = [
-            chunk.choices[0].delta.content or ""
-            for chunk in client.chat.completions.create(**BODY, stream=True)
-            if chunk.choices
-        ]
-    assert whole.choices[0].message.content == "".join(pieces) == answer.texts[0]
-    assert whole.draftsmith == answer.counts
 
 
 def test_the_page(service: tuple[str, Answer], browser: Any) -> None:

@@ -1,7 +1,6 @@
 """The contract of requests and answers, held against the types of the package openai: each field is
 served, ignored or refused with a cause, and what is answered is what these types say."""
 
-import functools
 import json
 import threading
 import types
@@ -9,34 +8,39 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, Required, Union, get_args, get_origin, get_type_hints
 
+import openai
 import pytest
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai")
-
-from openai.types import Completion, completion_create_params  # noqa: E402
-from openai.types import chat as chat_types  # noqa: E402
-from openai.types.responses import (  # noqa: E402
+from openai.types import Completion, completion_create_params
+from openai.types import chat as chat_types
+from openai.types.responses import (
     Response,
     ResponseStreamEvent,
     response_create_params,
 )
-from pydantic import TypeAdapter  # noqa: E402
+from pydantic import TypeAdapter
 
-from decode.text_stream import decode  # noqa: E402
-from draftsmith.serve.openai.answers import event  # noqa: E402
-from draftsmith.serve.openai.api_errors import LONGEST_MESSAGE, ApiError  # noqa: E402
-from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same  # noqa: E402
-from draftsmith.serve.openai.fields import IGNORED, REFUSED  # noqa: E402
-from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS  # noqa: E402
-from draftsmith.serve.openai.reading import SHORT, longest_token  # noqa: E402
-from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
-from tests.tiny import tiny_target  # noqa: E402
+from draftsmith.serve.openai.answers import event
+from draftsmith.serve.openai.api_errors import LONGEST_MESSAGE, ApiError
+from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same
+from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS
+from draftsmith.serve.openai.reading import SHORT, longest_token
+from tests.service import (
+    MODEL,
+    QUESTION,
+    Running,
+    alone,
+    ask,
+    asked,
+    chat,
+    events,
+    serving,
+    target,
+    words,
+)
+from tests.tiny import tiny_target
 
-QUESTION = "What does the drafter propose?"
-SAID = [{"role": "user", "content": QUESTION}]
+SAID = asked(QUESTION)
 ROUTES: dict[str, tuple[Contract, Any, dict[str, Any]]] = {
     "chat": (
         CHAT,
@@ -56,13 +60,6 @@ ROUTES: dict[str, tuple[Contract, Any, dict[str, Any]]] = {
 }
 # What a field needs beside it.
 BESIDE = {"top_logprobs": {"logprobs": True}, "stream_options": {"stream": True}}
-target = functools.cache(functools.partial(tiny_target, max_positions=512))
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[Running]:
-    with serving(target()) as running:
-        yield running
 
 
 def error_of(contract: Contract, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -145,7 +142,7 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("contract", "fields", "words"),
+    ("contract", "fields", "said"),
     [
         (CHAT, {"functions": [1], "function_call": "x", "grammar": "x"}, "of tools, only "
          "functions are supported, in chats and responses: functions, function_call; forced "
@@ -187,13 +184,13 @@ def test_values_that_ask_for_nothing_are_taken_alone(route: str) -> None:
     ],
 )  # fmt: skip
 def test_an_error_names_the_cause_and_the_place(
-    contract: Contract, fields: dict[str, Any], words: str
+    contract: Contract, fields: dict[str, Any], said: str
 ) -> None:
     least = {CHAT: {"messages": SAID}, COMPLETION: {"prompt": "a"}, RESPONSES: {"input": "a"}}
     body = {} if contract is SETTINGS else {"model": MODEL, **least[contract]}
     error = error_of(contract, body | fields)
     assert error is not None
-    assert words in error["message"]
+    assert said in error["message"]
     assert len(error["message"]) <= LONGEST_MESSAGE
     assert len(str(error["param"])) <= 200
 
@@ -271,7 +268,7 @@ def test_answers_and_events_are_of_the_types_of_openai(service: Running, path: s
 
 
 def test_the_openai_client_gets_a_response_whole_and_streamed(service: Running) -> None:
-    expected = decode(target().tokenizer, alone(target(), SAID, 20))
+    expected = words(alone(target(), SAID, 20))
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
         options: dict[str, Any] = {"model": MODEL, "input": QUESTION, "max_output_tokens": 20}
         answer = client.responses.create(**options, store=True, metadata={"a": "b"})
@@ -299,7 +296,7 @@ def test_a_message_is_continued(service: Running) -> None:
         body |= {"continue_final_message": True, "add_generation_prompt": False}
         answer = client.post("/v1/chat/completions", json=body).json()
     assert answer["usage"]["prompt_tokens"] == len(ids)
-    assert answer["choices"][0]["message"]["content"] == decode(tokenizer, alone(target(), ids, 12))
+    assert answer["choices"][0]["message"]["content"] == words(alone(target(), ids, 12))
 
 
 def test_overflow_is_said_in_words_that_clients_know(service: Running) -> None:
@@ -307,19 +304,19 @@ def test_overflow_is_said_in_words_that_clients_know(service: Running) -> None:
     longest = longest_token(target().tokenizer)
     assert longest is not None
     with service.client() as client:
-        for text, limit, words in (
+        for text, limit, said in (
             ("dog " * 600, 4, "your prompt is too long: it has"),
             ("dog" * 600 * longest, 4, "tokens or more"),  # refused before it has tokens
             (QUESTION, 500, "you requested"),
         ):
-            answer = client.post("/v1/chat/completions", json=chat(text, max_tokens=limit))
+            answer = ask(client, text, max_tokens=limit)
             error = answer.json()["error"]
             assert answer.status_code == 400
             assert error["code"] == "context_length_exceeded"
             assert (
                 "This model's maximum context length is 512 tokens. However, " in error["message"]
             )
-            assert words in error["message"]
+            assert said in error["message"]
 
 
 def test_the_service_caps_lengths_and_completions_have_sixteen_tokens() -> None:

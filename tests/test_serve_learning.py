@@ -12,11 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2")
-
 from decode.base.errors import UserError
 from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
@@ -28,12 +23,21 @@ from draftsmith.serve.learner import (
     open_learning_drafter,
 )
 from heads.online_heads import HeadStudent
-from tests.service import Running, alone, chat, serving, until
+from tests.service import (
+    CHAT,
+    Running,
+    alone,
+    asked,
+    chat,
+    save_small,
+    serving,
+    set_to,
+    text_of,
+    until,
+    words,
+)
 from tests.test_online_heads import heads_of
-from tests.test_serve import asked, endless, words
-from tests.test_serve_settings import save_small, set_to, text_of
 
-__all__ = ["endless"]  # a fixture
 CONFIG = learning_config(
     "every_requests=4,steps=12,tokens_per_batch=512,accepted=0.5,k=64,holdout_every=2,"
     "optimizer={'lr':1e-2,'warmup_steps':1,'schedule':'constant'}"
@@ -64,7 +68,7 @@ def ask(running: Running, texts: Sequence[str], **fields: Any) -> list[Any]:
     """The answers to some requests that come at once."""
     with running.client() as client, ThreadPoolExecutor(4) as pool:
         bodies = [chat(text, **({"max_tokens": 24} | fields)) for text in texts]
-        answers = pool.map(lambda body: client.post("/v1/chat/completions", json=body), bodies)
+        answers = pool.map(lambda body: client.post(CHAT, json=body), bodies)
         return list(answers)
 
 

@@ -9,17 +9,11 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-
-from tests.browser import browser_path
-from tests.service import MODEL, Running, chat, events, serving, until
+from tests.browser import HOSTILE, Visit
+from tests.service import MODEL, Running, chat, events, save_small, serving, target, until
 from tests.test_serve_learning import ask, learning, prompts
-from tests.test_serve_settings import save_small
 from tests.tiny import BOS_ID, tiny_target
 
-HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
 BEGINNING = "The dog ran. The cat ran. "
 ANSWER = f"{BEGINNING}The dog ran. {HOSTILE} {HOSTILE}"
 
@@ -47,43 +41,9 @@ class Scripted:
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[Running]:
-    with serving(tiny_target(max_positions=512)) as running:
+    with serving(target()) as running:
         running.batcher.decoder.processors.append(Scripted(running.service.tokenizer))
         yield running
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with playwright.sync_playwright() as session:
-        opened = session.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        yield opened
-        opened.close()
-
-
-class Visit:
-    """The page in a browser, with what it asks for and complains about. Tests wait for selectors:
-    `wait_for_function` needs eval, which the page's policy forbids."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self.page = browser.new_page()
-        self.page.set_default_timeout(60_000)
-        self.errors: list[str] = []
-        self.hosts: set[str] = set()
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on(
-            "console",
-            lambda said: self.errors.append(said.text) if said.type in ("error", "warning") else 0,
-        )
-        self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
-        self.page.goto(url)
-
-    def ask(self, text: str) -> None:
-        self.page.fill("#prompt", text)
-        self.page.press("#prompt", "Enter")
-
-    def until_answered(self) -> None:
-        self.page.wait_for_selector("#stop[disabled]")
 
 
 def test_files_and_figures_without_a_browser(service: Running) -> None:
@@ -195,9 +155,9 @@ def test_controls_change_the_settings_of_the_engine(service: Running, browser: A
     page.context.close()
 
 
-def test_a_service_that_learns_plots_its_versions_and_rounds(browser: Any, tmp_path: Path) -> None:
-    endless = tiny_target(max_positions=512)
-    endless.eos_token_ids = ()
+def test_a_service_that_learns_plots_its_versions_and_rounds(
+    browser: Any, endless: Any, tmp_path: Path
+) -> None:
     with learning(endless, save_small(tmp_path / "small")) as running:
         visit = Visit(browser, running.url)
         page = visit.page

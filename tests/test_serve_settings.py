@@ -11,59 +11,40 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2")
-
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByLabel
-from decode.opening.directory import open_drafter, save_drafter
+from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from distill.adapter_directory import save_adapter
 from distill.trainable_model import DrafterLora, Trainable
-from draftsmith.net.access import Guard
 from draftsmith.serve import live_settings
 from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
-from tests.service import LONG, Running, alone, chat, events, serving, until
-from tests.test_serve import (
+from tests.service import (
+    CHAT,
+    LONG,
     QUESTION,
     SAMPLED,
     Held,
+    Running,
+    alone,
+    ask,
     asked,
     begin,
-    endless,
+    chat,
+    events,
+    save_small,
+    serving,
+    set_to,
     target,
+    text_in,
+    text_of,
+    until,
     words,
 )
-from tests.tiny import tiny_llama, tiny_tokenizer
-
-__all__ = ["endless"]  # a fixture
-
-
-def save_small(directory: Path) -> Path:
-    """A drafter directory for the tiny target: a smaller model."""
-
-    def write(path: Path) -> None:
-        tiny_llama(
-            layers=1, hidden=16, heads=2, kv_heads=1, seed=9, max_positions=512
-        ).save_pretrained(path)
-        tiny_tokenizer().save_pretrained(path)
-
-    save_drafter(directory, "small_lm", write, target=target(), provenance={})
-    return directory
-
-
-def set_to(client: Any, **changes: Any) -> Any:
-    return client.post("/admin/settings", json=changes)
-
-
-def text_of(answer: Any) -> str:
-    return str(answer.json()["choices"][0]["message"]["content"])
 
 
 def test_the_label_of_a_request_chooses_its_drafter() -> None:
@@ -77,10 +58,8 @@ def test_the_label_of_a_request_chooses_its_drafter() -> None:
     router = RoutedDrafter([NgramDrafter(), NgramDrafter()], Noted(["en", "de"]))
     with serving(target(), router) as running, running.client() as client:
         for options in ({"label": "de"}, {}, {"label": "de"}):
-            body = chat("a word", max_tokens=4, draftsmith=options)
-            assert client.post("/v1/chat/completions", json=body).status_code == 200
-        body = chat("a word", draftsmith={"label": "x" * 65})
-        assert client.post("/v1/chat/completions", json=body).status_code == 400
+            assert ask(client, max_tokens=4, draftsmith=options).status_code == 200
+        assert ask(client, draftsmith={"label": "x" * 65}).status_code == 400
     assert seen == ["de", None, "de"]
 
 
@@ -106,12 +85,12 @@ def test_adapters_are_loaded_and_dropped_while_texts_run(endless: Any, tmp_path:
     def call(what: str, **body: str) -> Any:
         return client.post(f"/v1/{what}_lora_adapter", json=body)
 
-    def ask(**fields: Any) -> Any:
-        body = chat(QUESTION, max_tokens=LONG, ignore_eos=True, draftsmith=fields)
-        return client.post("/v1/chat/completions", json=body)
+    def text_with(**fields: str) -> str:
+        answer = ask(client, max_tokens=LONG, ignore_eos=True, draftsmith=fields)
+        return text_of(answer)
 
     with serving(endless, opened, options=options) as running, running.client() as client:
-        assert text_of(ask(**label)) == expected  # nobody has this label yet
+        assert text_with(**label) == expected  # nobody has this label yet
         assert running.batcher.decoder.drafter is opened
         for name in ("de", "fr"):
             answer = call("load", lora_name=name, lora_path=name)
@@ -136,11 +115,10 @@ def test_adapters_are_loaded_and_dropped_while_texts_run(endless: Any, tmp_path:
             until(lambda: len(running.batcher._changes) == 1)
             held.release()
             assert answer.result().json() == {"success": True, "adapters": ["fr"]}
-        chunks = [x for event in events(response.iter_lines())[:-1] for x in event["choices"]]
-        assert "".join(x["delta"].get("content", "") for x in chunks) == expected
+        assert text_in(events(response.iter_lines())[:-1]) == expected
         # Another drafter for the rows without an adapter.
         assert set_to(client, drafter="none").json()["adapters"] == ["fr"]
-        assert text_of(ask(label="fr")) == expected
+        assert text_with(label="fr") == expected
         assert call("unload", lora_name="fr").status_code == 200
         assert isinstance(running.batcher.decoder.drafter, NoDrafter)
     with serving(target(), api_key="key") as running, running.client() as client:
@@ -171,22 +149,18 @@ def test_drafter_rule_and_policy_change_while_a_text_runs(
     with serving(endless, options={"drafters": tmp_path / "drafters"}) as running:
         expected = words(alone(endless, asked(QUESTION), LONG))
         with running.client() as client:
-            text = ""
             for change in changes:
                 held = Held(running)
                 response = begin(client)
+                before = client.get("/admin/settings").json()
                 with ThreadPoolExecutor() as pool:
                     answer = pool.submit(set_to, client, **change)
                     until(lambda: len(running.batcher._changes) == 1)
+                    assert client.get("/admin/settings").json() == before
                     held.release()
                     now = answer.result().json()
                 assert {key: now[key] for key in change} == change
-                text = "".join(
-                    choice["delta"].get("content", "")
-                    for chunk in events(response.iter_lines())[:-1]
-                    for choice in chunk["choices"]
-                )
-                assert text == expected
+                assert text_in(events(response.iter_lines())[:-1]) == expected
             assert opened
             assert "decode" not in opened
 
@@ -230,8 +204,8 @@ def test_a_lossy_rule_is_said_everywhere_and_only_while_it_may_change_a_text() -
     with serving(target(), settings=SAMPLED) as running, running.client() as client:
 
         def answers() -> tuple[Any, Any]:
-            streamed = client.post("/v1/chat/completions", json=body | {"stream": True})
-            return client.post("/v1/chat/completions", json=body), streamed
+            streamed = client.post(CHAT, json=body | {"stream": True})
+            return client.post(CHAT, json=body), streamed
 
         exact, _ = answers()
         assert "x-draftsmith-lossy" not in exact.headers
@@ -249,7 +223,7 @@ def test_a_lossy_rule_is_said_everywhere_and_only_while_it_may_change_a_text() -
             assert whole.json()["system_fingerprint"] != exact.json()["system_fingerprint"]
         set_to(client, lenience=0.25)
         assert running.metrics()["draftsmith:lenience"] == 0.25
-        greedy = client.post("/v1/chat/completions", json=body | {"temperature": 0})
+        greedy = client.post(CHAT, json=body | {"temperature": 0})
         assert "x-draftsmith-lossy" not in greedy.headers
         assert text_of(greedy) == words(alone(target(), asked(QUESTION), 12))
         set_to(client, lenience=1)
@@ -274,18 +248,23 @@ def test_a_text_that_was_lossy_in_between_says_so(endless: Any) -> None:
         assert chunks[-1]["draftsmith"]["lossy"] == "lenience:lenience=0.5"
 
 
-def test_the_admin_key_is_for_settings_only() -> None:
-    keys: Any = {"options": {"guard": Guard(key="secret", admin_key="other")}}
-    with serving(target(), **keys) as running, running.client() as client:
-        for path, key, status in (
-            ("/admin/settings", "secret", 401),
-            ("/admin/settings", "other", 200),
-            ("/v1/models", "other", 401),
-            ("/v1/models", "secret", 200),
+def test_settings_that_cannot_be_change_nothing(service: Running) -> None:
+    with service.client() as client:
+        before = client.get("/admin/settings").json()
+        for wrong in (
+            {"gamma": 0},
+            {"gamma": 600},
+            {"policy": "nothing"},
+            {"gamma": 2, "policy": "heuristic:first=3"},
+            {"lenience": 0},
+            {"lenience": 0.5, "rule": "speculative"},
+            {"rule": "nothing"},
+            {"drafter": "nothing"},
+            {"learning": True},
+            {"dynamic_lenience": 0.5, "rule": "block"},
         ):
-            for scheme in ("Bearer", "bearer"):
-                answer = client.get(path, headers={"authorization": f"{scheme} {key}"})
-                assert answer.status_code == status, (path, key)
+            assert set_to(client, **wrong).status_code == 400, wrong
+        assert client.get("/admin/settings").json() == before
 
 
 # --- dynamic lenience -----------------------------------------------------------------------------
@@ -348,24 +327,24 @@ def test_texts_are_exact_without_a_spike_and_lenient_in_one(
 ) -> None:
     monkeypatch.setattr("draftsmith.serve.dynamic_lenience.SECONDS", 1e-3)
     expected = words(alone(endless, asked(QUESTION), 40, SAMPLED, seed=7))
-    body = chat(QUESTION, max_tokens=40, seed=7)
+    body: Any = {"max_tokens": 40, "seed": 7}
     options: Any = {"max_rows": 1, "options": {"dynamic_lenience": 0.2}}
     with (
         serving(endless, settings=SAMPLED, **options) as running,
         running.client() as client,
     ):
-        answer = client.post("/v1/chat/completions", json=body)
+        answer = ask(client, **body)
         assert text_of(answer) == expected
         assert "dynamic_lenience=0.2" in answer.headers["x-draftsmith-lossy"]
         assert lenience(running) == 1
         with ThreadPoolExecutor(4) as pool:
-            post = [pool.submit(client.post, "/v1/chat/completions", json=body) for _ in range(4)]
+            post = [pool.submit(ask, client, **body) for _ in range(4)]
             until(lambda: lenience(running) < 0.5)
             assert all(done.result().status_code == 200 for done in post)
-        assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert ask(client, **body).status_code == 200
         assert lenience(running) == 1
         off = set_to(client, dynamic_lenience=1).json()
         assert off["lossy"] is None
-        answer = client.post("/v1/chat/completions", json=body)
+        answer = ask(client, **body)
         assert "x-draftsmith-lossy" not in answer.headers
         assert text_of(answer) == expected

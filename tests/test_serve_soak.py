@@ -6,12 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
 from typing import Any
 
+import openai
 import pytest
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-pytest.importorskip("httpx2")
 
 from benchmarks.serve.client import ask, read_metrics
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
@@ -90,7 +86,6 @@ def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_e
 def test_killed_in_the_midst_of_answers_the_service_starts_again_at_its_port(
     command: list[str], texts: Texts
 ) -> None:
-    openai = pytest.importorskip("openai")
 
     def answer_of(prompt: str) -> Any:
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=12) as client:

@@ -1,9 +1,10 @@
-"""Forced formats over HTTP: each answer fits its own, beside texts without one."""
+"""Forced formats over HTTP: each answer fits its own, beside texts without one and beside faulty
+formats, each of which is one clear error or `length`."""
 
 import concurrent.futures
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.openai_requests import CHAT
-from tests.service import MODEL, Running, chat, serving
+from tests.service import MODEL, Running, ask, chat, serving
 from tests.tiny import tiny_target
 
 SCHEMA = {
@@ -23,50 +24,104 @@ SCHEMA = {
     "additionalProperties": False,
 }
 OPENAI = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
-FORMATS: list[dict[str, Any]] = [
-    {"response_format": OPENAI},
-    {"guided_json": SCHEMA},
-    {"guided_json": json.dumps(SCHEMA)},
-    {"structured_outputs": {"json": SCHEMA}},
-    {"guided_regex": "[ab]{3}"},
-    {"structured_outputs": {"choice": ["yes", "no"]}},
-    {"guided_grammar": 'start: "x" | "y"'},
-    {},
+DEEP: dict[str, Any] = {"type": "integer"}
+for _ in range(100):
+    DEEP = {"type": "array", "items": DEEP, "minItems": 1}
+TREE = {
+    "type": "object",
+    "properties": {"left": {"$ref": "#"}, "n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+TOKENS, FEW = 40, 12
+
+
+def fits_schema(text: str) -> bool:
+    found = json.loads(text)
+    return isinstance(found["ok"], bool) and 0 <= found["n"] <= 9
+
+
+def has_a_and_b(text: str, reason: str) -> bool:
+    return set(text) <= {"a", "b"}
+
+
+def is_json_at_its_end(text: str, reason: str) -> bool:
+    return reason == "length" or json.loads(text) is not None
+
+
+Fits = Callable[[str, str], Any]  # of a text, and of why it ended
+# Formats of which each text is whole within TOKENS.
+WHOLE: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
+    ({"response_format": OPENAI}, fits_schema),
+    ({"guided_json": SCHEMA}, fits_schema),
+    ({"guided_json": json.dumps(SCHEMA)}, fits_schema),
+    ({"structured_outputs": {"json": SCHEMA}}, fits_schema),
+    ({"guided_regex": "[ab]{3}"}, re.compile("[ab]{3}").fullmatch),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, ("yes", "no").__contains__),
+    ({"guided_grammar": 'start: "x" | "y"'}, ("x", "y").__contains__),
 ]
+# And others, of which FEW are asked for.
+OTHERS: list[tuple[dict[str, Any], Fits]] = [
+    ({"guided_regex": "(a{1,999}){1,999}"}, has_a_and_b),
+    ({"guided_regex": "[ab]*a[ab]{300}c"}, has_a_and_b),
+    ({"guided_json": TREE}, is_json_at_its_end),
+    ({"guided_json": json.dumps(DEEP)}, is_json_at_its_end),
+    # It ends in the middle of a string.
+    (
+        {"guided_json": {"type": "string", "minLength": 500}},
+        lambda text, reason: text.startswith('"') and reason == "length",
+    ),
+    ({}, lambda text, reason: True),
+]
+# The fault is in their first field.
+REFUSED: list[dict[str, Any]] = [
+    {"guided_json": {"enum": []}},  # admits nothing
+    {"guided_json": {"type": "object", "required": ["a"], "additionalProperties": False}},
+    {"guided_json": {"$ref": "#"}},
+    {"guided_json": {"$ref": "#/$defs/none"}},
+    {"guided_json": {"enum": ["x" * 9] * 9000}},  # huge
+    {"guided_json": "{"},
+    {"response_format": {"type": "json_object", "schema": {"type": "x"}}},
+    {"guided_json": {"type": "x"}},
+    {"response_format": {"type": "xml"}},
+    {"guided_regex": "("},
+    {"guided_choice": []},
+    {"guided_json": [1]},
+    {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+    {"guided_choice": ["a"], "guided_regex": "a"},
+    {"ignore_eos": True, "guided_regex": "a"},
+]
+EXPLODES = {"guided_regex": "(a?){2000}a{2000}"}  # at its second token
 
 
-@pytest.fixture(scope="module")
-def service() -> Iterator[Running]:
-    with serving(tiny_target()) as running:
-        yield running
+def test_each_answer_fits_its_own_format_beside_faulty_ones(service: Running) -> None:
+    def ended(check: Callable[[str], Any]) -> Fits:
+        return lambda text, reason: reason == "stop" and check(text)
 
+    sound = [*((fields, ended(check)) for fields, check in WHOLE), *OTHERS]
+    formats: list[tuple[dict[str, Any], Fits | None]] = [*sound, *((x, None) for x in REFUSED)]
+    formats.append((EXPLODES, None))
 
-def test_each_answer_fits_its_own_format(service: Running) -> None:
-    def ask(place: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        fields = FORMATS[place % len(FORMATS)]
-        body = chat(f"question {place}", max_tokens=40, temperature=place % 2, **fields)
+    def ask_for(place: int) -> None:
+        drawn, which = divmod(place, len(formats))
+        fields, fits = formats[which]
+        asked = {"max_tokens": TOKENS if which < len(WHOLE) else FEW, "temperature": drawn}
         with service.client() as client:
-            response = client.post("/v1/chat/completions", json=body)
-        assert response.status_code == 200, response.text
-        return fields, response.json()["choices"][0]
+            answer = ask(client, f"question {place}", **asked, **fields)
+        if fits is not None:
+            assert answer.status_code == 200, (fields, answer.text)
+            (choice,) = answer.json()["choices"]
+            assert fits(choice["message"]["content"], choice["finish_reason"]), (fields, choice)
+        elif fields is EXPLODES:
+            assert answer.status_code == 500
+            assert "too many expressions" in answer.json()["error"]["message"]
+        else:
+            assert answer.status_code == 400, (fields, answer.text)
+            assert answer.json()["error"]["param"] == next(iter(fields))
 
     with concurrent.futures.ThreadPoolExecutor(6) as pool:
-        answers = list(pool.map(ask, range(3 * len(FORMATS))))
-    for fields, choice in answers:
-        text = choice["message"]["content"]
-        if not fields:
-            continue
-        assert choice["finish_reason"] == "stop"
-        if "guided_regex" in fields:
-            assert re.fullmatch("[ab]{3}", text)
-        elif "guided_grammar" in fields:
-            assert text in ("x", "y")
-        elif "choice" in fields.get("structured_outputs", {}):
-            assert text in ("yes", "no")
-        else:
-            found = json.loads(text)
-            assert isinstance(found["ok"], bool)
-            assert 0 <= found["n"] <= 9
+        list(pool.map(ask_for, range(2 * len(formats))))
+    service.until_idle()
 
 
 def test_a_response_has_the_format_of_its_text(service: Running) -> None:
@@ -79,29 +134,6 @@ def test_a_response_has_the_format_of_its_text(service: Running) -> None:
     assert answer["text"] == {"format": form}
     assert set(json.loads(answer["output"][0]["content"][0]["text"])) == {"ok", "n"}
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "text")
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"response_format": {"type": "json_object", "schema": {"type": "x"}}}, "response_format"),
-        ({"guided_json": {"type": "x"}}, "guided_json"),
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"guided_regex": "("}, "guided_regex"),
-        ({"guided_choice": []}, "guided_choice"),
-        ({"guided_json": [1]}, "guided_json"),
-        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
-    ],
-)
-def test_a_format_that_cannot_be_used_is_refused(
-    fields: dict[str, Any], param: str, service: Running
-) -> None:
-    with service.client() as client:
-        response = client.post("/v1/chat/completions", json=chat("a", **fields))
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
 
 
 def test_penalties_are_those_of_the_loop(service: Running) -> None:
@@ -132,3 +164,34 @@ def test_values_that_ask_for_any_text() -> None:
     for value in ({"type": "text"}, {}, None):
         body = json.dumps(chat("a", model="m", response_format=value)).encode()
         assert parse(CHAT, body).grammar is None
+
+
+def test_a_text_goes_on_with_its_grammar_after_a_failed_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And after its prompt was in the prefix cache."""
+    schema = {"type": "array", "items": {"enum": [10, 20]}, "minItems": 12, "maxItems": 12}
+    body = chat("count", max_tokens=200, temperature=0, guided_json=schema)
+    with serving(tiny_target()) as running, running.client() as client:
+        (sound,) = client.post("/v1/chat/completions", json=body).json()["choices"]
+        decoding = running.batcher._decoding
+        verified, passes = decoding._verified, []
+
+        def failing(*args: Any) -> Any:
+            passes.append(len(decoding.rows))
+            if passes[-3:] == [2, 2, 2]:
+                raise RuntimeError("the device is away")
+            return verified(*args)
+
+        monkeypatch.setattr(decoding, "_verified", failing)
+        two = chat("other", max_tokens=200, temperature=0, guided_json=schema)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            asks = [pool.submit(client.post, "/v1/chat/completions", json=x) for x in (body, two)]
+            answers = [ask.result().json() for ask in asks]
+    assert passes[-3:] == [2, 2, 2]
+    for answer in answers:
+        (choice,) = answer["choices"]
+        found = json.loads(choice["message"]["content"])
+        assert len(found) == 12
+        assert set(found) <= {10, 20}
+    assert answers[0]["choices"][0]["message"] == sound["message"]

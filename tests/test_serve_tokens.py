@@ -1,40 +1,42 @@
 """What the service says about single tokens: log-probabilities, and who drafted them."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 import torch
 
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-pytest.importorskip("prometheus_client", reason="the extra serve is not installed")
-openai = pytest.importorskip("openai")
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.draw.logprobs import TokenLogprob
+from decode.settings import DecodeSettings
+from decode.shapes.static import Static
+from decode.text import prompt_ids
+from decode.text_stream import decode
+from decode.trace import drafted_tokens
+from decode.verification import Verification
+from draftsmith.serve.batching.requests import AnswerChoice, NewTokens
+from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
+from draftsmith.serve.openai.answers import written
+from tests.service import (
+    CHAT,
+    MODEL,
+    QUESTION,
+    Running,
+    alone,
+    ask,
+    asked,
+    chat,
+    serving,
+    streamed,
+    target,
+    text_in,
+    words,
+)
+from tests.tiny import EOS_ID, tiny_model
 
-from decode.drafters.lookup.ngram import NgramDrafter  # noqa: E402
-from decode.drafters.small_lm import SmallLMDrafter  # noqa: E402
-from decode.draw.logprobs import TokenLogprob  # noqa: E402
-from decode.settings import DecodeSettings  # noqa: E402
-from decode.shapes.static import Static  # noqa: E402
-from decode.text import prompt_ids  # noqa: E402
-from decode.text_stream import decode  # noqa: E402
-from decode.trace import drafted_tokens  # noqa: E402
-from decode.verification import Verification  # noqa: E402
-from draftsmith.serve.batching.requests import AnswerChoice, NewTokens  # noqa: E402
-from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes  # noqa: E402
-from draftsmith.serve.openai.answers import written  # noqa: E402
-from tests.service import MODEL, Running, alone, chat, events, serving  # noqa: E402
-from tests.tiny import EOS_ID, tiny_model, tiny_target  # noqa: E402
-
-QUESTION = [{"role": "user", "content": "What does the drafter propose?"}]
-target = functools.cache(functools.partial(tiny_target, max_positions=512))
-
-
-@pytest.fixture(scope="module")
-def service() -> Iterator[Running]:
-    with serving(target()) as running:
-        yield running
+SAID = asked(QUESTION)
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +60,10 @@ def spelt(token: int) -> str:
 
 
 def test_chat_gives_the_log_probabilities_of_the_target(client: Any, service: Running) -> None:
-    tokens, expected = log_p_of(QUESTION, 40)
+    tokens, expected = log_p_of(SAID, 40)
     options: Any = {
         "model": MODEL,
-        "messages": QUESTION,
+        "messages": SAID,
         "max_tokens": 40,
         "logprobs": True,
         "top_logprobs": 3,
@@ -82,16 +84,16 @@ def test_chat_gives_the_log_probabilities_of_the_target(client: Any, service: Ru
         of_best = [top.logprob for top in entry.top_logprobs]
         assert of_best == pytest.approx(best.values.tolist(), abs=1e-4)
 
-    streamed = []
+    parts = []
     with client.chat.completions.create(**options, stream=True) as stream:
         for chunk in stream:
             for choice in chunk.choices:
-                streamed += choice.logprobs.content if choice.logprobs else []
+                parts += choice.logprobs.content if choice.logprobs else []
     # Prompts that were read before are read in other pieces, which rounds otherwise.
     values = pytest.approx([x.logprob for x in entries], abs=1e-4)
-    assert [x.token for x in streamed] == [x.token for x in entries]
-    assert [x.logprob for x in streamed] == values
-    assert all(len(x.top_logprobs) == 3 for x in streamed)
+    assert [x.token for x in parts] == [x.token for x in entries]
+    assert [x.logprob for x in parts] == values
+    assert all(len(x.top_logprobs) == 3 for x in parts)
 
     choices = client.chat.completions.create(**options | {"top_logprobs": 0, "n": 2}).choices
     for choice in choices:
@@ -106,10 +108,10 @@ def test_completions_give_them_with_offsets(client: Any, count: int) -> None:
     prompts = ["The dog", "She sells"]
     options: Any = {"model": MODEL, "prompt": prompts, "max_tokens": 24, "logprobs": count}
     done = client.completions.create(**options)
-    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    pieces: dict[int, list[Any]] = {0: [], 1: []}
     with client.completions.create(**options, stream=True) as stream:
         for chunk in stream:
-            streamed[chunk.choices[0].index].append(chunk.choices[0].logprobs)
+            pieces[chunk.choices[0].index].append(chunk.choices[0].logprobs)
     for choice, prompt in zip(done.choices, prompts, strict=True):
         given = choice.logprobs
         tokens, expected = log_p_of(prompt, 24)
@@ -125,22 +127,19 @@ def test_completions_give_them_with_offsets(client: Any, count: int) -> None:
             # A token completes a character that others have begun.
             assert choice.text[start:end].endswith(token) or token.startswith("bytes:")
         for name in ("tokens", "token_logprobs", "text_offset"):
-            parts = [value for piece in streamed[choice.index] for value in getattr(piece, name)]
+            parts = [value for piece in pieces[choice.index] for value in getattr(piece, name)]
             whole = getattr(given, name)
             assert parts == (pytest.approx(whole, abs=1e-4) if name == "token_logprobs" else whole)
 
 
 def test_token_ids_are_those_of_the_decode_whole_and_in_a_stream(service: Running) -> None:
-    ids = prompt_ids(QUESTION, target().tokenizer)
+    ids = prompt_ids(SAID, target().tokenizer)
     body = {"model": MODEL, "max_tokens": 24, "temperature": 0, "return_token_ids": True}
     with service.client() as http:
         texts = http.post("/v1/completions", json={**body, "prompt": ids, "n": 2}).json()["choices"]
-        chatted = http.post("/v1/chat/completions", json={**body, "messages": QUESTION}).json()
-        streamed = {**body, "messages": QUESTION, "stream": True}
-        with http.stream("POST", "/v1/chat/completions", json=streamed) as stream:
-            *parts, end = events(stream.iter_lines())
-    assert end == "[DONE]"
-    expected = alone(target(), QUESTION, 24)
+        chatted = http.post(CHAT, json={**body, "messages": SAID}).json()
+        parts = streamed(http, {**body, "messages": SAID})
+    expected = alone(target(), SAID, 24)
     for choice in (*texts, *chatted["choices"]):
         assert choice["token_ids"] == expected
         assert choice["prompt_token_ids"] == ids
@@ -196,11 +195,16 @@ def test_echo_and_best_of_that_cannot_be_given(fields: Any, param: str, client: 
 
 
 def test_a_stop_string_cuts_text_and_entries(client: Any, service: Running) -> None:
-    text = decode(target().tokenizer, alone(target(), QUESTION, 40))
+    text = words(alone(target(), SAID, 40))
     stop = text[21:24]
-    body = chat(QUESTION[0]["content"], max_tokens=40, stop=[stop], logprobs=True)
-    answer = client.chat.completions.create(**body).choices[0]
+    body = chat(QUESTION, max_tokens=40, stop=["never said", stop], logprobs=True)
+    done = client.chat.completions.create(**body)
+    (answer,) = done.choices
     assert answer.message.content == text[: text.index(stop)]
+    assert answer.finish_reason == "stop"
+    assert done.usage.completion_tokens < 40
+    with service.client() as http:
+        assert text_in(streamed(http, body)) == answer.message.content
     raw = [bytes(entry.bytes) for entry in answer.logprobs.content]
     assert b"".join(raw).decode(errors="replace").startswith(answer.message.content)
     assert not b"".join(raw[:-1]).decode(errors="replace").startswith(answer.message.content)
@@ -259,18 +263,16 @@ def test_a_trace_says_what_was_drafted(tree: bool) -> None:
     token_bytes = TokenBytes(tokenizer)
     decoder = settings.decoder(target(), drafter)[0]
     decoder.observers.append(observe)
-    tokens = decoder.decode([prompt_ids(QUESTION, tokenizer)], 40).outputs[0]
+    tokens = decoder.decode([prompt_ids(SAID, tokenizer)], 40).outputs[0]
     visible = [x for x, token in zip(expected, tokens, strict=False) if token not in (0, 1, 2)]
     assert any(origin == "draft" for origin, _ in visible)
     assert any(rejected for _, rejected in visible)
 
     with serving(target(), drafter, settings) as running, running.client() as http:
-        body = chat(QUESTION[0]["content"], max_tokens=40, draftsmith={"trace": True})
-        (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
-        body["stream"] = True
-        with http.stream("POST", "/v1/chat/completions", json=body) as stream:
-            *chunks, _ = events(stream.iter_lines())
-        plain = http.post("/v1/chat/completions", json=chat("x", max_tokens=2)).json()
+        body = chat(QUESTION, max_tokens=40, draftsmith={"trace": True})
+        (choice,) = http.post(CHAT, json=body).json()["choices"]
+        chunks = streamed(http, body)
+        plain = ask(http, max_tokens=2).json()
     traced = choice["draftsmith"]["tokens"]
     assert "".join(token["text"] for token in traced) == choice["message"]["content"]
     assert [token["origin"] for token in traced] == [origin for origin, _ in visible]

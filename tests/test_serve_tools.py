@@ -7,18 +7,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import openai
 import pytest
 
-openai = pytest.importorskip("openai")
-
-from decode.model.loading import Target  # noqa: E402
-from draftsmith.serve.openai.api_errors import ApiError  # noqa: E402
-from draftsmith.serve.openai.contract import parse  # noqa: E402
-from draftsmith.serve.openai.messages import read_items  # noqa: E402
-from draftsmith.serve.openai.openai_requests import CHAT  # noqa: E402
-from draftsmith.serve.openai.tools import Calls  # noqa: E402
-from tests.service import MODEL, Running, chat, serving  # noqa: E402
-from tests.tiny import tiny_target  # noqa: E402
+from decode.model.loading import Target
+from draftsmith.serve.openai.api_errors import ApiError
+from draftsmith.serve.openai.contract import parse
+from draftsmith.serve.openai.messages import read_items
+from draftsmith.serve.openai.openai_requests import CHAT
+from draftsmith.serve.openai.tools import Calls
+from tests.service import MODEL, Running, chat, serving
+from tests.tiny import tiny_target
 
 WRITTEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"

@@ -8,9 +8,6 @@ import pytest
 from starlette.responses import Response
 from tokenizers import normalizers
 
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
-
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target

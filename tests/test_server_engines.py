@@ -11,12 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import torch
-
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
-import httpx2
 
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
@@ -30,7 +27,7 @@ from tests.answer_server import (
     answers_of,
     without_reason,
 )
-from tests.export import save_target
+from tests.export import needs, save_target
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.test_target import write_gguf
 from tests.upstream import served
@@ -40,9 +37,8 @@ from train.data.corpus import write_answers
 from train.data.write_samples import fit
 from train.engines import launch
 from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
-from train.engines.child_process import python_of
 from train.engines.launch import launched
-from train.engines.programs import find_vllm, llama_server_program
+from train.engines.programs import find_vllm
 from train.engines.server_config import ServerConfig
 
 # --- log-probabilities ----------------------------------------------------------------------------
@@ -301,8 +297,7 @@ def test_an_engine_for_several_machines_is_refused(
 @pytest.mark.engine
 @pytest.mark.timeout(280)
 def test_vllm_answers_as_our_own_loop(tmp_path: Path) -> None:
-    if not python_of("vllm").exists():
-        pytest.skip("vLLM is not installed")
+    needs("vllm")
     context = stage_context(tmp_path, save_target(tmp_path / "target"))
     context = with_examples(context, train=examples("train", 6))
     run_stage(context, make_stage("generate", "ours", **SETTINGS))
@@ -319,8 +314,7 @@ def test_vllm_answers_as_our_own_loop(tmp_path: Path) -> None:
 
 @pytest.mark.engine
 def test_llama_server_answers_as_our_own_loop(tmp_path: Path) -> None:
-    if llama_server_program() is None:
-        pytest.skip("llama-server is not installed")
+    needs("llama-server")
     write_gguf(tmp_path / "target.gguf")
     context = stage_context(tmp_path, load_target(str(tmp_path / "target.gguf")))
     run_stage(context, make_stage("generate", "ours", **SETTINGS))

@@ -10,13 +10,11 @@ import pytest
 import torch
 from starlette.responses import Response
 
-pytest.importorskip("httpx2", reason="the extra serve is not installed")
-
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.teacher.feature_sources import LiveFeatures
-from tests.export import save_target
+from tests.export import needs, save_target
 from tests.stages import (
     drafter_weights,
     examples,
@@ -32,7 +30,6 @@ from tests.training import assert_equal
 from tests.upstream import served
 from train.base.stage import StageInputs
 from train.engines import ask_servers
-from train.engines.child_process import python_of
 from train.engines.server_config import ServedFeatures
 from train.engines.states import ask_states
 
@@ -240,8 +237,7 @@ def test_a_plan_names_the_layers_and_counts_the_window(context: StageInputs) -> 
 def test_vllm_hands_out_the_states_of_the_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not python_of("vllm").exists():
-        pytest.skip("vLLM is not installed")
+    needs("vllm")
     target: Target = save_target(tmp_path / "target")
     context = with_examples(stage_context(tmp_path, target), train=examples("train", 6))
     stage = HEADS | {"loop": HEADS["loop"] | {"epochs": 1, "max_steps": 2}}

@@ -8,22 +8,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from draftsmith.cli.main import app
+from draftsmith.net.listen import bind
 from draftsmith.watch.run_state import LOG_LINES, POINTS, RunState
-from tests.browser import browser_path
+from draftsmith.watch.server import HOST, WatchServer
+from tests.browser import HOSTILE, Visit
 from train.base.console import Reporter
 from train.base.tracking.curve_file import CURVES_FILE
-
-pytest.importorskip("starlette", reason="the extra serve is not installed")
-pytest.importorskip("uvicorn", reason="the extra serve is not installed")
-
-HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">'
 
 
 class WrittenRun:
@@ -155,9 +151,6 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def address(run: WrittenRun) -> Iterator[str]:
-    from draftsmith.net.listen import bind
-    from draftsmith.watch.server import HOST, WatchServer
-
     started = threading.Event()
     with bind(HOST, 0) as bound:
         server = WatchServer(RunState(run.directory), started.set)
@@ -197,47 +190,38 @@ def test_the_server_sends_its_files_to_this_machine_only(run: WrittenRun, addres
     assert ask(address, "GET", "/../config.json")[0] == 404
 
 
-def test_the_page_follows_the_run(run: WrittenRun, address: str) -> None:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+def test_the_page_follows_the_run(run: WrittenRun, address: str, browser: Any) -> None:
     run.end_stage(0, "text")
     (run.directory / "stages/01-heads").mkdir()
     run.log(5, loss=2.0)
-    with playwright.sync_playwright() as session:
-        browser = session.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        page = browser.new_page()
-        page.set_default_timeout(60_000)
-        problems: list[str] = []
-        hosts: set[str] = set()
-        page.on("pageerror", lambda error: problems.append(str(error)))
-        page.on("console", lambda said: problems.append(said.text) if said.type == "error" else 0)
-        page.on("request", lambda asked: hosts.add(urlsplit(asked.url).netloc))
-        page.goto(f"http://{address}/")
-        page.wait_for_selector("#stages li.done:has-text('text (generate): done, 1 min 1 s')")
-        page.wait_for_selector("#stages li.begun:has-text('heads')")
-        page.wait_for_selector("#what:has-text('stage 2 of 2, heads')")
-        # One point is a dot, with its step and its value.
-        page.wait_for_selector("#curves path.dot", state="attached")
-        assert page.text_content("#curves .plot") == "2step 5"
-        with run.reporter.bar("training", 100) as bar:
-            bar.update(0)
-            time.sleep(1.1)
-            bar.update(50, HOSTILE)
-        run.reporter.say(HOSTILE)
-        run.log(10, loss=1.25)
-        run.evaluate(0.63)
-        page.wait_for_selector("#what:has-text('training: 50 of 100')")
-        assert "left of this" in page.text_content("#what")
-        page.wait_for_selector("#evaluations td:has-text('0.63')")
-        page.wait_for_selector("#evaluations td:has-text('1.20× [1.10, 1.30]*')")
-        assert page.is_visible("#disturbed")
-        page.wait_for_selector("#curves .key:has-text('loss 1.25')")
-        page.wait_for_selector("#curves path[d*=L]", state="attached")
-        assert HOSTILE in page.text_content("#log")
-        assert page.text_content("#note") == HOSTILE
-        assert page.evaluate("window.hit") is None
-        run.end_stage(1, "heads")
-        run.put("report.json", {})
-        page.wait_for_selector("#what:has-text('finished')")
-        assert problems == []
-        assert hosts == {address}
-        browser.close()
+    visit = Visit(browser, f"http://{address}/")
+    page = visit.page
+    page.wait_for_selector("#stages li.done:has-text('text (generate): done, 1 min 1 s')")
+    page.wait_for_selector("#stages li.begun:has-text('heads')")
+    page.wait_for_selector("#what:has-text('stage 2 of 2, heads')")
+    # One point is a dot, with its step and its value.
+    page.wait_for_selector("#curves path.dot", state="attached")
+    assert page.text_content("#curves .plot") == "2step 5"
+    with run.reporter.bar("training", 100) as bar:
+        bar.update(0)
+        time.sleep(1.1)
+        bar.update(50, HOSTILE)
+    run.reporter.say(HOSTILE)
+    run.log(10, loss=1.25)
+    run.evaluate(0.63)
+    page.wait_for_selector("#what:has-text('training: 50 of 100')")
+    assert "left of this" in page.text_content("#what")
+    page.wait_for_selector("#evaluations td:has-text('0.63')")
+    page.wait_for_selector("#evaluations td:has-text('1.20× [1.10, 1.30]*')")
+    assert page.is_visible("#disturbed")
+    page.wait_for_selector("#curves .key:has-text('loss 1.25')")
+    page.wait_for_selector("#curves path[d*=L]", state="attached")
+    assert HOSTILE in page.text_content("#log")
+    assert page.text_content("#note") == HOSTILE
+    assert page.evaluate("window.hit") is None
+    run.end_stage(1, "heads")
+    run.put("report.json", {})
+    page.wait_for_selector("#what:has-text('finished')")
+    page.context.close()
+    assert visit.errors == []
+    assert visit.hosts == {address}
