@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
@@ -26,7 +25,6 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.requirements import require_trees
 from decode.model.generation_config import padded_prompts
 from decode.model.hidden_states import FINAL
-from decode.model.identity import fingerprint
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
@@ -34,10 +32,10 @@ from decode.shapes.static import Static
 from decode.text import SpeculativeGenerator
 from decode.verification import Verification
 from distill.teacher.feature_sources import LiveFeatures
-from heads import HEADS
-from heads.heads_module import HeadOptions
+from tests import tiny
+from tests.contract import heads_on
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
-from tests.tiny import EOS_ID, PAD_ID, tiny_encoder_decoder, tiny_model, tiny_tokenizer
+from tests.tiny import EOS_ID, PAD_ID, finish, tiny_encoder_decoder, tiny_model, tiny_tokenizer
 
 FAMILIES = ("t5", "bart", "marian")
 # Of different lengths, with tokens that come again.
@@ -56,13 +54,8 @@ model = functools.cache(tiny_encoder_decoder)
 
 def generated(lm: Any, source: list[int], new: int = NEW, **settings: Any) -> list[int]:
     """The greedy text of transformers, of one row alone."""
-    stated = {"eos_token_id": EOS_ID, "pad_token_id": PAD_ID, "decoder_start_token_id": PAD_ID}
-    config = GenerationConfig(max_new_tokens=new, num_beams=1, **(stated | settings))
-    ids = torch.tensor([source])
-    out: list[int] = lm.generate(
-        ids, attention_mask=torch.ones_like(ids), generation_config=config
-    )[0, 1:].tolist()
-    return out
+    stated = {"eos_token_id": EOS_ID, "decoder_start_token_id": PAD_ID, "num_beams": 1}
+    return tiny.generated(lm, source, new, **(stated | settings))
 
 
 class Guesses(Drafter):
@@ -83,9 +76,7 @@ class Guesses(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def draft(
-        self, contexts: Contexts, limits: Limits, sampling: Sampling, rng: CounterRNG
-    ) -> Draft:
+    def draft(self, contexts: Contexts, *rest: Any) -> Draft:
         assert contexts.sources is not None
         rows = []
         for source, length in zip(contexts.sources, contexts.lengths.tolist(), strict=True):
@@ -136,8 +127,7 @@ def test_rows_join_a_running_decode(family: str) -> None:
     decoding.step()
     decoding.read(2)
     decoding.drop(0)
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     for row, source in ((1, SOURCES[2]), (2, SOURCES[4]), (3, SOURCES[0]), (4, SOURCES[4])):
         assert decoding.outputs[row] == generated(lm, source)
 
@@ -204,22 +194,6 @@ def test_lookup_reads_the_source() -> None:
 WORDS, SAMPLED = 5, 4
 
 
-def heads_drafter(lm: Any, vocab: int, shape: Any = None, kind: str = "medusa") -> Drafter:
-    """Untrained heads guess the token before; these are moved so that they guess more than that."""
-    options: dict[str, Any] = {"blockwise": {"k": 4}, "medusa": {"heads": 3}, "hydra": {"heads": 3}}
-    made: Any = HEADS[kind](HeadOptions.of({"type": kind} | options[kind]), lm)  # type: ignore[call-arg]
-    made.init_weights(lm)
-    g = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name, parameter in made.named_parameters():
-            if not name.startswith("output."):
-                parameter += 0.2 * torch.randn(parameter.shape, generator=g)
-    made.borrow(lm)
-    build: Any = DRAFTERS[kind]
-    found: Drafter = build(made, vocab, shape)
-    return found
-
-
 def joint_law(lm: Any, source: list[int]) -> np.ndarray:
     """The joint distribution of the first tokens, float64 [V, …, V], from one plain forward."""
     starts = list(itertools.product(range(WORDS), repeat=SAMPLED - 1))
@@ -256,7 +230,7 @@ def test_sampled_texts_have_the_targets_distribution(family: str, kind: str) -> 
         drafter: Drafter = NgramDrafter(1, 2)
     else:
         shape = Static(widths=[2, 2], draw="distinct") if kind.endswith("tree") else None
-        drafter = heads_drafter(lm, WORDS, shape, kind.split()[0])
+        drafter = heads_on(lm, kind.split()[0], WORDS, shape)
     decoder = Decoder(lm, drafter, gamma=2, sampling=Sampling(1.0))
     sources, rows = [[1, 3, 2, 4, 1], [2, 4]], 3000
     decoded = decoder.decode(sources * rows, SAMPLED, batch_size=4000)
@@ -274,8 +248,7 @@ def target(family: str = "bart", **shape: Any) -> Target:
     lm = tiny_encoder_decoder(family, **shape).requires_grad_(False)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = None
-    identity = fingerprint(tokenizer, lm.config, lm.generation_config)
-    return Target(lm, tokenizer, f"tiny-{family}", None, identity, identity.eos_token_ids)
+    return tiny.as_target(lm, tokenizer, f"tiny-{family}")
 
 
 @pytest.mark.parametrize(
@@ -363,18 +336,6 @@ def test_drafters_that_do_not_read_sources_are_refused(tmp_path: Path) -> None:
 
 
 # --- heads ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("family", "kind"), list(zip(FAMILIES, ["medusa", "blockwise", "hydra"], strict=True))
-)
-def test_heads_change_no_text(family: str, kind: str) -> None:
-    lm = model(family)
-    shape = Static(widths=[3, 2], draw="top") if kind == "medusa" else None
-    drafter = heads_drafter(lm, lm.config.vocab_size, shape, kind)
-    decoder = Decoder(lm, drafter, eos_token_ids=[EOS_ID], gamma=3)
-    expected = [generated(lm, source) for source in SOURCES]
-    assert decoder.decode(SOURCES, NEW, batch_size=3).outputs == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)

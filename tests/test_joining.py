@@ -4,7 +4,6 @@ And around it: prompts read in several passes, memory that is refused, slots tha
 """
 
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,8 +15,7 @@ import torch
 from decode.base.errors import MemoryShortage, UserError
 from decode.draft import Contexts
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.ngram import NgramDrafter, StoreDrafter
-from decode.drafters.lookup.suffix import SuffixDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
 from decode.lengths import POLICIES
 from decode.loop.decoding import Decoder, Decoding
@@ -34,7 +32,7 @@ from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.contract import EOS, LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
 from tests.lossless import LONGER, fit_texts, longer_model, small_lm
-from tests.tiny import tiny_model, tiny_tokenizer
+from tests.tiny import finish, tiny_model, tiny_tokenizer, tokens_fed
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, top_p=0.98)
 
@@ -92,36 +90,15 @@ def test_the_first_token_drafted_too(kind: str) -> None:
     assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
 
 
-@pytest.mark.parametrize(
-    "drafter",
-    [lambda: StoreDrafter(1, 3), SuffixDrafter, lambda: SuffixDrafter(tree_nodes=4)],
-    ids=["store", "suffix", "suffix tree"],
-)
-def test_a_store_learns_from_all_rows_and_changes_no_greedy_text(
-    drafter: Callable[[], Drafter],
-) -> None:
-    which = decoder(drafter(), sampling=GREEDY)
-    run = staggered(which, LIMITS)
-    assert run.result().outputs == alone(decoder(recipe("none")), LIMITS)
-    assert run.result().counts.accepted.sum() > 5
-
-
 def test_joining_rows_have_the_targets_distribution() -> None:
     """Rows of three prompts join in turns, so that each round has rows of different ages."""
-    which = decoder(
-        small_lm(case=LONGER),
-        gamma=LONGER.gamma,
-        sampling=LONGER.sampling,
-        eos_token_ids=EOS,
-    )
-    decoding = Decoding(which, seed=1)
+    decoding = Decoding(LONGER.decoder(small_lm(case=LONGER)), seed=1)
     total, size = 9000, 1500
     for begin in range(0, total, size):
         rows = range(begin, begin + size)
         decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new)
         decoding.step()
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert len({len(step.rows) for step in decoding.steps}) > 5
     found = fit_texts(decoding.result().outputs, LONGER)
     assert found.passes, found
@@ -171,8 +148,7 @@ def test_rows_are_dropped_and_refused_prompts_change_nothing() -> None:
     for row in (0, 2, 3, 4):
         if row == 3:
             decoding.drop(3)
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     with pytest.raises(UserError, match="no row runs"):
         decoding.step()
     assert [decoding.outputs[row] for row in (0, 2, 4)] == [expected[row] for row in (0, 2, 4)]
@@ -208,9 +184,7 @@ def test_rows_that_could_not_join_leave_their_stops(monkeypatch: pytest.MonkeyPa
         with pytest.raises(RuntimeError, match="no memory"):
             decoding.admit([[8, 9]], NEW)
     assert set(stop._searches) == {0}
-    while not decoding.finished:
-        decoding.step()
-    assert decoding.outputs[0] == expected
+    assert finish(decoding)[0] == expected
 
 
 def test_stop_strings_search_each_text_alone() -> None:
@@ -284,13 +258,7 @@ def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.Monke
         which = decoder(recipe(kind), prefill_tokens=tokens, sampling=GREEDY)
         if isinstance(which.drafter, lossless.SmallLMDrafter):
             which.drafter.lm.pass_tokens = tokens
-        forward, fed = which.lm.forward, []
-
-        def counted(ids: Any, *args: Any, _f: Any = forward, _fed: Any = fed, **more: Any) -> Any:
-            _fed.append(ids.numel())
-            return _f(ids, *args, **more)
-
-        which.lm.forward = counted  # type: ignore[method-assign]
+        fed = tokens_fed(which.lm)
         read: list[int] = []
         if isinstance(which.drafter, AttendingDrafter):
             take = which.drafter.take_missing
@@ -339,8 +307,7 @@ def test_rows_go_on_while_prompts_are_read_in_parts(kind: str) -> None:
             passes += 1
         if len(joined) == 2:
             decoding.drop(3)  # the other prompt of its group is read on
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert passes > 4
     assert len(set(joined)) > 2
     for row in (0, 1, 2, 4, 5, 7):
@@ -373,8 +340,7 @@ def test_the_others_go_on_if_a_drafter_cannot_take_new_rows(
     assert decoding.rows.numbers.tolist() == before
     decoding.read(running)
     decoding.admit([PROMPTS[5]], LIMITS[5])
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     for row in (*range(running + 2), 5):
         assert decoding.outputs[row] == expected[row], row
 
@@ -389,20 +355,13 @@ def test_a_prompt_of_many_texts_is_read_once(kind: str) -> None:
     ]
     decoding = Decoding(which, PROMPTS[:2], 2 * NEW, seed=1)
     decoding.step()
-    forward, fed = which.lm.forward, []
-
-    def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        fed.append(ids.numel())
-        return forward(ids, *args, **more)
-
-    which.lm.forward = counted  # type: ignore[method-assign]
+    fed = tokens_fed(which.lm)
     settings = RowSettings(SAMPLED, seed=3)
     rows = decoding.begin(prompts, NEW, row_ids=range(len(prompts)), settings=settings)
     decoding.drop(rows[0])  # the first of the copies
     decoding.read(rows[1])
     assert sum(fed) == 2 * len(PROMPTS[4])  # two rows, one of them with padding
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert len({tuple(text) for text in expected}) > 4
     assert [decoding.outputs[row] for row in rows[1:]] == expected[1:]
 
@@ -443,29 +402,19 @@ def test_passes_give_the_logits_and_states_of_one(
 
 
 @pytest.mark.parametrize("place", [0, 1, 3])
-def test_a_short_prompt_is_not_padded_to_a_long_one(
-    place: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_prompt_is_not_padded_to_a_long_one(place: int) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 300, size).tolist() for size in (5, 9, 6)]
     prompts.insert(place, rng.integers(3, 300, 250).tolist())
     model = tiny_model("llama")
     apart = [Decoder(model, DRAFTERS["none"]()).decode([p], 4).outputs[0] for p in prompts]
-    fed, forward = [], CachedLM.forward
-
-    def count(self: CachedLM, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        fed.append(ids.numel())
-        return forward(self, ids, *args, **kwargs)
-
-    monkeypatch.setattr(CachedLM, "forward", count)
-    decoding = Decoding(Decoder(model, DRAFTERS["none"]()))
+    which = Decoder(model, DRAFTERS["none"]())
+    fed, decoding = tokens_fed(which.lm), Decoding(which)
     decoding.begin(prompts, 4)
     decoding.read(decoding.waiting[0])
     # 4 times 9 tokens, and then the rest of the long prompt alone.
     assert fed == [36, 241]
-    while not decoding.finished:
-        decoding.step()
-    assert list(decoding.outputs.values()) == apart
+    assert list(finish(decoding).values()) == apart
 
 
 def test_rows_that_read_their_drafts_are_fed_together() -> None:
@@ -527,9 +476,7 @@ def test_a_context_without_memory_is_refused_before_it_is_read(
             UserError, match=rf"for 2 rows of .*\({each:,} bytes per token\).*fewer"
         ):
             decoding.admit(PROMPTS[4:5], 2 * NEW)
-    while not decoding.finished:
-        decoding.step()
-    assert decoding.outputs == {0: expected}
+    assert finish(decoding) == {0: expected}
     with pytest.raises(UserError, match="keys and values of LlamaForCausalLM for 8 rows of"):
         which.decode(PROMPTS, NEW)
     # What the drafter keeps counts too, before the target reads anything.

@@ -20,7 +20,7 @@ from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from decode.text import SpeculativeGenerator
 from tests.contract import decoder, recipe
-from tests.tiny import VOCAB, tiny_model, tiny_target
+from tests.tiny import VOCAB, finish, tiny_model, tiny_target
 
 SYSTEM = np.random.default_rng(0).integers(0, 4, 30).tolist()
 # The turns of a chat, another chat with the same system message, and a stranger.
@@ -124,9 +124,7 @@ def test_another_drafter_in_the_middle_of_a_text() -> None:
     for kind in ("chain", "eagle1"):
         decoding.step()
         decoding.set(drafter=recipe(kind))
-    while not decoding.finished:
-        decoding.step()
-    assert decoding.outputs == {0: expected}
+    assert finish(decoding) == {0: expected}
     assert not len(known)
 
 
@@ -141,9 +139,7 @@ def test_after_a_drafter_of_hidden_states_nothing_is_kept_until_the_slots_are_ne
     decoding.set(drafter=recipe("chain"))
     assert which.lm.drafter_bytes == which.drafter.token_bytes
     decoding.admit([SYSTEM], NEW)
-    while not decoding.finished:
-        decoding.step()
-    assert decoding.outputs == {0: expected, 1: expected}
+    assert finish(decoding) == {0: expected, 1: expected}
     assert len(known) == kept
     before = known.reused
     assert which.decode([SYSTEM], NEW).outputs == [expected]
@@ -232,8 +228,7 @@ def test_rows_that_run_join_with_a_known_beginning() -> None:
     decoding.drop(1)  # what was read of it stays
     prompts = [[*SYSTEM, row] for row in range(3)]
     decoding.admit([[2], *prompts], NEW)
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert known.reused == 3 * len(SYSTEM)
     for row, prompt in enumerate([[2], *prompts], 2):
         assert plain.decode([prompt], NEW, row_ids=[row]).outputs[0] == decoding.outputs[row]

@@ -20,7 +20,7 @@ from decode.loop.rows import RowSettings
 from decode.opening.directory import open_drafter
 from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
 from tests.test_online import online_of, pair, prompts_of
-from tests.tiny import tiny_target
+from tests.tiny import finish, tiny_target
 from train.online.learning import Online
 from train.online.routed_learners import RoutedLearning
 
@@ -53,8 +53,7 @@ def test_a_row_goes_where_its_label_says() -> None:
     decoding.step()
     decoding.admit(prompts[4:], 8, settings=settings(LABELS)[4:])
     decoding.set(drafter=router)  # starts anew with the running texts, and their labels
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     assert dict(seen) == expected
     assert all(expected[row] == route for row, route in seen)
     plain = Decoder(pair()[0], NoDrafter()).decode(prompts, 12).outputs
@@ -118,21 +117,13 @@ def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
 def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
     """Rows join in groups, so what was measured in some decides for others."""
     others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
-    decoder = Decoder(
-        LONGER.model(0.0),
-        RoutedDrafter(others, routing),
-        gamma=LONGER.gamma,
-        sampling=LONGER.sampling,
-        eos_token_ids=LONGER.eos,
-    )
-    decoding, size = Decoding(decoder), 30
+    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, routing))), 30
     for begin in range(0, 9000, size):
         rows = range(begin, begin + size)
         each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]
         decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new, settings=each)
         decoding.step()
-    while not decoding.finished:
-        decoding.step()
+    finish(decoding)
     found = fit_texts(decoding.result().outputs, LONGER)
     assert found.passes, found
     assert found.df > 100
@@ -144,8 +135,7 @@ def answer(decoder: Decoder, learners: Sequence[Online], rows: Sequence[Sequence
     for group in rows:
         each = settings(["ab"[row % 3 == 0] for row in group])
         decoding.admit([prompts[row] for row in group], 16, settings=each)
-        while not decoding.finished:
-            decoding.step()
+        finish(decoding)
         for learner in learners:
             if learner.due():
                 learner.learn()

@@ -34,13 +34,12 @@ from tests.contract import (
     SETTINGS,
     decoder,
     each_with_its_settings,
-    finish,
     recipe,
     staggered,
 )
 from tests.lossless import LONGER, FixedDraft, fit_texts, longer_model, small_lm
 from tests.test_processors import Broken
-from tests.tiny import VOCAB, near_drafter, tiny_model, tiny_tokenizer
+from tests.tiny import VOCAB, finish, near_drafter, tiny_model, tiny_tokenizer
 
 
 @pytest.mark.parametrize(
@@ -73,10 +72,7 @@ def test_the_sampling_of_one_row_for_all_is_seen(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_mixed_rows_have_the_targets_distributions(kind: str) -> None:
     samplings = [Sampling(1.0, top_p=0.98), Sampling(0.8, repetition_penalty=1.6), Sampling(0.6)]
-    which = decoder(
-        recipe(kind), gamma=LONGER.gamma, eos_token_ids=EOS, sampling=Sampling(), rule=None
-    )
-    decoding = Decoding(which)
+    decoding = Decoding(LONGER.decoder(recipe(kind), sampling=Sampling()))
     total, size = 12_000, 3000
     for begin in range(0, total, size):
         rows = range(begin, begin + size)
@@ -172,25 +168,26 @@ def test_settings_that_cannot_be_used() -> None:
 
 @pytest.mark.parametrize("kind", ["none", "chain", "eagle1 tree"])
 @pytest.mark.parametrize(
-    ("length", "raises", "said"),
+    ("length", "value", "said"),
     [
-        (17, False, "mask all tokens"),
-        (22, False, "mask all tokens"),
-        (17, True, "a logits processor fails in step 0 .* prompt 2, .*: KeyError: 'lost'"),
-        (22, True, "a logits processor fails in step .* prompt 2, .*: KeyError: 'lost'"),
+        (17, -torch.inf, r"mask all tokens in step 0 .prefill. for prompt 2"),
+        (22, torch.nan, r"mask all tokens in step \d+ .verification. for prompt 2"),
+        (17, None, "a logits processor fails in step 0 .* prompt 2, .*: KeyError: 'lost'"),
+        (22, None, "a logits processor fails in step .* prompt 2, .*: KeyError: 'lost'"),
     ],
 )
-def test_a_row_without_a_token_fails_alone(kind: str, length: int, raises: bool, said: str) -> None:
-    """At its prompt or later: the other rows go on with the same texts."""
+def test_a_row_without_a_token_fails_alone(kind: str, length: int, value: Any, said: str) -> None:
+    """At its prompt or later: the other rows go on with the same texts. value: of all its logits;
+    None: the processor raises."""
     prompt, drafter = torch.tensor(PROMPTS[2]), recipe(kind)
 
     def processor(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] < length:
             return scores
         hit = (input_ids[:, : len(prompt)] == prompt).all(1, keepdim=True)
-        if raises and hit.any():
+        if value is None and hit.any():
             raise KeyError("lost")
-        return torch.where(hit, -torch.inf, scores)
+        return scores if value is None else torch.where(hit, value, scores)
 
     for sampling in (Sampling(), Sampling(1.0)):
         which = decoder(drafter, sampling=sampling, processors=[processor])
