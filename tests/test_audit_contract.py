@@ -17,10 +17,9 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
-from draftsmith.auditing.drafts import OwnLoop
 from draftsmith.auditing.findings import Verdict
 from draftsmith.export.engines import Counting
-from draftsmith.export.verify_export import count_drafts
+from draftsmith.export.verify_export import OwnLoop, count_drafts
 from tests.audit_controls import PROMPTS
 from tests.mutants import StaleCache
 from tests.service import serving

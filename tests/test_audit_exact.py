@@ -18,6 +18,7 @@ from decode.rules import Rule
 from decode.rules.speculative import SpeculativeSampling
 from draftsmith.auditing import exact
 from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.texts import EngineText
 from draftsmith.auditing.tiny import NOISE, tiny_model, write_tiny
 from draftsmith.export.export_directory import check_export
@@ -85,7 +86,7 @@ def test_the_residual_of_the_wrong_row_is_found(
     target: Target, rule: type[Rule], right: bool
 ) -> None:
     """The transform does not find it: what it favours is nowhere together in its orders."""
-    prompts, tokens = exact.random_prompts(target, 2), exact.TOKENS
+    prompts, tokens = exact.random_prompts(target, 2), AuditOptions().exact_tokens
     decoder = Decoder(
         target.model, SmallLMDrafter(tiny_model(NOISE)), eos_token_ids=target.eos_token_ids,
         gamma=3, rule=rule(), sampling=PLAIN,

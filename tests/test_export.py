@@ -101,7 +101,7 @@ def test_an_export_has_the_targets_number_of_rows(rows: int, tie: bool, tmp_path
     model = make_drafter(tmp_path / "drafter", padded_target, vocab=rows, tie=tie)
     source = TrainedDrafter.open(tmp_path / "drafter").small_lm(None)
     found = source.model(IDS).logits
-    assert source.config.vocab_size == found.shape[-1] == 304
+    assert source.model.config.vocab_size == found.shape[-1] == 304
     torch.testing.assert_close(found[..., :300], model(IDS).logits[..., :300])
     if rows == 300:  # the rows that are added repeat the last one
         assert torch.equal(found[..., 300:], found[..., 299:300].expand(-1, -1, 4))

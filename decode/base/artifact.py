@@ -167,6 +167,12 @@ def weights_sha256(path: Path) -> str:
     return _body_sha256({k: v["sha256"] for k, v in files.items() if k.endswith(".safetensors")})
 
 
+def file_sha256(file: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with open(file, "rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
 def numbers_of(parent: Path, prefix: str) -> list[int]:
     """The integers of all `parent/prefix-<integer>`, in ascending order."""
     names = (path.name.removeprefix(f"{prefix}-") for path in parent.glob(f"{prefix}-*"))
@@ -319,7 +325,7 @@ def _seal(directory: Path, meta: dict[str, Any]) -> None:
         if name == MANIFEST:
             raise ValueError(f"{MANIFEST} is written by write_directory, not by fill")
         if entry.is_file():
-            files[name] = {"size": entry.stat().st_size, "sha256": _sha256(entry)}
+            files[name] = {"size": entry.stat().st_size, "sha256": file_sha256(entry)}
         _sync(entry)
     # To JSON and back: the hash must be over the values that a reader sees (string keys, lists).
     body = json.loads(json.dumps({"format": FORMAT, "files": files, "meta": meta}))
@@ -374,14 +380,9 @@ def _problem_of(directory: Path, name: str, entry: object, deep: bool) -> str | 
         return "is not a regular file"
     if status.st_size != size:
         return f"has {status.st_size} bytes, the manifest says {size}"
-    if deep and _sha256(steps[-1]) != sha256:
+    if deep and file_sha256(steps[-1]) != sha256:
         return "does not match its SHA-256 in the manifest: its content was changed"
     return None
-
-
-def _sha256(file: Path) -> str:
-    with open(file, "rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _body_sha256(body: dict[str, Any]) -> str:

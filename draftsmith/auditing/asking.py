@@ -96,29 +96,20 @@ class Asked:
 
 
 class AuditedServer(ServerClient):
-    """The server under audit."""
+    """The server under audit. protocol: how it is asked for texts."""
 
     kept = "Start it, and then the same command"
 
     def __init__(self, url: str, config: ServerConfig, target: Target) -> None:
         super().__init__(url, config)
-        self._protocol, self._target = _PROTOCOLS[config.protocol], target
+        self.protocol, self._target = _PROTOCOLS[config.protocol], target
 
     def setting(self, name: str) -> str:
         return "--" + name.replace("_", "-")
 
-    def body(self, row: Row, settings: AskSettings) -> dict[str, Any]:
-        """The request for one row."""
-        return self._protocol.body(row, settings)
-
     async def named(self) -> str | None:
         """The name of the model in requests; None for a protocol that has none."""
-        return await self.model() if self._protocol.several else None
-
-    @property
-    def path(self) -> str:
-        """Where requests for texts go."""
-        return self._protocol.path
+        return await self.model() if self.protocol.several else None
 
     def decoded(self, response: httpx2.Response) -> Any:
         """The JSON of an answer. Raises UserError for what is none."""
@@ -138,18 +129,19 @@ class AuditedServer(ServerClient):
     ) -> None:
         """Ask for answers to one prompt in one request, and put them where they belong. Raises
         UserError for a server that refuses the request or gives no token ids."""
-        body = self.body(row, settings)
+        body = self.protocol.body(row, settings)
         if each > 1:
             body["n"] = each
-        response = await self.send("POST", self.path, body)
+        response = await self.send("POST", self.protocol.path, body)
         if response.status_code in REFUSED_ROW:
             raise UserError(
-                f"{self.url}{self.path} refuses a request with token ids: "
+                f"{self.url}{self.protocol.path} refuses a request with token ids: "
                 f"{excerpt(response)}. Expected a server that takes token ids as a prompt and "
                 "every field of the request; for llama-server set --protocol llama-server"
             )
         replies = self._read(response)
-        asked.counts += _timed(response.json())
+        timings = response.json().get("timings") or {}  # of llama-server
+        asked.counts += DraftCounts(timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
         if len(replies) != each:
             asked.faults.append(f"{len(replies)} answers came in place of {each}")
         asked.faults += _miscounted([reply for reply, _ in replies])
@@ -172,15 +164,9 @@ class AuditedServer(ServerClient):
 
     def _read(self, response: httpx2.Response) -> list[tuple[Reply, LogP]]:
         try:
-            return self._protocol.replies(self.decoded(response))
+            return self.protocol.replies(self.decoded(response))
         except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
             raise self._no_answer(response, error) from error
-
-
-def _timed(reply: dict[str, Any]) -> DraftCounts:
-    """The draft tokens that llama-server names in an answer."""
-    timings = reply.get("timings") or {}
-    return DraftCounts(timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
 
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:

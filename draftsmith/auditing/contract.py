@@ -106,7 +106,7 @@ def contract_findings(
             Sampling(), tokens, seed, target.eos_token_ids, model=await server.named()
         )
         bodies = [
-            server.body(Row(number, list(prompt)), settings)
+            server.protocol.body(Row(number, list(prompt)), settings)
             for number, prompt in enumerate(prompts[:PROMPTS])
         ]
         drawn = {"temperature": sampling.temperature}
@@ -123,7 +123,7 @@ def contract_findings(
 
 
 async def _answer(server: AuditedServer, body: dict[str, Any]) -> Any:
-    return server.decoded(await server.send("POST", server.path, body))
+    return server.decoded(await server.send("POST", server.protocol.path, body))
 
 
 def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
@@ -155,8 +155,8 @@ async def _streams(
 ) -> list[Finding]:
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
-        response = server.accepted(await server.send("POST", server.path, body | {"stream": True}))
-        said = Said.streamed(response.text)
+        response = await server.send("POST", server.protocol.path, body | {"stream": True})
+        said = Said.streamed(server.accepted(response).text)
         compared.count += 1
         if not said.same_tokens(whole):
             compared.left_out += 1

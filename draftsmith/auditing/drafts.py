@@ -3,16 +3,13 @@
 import math
 import re
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode.base.errors import UserError
-from decode.drafters import Drafter
 from decode.draw.sampling import Sampling
-from decode.model.loading import Target
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.export.engines import ENGINES, Counting
-from draftsmith.export.verify_export import TOLERANCE, count_drafts, differing
+from draftsmith.export.verify_export import TOLERANCE, OwnLoop, count_drafts, differing
 from train.engines.child_process import ask
 from train.engines.counters import DraftCounts, parse_counters
 
@@ -34,17 +31,6 @@ class Counters:
 
     counts: DraftCounts
     engine: str
-
-
-@dataclass(frozen=True)
-class OwnLoop:
-    """Our own loop with the engine's drafter, as `count_drafts` takes it."""
-
-    target: Target
-    drafter: Drafter
-    prompts: Sequence[Sequence[int]]
-    gamma: int
-    max_new_tokens: int
 
 
 def read(url: str, key: str | None) -> Counters | None:

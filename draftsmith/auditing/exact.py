@@ -24,7 +24,6 @@ GROUP = "exact"
 TINY_VOCABULARY = 32
 TEXTS = 8_192  # of all prompts, by default
 PROMPTS = 4  # as few, so that the texts of one prompt fill its bins
-TOKENS = 5  # the token of the prompt's pass, a draft of three, and the token after it
 ANSWERS_EACH = 4  # of one request, where the server gives several
 
 Laws = list[dict[tuple[int, ...], float]]

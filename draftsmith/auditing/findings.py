@@ -1,7 +1,7 @@
 """What an audit found: one finding for each question, and the verdict of all."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -32,9 +32,6 @@ class Finding:
     detail: str
     p: float | None = None
     sees: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "verdict": str(self.verdict)}
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ class Audit:
         return {
             "verdict": str(self.verdict),
             "subject": self.subject,
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [asdict(finding) for finding in self.findings],
         }
 
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from decode.base.errors import UserError, require_whole
 from decode.draw.sampling import Sampling
 from decode.model.loading import DTYPES
-from draftsmith.auditing.exact import TOKENS
+from draftsmith.auditing import Judging
 
 
 @dataclass(frozen=True, kw_only=True)
-class AuditOptions:
+class AuditOptions(Judging):
     """What is asked, and how it is judged.
 
     sampling: of the sampled requests; greedy: none are made. samples: sampled answers to each
@@ -21,14 +21,7 @@ class AuditOptions:
     """
 
     sampling: Sampling = field(default_factory=lambda: Sampling(1.0))
-    samples: int = 8
-    max_new_tokens: int = 64
     seed: int = 0
-    level: float = 1e-3
-    engine_dtype: str | None = None
-    rounding: float | None = None
-    exact: int | None = None
-    exact_tokens: int = TOKENS
 
     def __post_init__(self) -> None:
         require_whole(1, samples=self.samples, max_new_tokens=self.max_new_tokens)

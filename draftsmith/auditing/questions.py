@@ -16,6 +16,7 @@ from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import JudgedText, TextJudge
+from draftsmith.export.verify_export import OwnLoop
 from train.engines.server_config import ServerConfig
 
 
@@ -111,7 +112,7 @@ class Questions:
         if self.drafter is not None:
             self.say("our own loop with the same drafter")
             prompts = [prompt for prompt in self.prompts for _ in range(samples)]
-            own = drafts.OwnLoop(
+            own = OwnLoop(
                 self.target, self.drafter, prompts, self.gamma, self.options.max_new_tokens
             )
         name = "greedy" if sampling.greedy else "sampled"
@@ -145,14 +146,11 @@ class Questions:
             seed=self.options.seed + later,
             logprobs=sampling.greedy,
         )
-        return asked, self._judge(asked, sampling)
-
-    def _judge(self, asked: Asked, sampling: Sampling) -> list[JudgedText]:
         options = self.options
         dtype = DTYPES[options.engine_dtype] if options.engine_dtype else self.target.dtype
         judge = TextJudge(self.target, sampling, options.seed, dtype, options.rounding)
         self.say(f"judging {sum(len(text.tokens) for text in asked.texts)} tokens")
-        return [judge.judge(text) for text in asked.texts]
+        return asked, [judge.judge(text) for text in asked.texts]
 
 
 def _contract(group: str, asked: Asked) -> Finding:

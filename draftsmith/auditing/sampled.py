@@ -10,8 +10,7 @@ Every test has the level of the audit divided by the number of tests (Bonferroni
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -44,29 +43,23 @@ SET_NAMES = {
 }
 
 
-@dataclass(frozen=True)
-class Test:
-    """What a test found: see `Finding`. sees: of the level of one test."""
-
-    name: str
-    p: float
-    detail: str
-    sees: Callable[[float], str]
-
-
 def sampled_findings(texts: Sequence[JudgedText], level: float) -> list[Finding]:
     """The findings about sampled texts. level: the probability that an engine without error is
     called wrong by any of them."""
     if few := too_few(texts):
         return [few]
-    tests = [*_uniformity(texts), _neighbours(texts), _positions(texts), *_sums(texts)]
-    tests += _agreement(texts)
-    each = level / len(tests)
-    findings = [support(texts)]
-    for test in tests:
-        verdict = Verdict.WRONG if test.p < each else Verdict.EQUAL
-        findings.append(Finding(GROUP, test.name, verdict, test.detail, test.p, test.sees(each)))
-    return findings
+    pairs = _pairs(texts)
+    # Of the tests below: besides those of orders, sets and pairs there are three.
+    each = level / (len(ORDERS) + len(SETS) + 3 + bool(pairs))
+    findings = [support(texts), *_uniformity(texts, each), _neighbours(texts, each)]
+    findings += [_positions(texts, each), *_shares(texts, each), _temperature(texts, each)]
+    return [*findings, _agreement(pairs, each)] if pairs else findings
+
+
+def _tested(name: str, p: float, level: float, detail: str, sees: str) -> Finding:
+    """See `Finding`. level: of this one test."""
+    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    return Finding(GROUP, name, verdict, detail, p, sees)
 
 
 def too_few(texts: Sequence[JudgedText]) -> Finding | None:
@@ -93,48 +86,34 @@ def support(texts: Sequence[JudgedText]) -> Finding:
     return Finding(GROUP, "support", verdict, detail)
 
 
-def _uniformity(texts: Sequence[JudgedText]) -> list[Test]:
-    tests = []
+def _uniformity(texts: Sequence[JudgedText], level: float) -> list[Finding]:
+    """χ² of u in equal bins, for each order."""
+    findings = []
     for order, name in enumerate(ORDERS):
         u = np.concatenate([text.u[order] for text in texts])
-        tests.append(uniform_test(ORDER_NAMES[name], u))
-    return tests
+        counts = np.bincount(np.minimum((u * BINS).astype(int), BINS - 1), minlength=BINS)
+        due = len(u) / BINS
+        statistic = float(((counts - due) ** 2 / due).sum())
+        variation = float(np.abs(counts - due).sum() / (2 * len(u)))
+        detail = f"{variation:.1%} of u misplaced, χ² {statistic:.1f} of {BINS} bins"
+        sees = f"{smallest_variation(len(u), BINS, level, POWER):.1%} of u misplaced"
+        p = chi_square_tail(statistic, BINS - 1)
+        findings.append(_tested(ORDER_NAMES[name], p, level, detail, sees))
+    return findings
 
 
-def uniform_test(name: str, u: np.ndarray) -> Test:
-    """χ² of u, float64 [n], in equal bins."""
-    counts = np.bincount(np.minimum((u * BINS).astype(int), BINS - 1), minlength=BINS)
-    due = len(u) / BINS
-    statistic = float(((counts - due) ** 2 / due).sum())
-    variation = float(np.abs(counts - due).sum() / (2 * len(u)))
-    detail = f"{variation:.1%} of u misplaced, χ² {statistic:.1f} of {BINS} bins"
-
-    def sees(level: float) -> str:
-        return f"{smallest_variation(len(u), BINS, level, POWER):.1%} of u misplaced"
-
-    return Test(name, chi_square_tail(statistic, BINS - 1), detail, sees)
-
-
-def _neighbours(texts: Sequence[JudgedText]) -> Test:
+def _neighbours(texts: Sequence[JudgedText], level: float) -> Finding:
     """The correlation of u with the next u of a text."""
     centred = [text.u[0] - _U_MEAN for text in texts]
     products = np.concatenate([each[:-1] * each[1:] for each in centred])
-    return correlation_test("neighbours", products)
-
-
-def correlation_test(name: str, products: np.ndarray) -> Test:
-    """products: float64 [n], of two independent u less their means."""
     count = max(len(products), 1)
     correlation = float(products.sum()) / _U_VARIANCE / count
-    z = correlation * math.sqrt(count)
-
-    def sees(level: float) -> str:
-        return f"a correlation of {smallest_shift(count, count, level, POWER):.3f}"
-
-    return Test(name, normal_tail(z), f"correlation {correlation:+.4f}", sees)
+    p = normal_tail(correlation * math.sqrt(count))
+    sees = f"a correlation of {smallest_shift(count, count, level, POWER):.3f}"
+    return _tested("neighbours", p, level, f"correlation {correlation:+.4f}", sees)
 
 
-def _positions(texts: Sequence[JudgedText]) -> Test:
+def _positions(texts: Sequence[JudgedText], level: float) -> Finding:
     """The mean of u by position: the first token, the second, the next 2, the next 4, and on."""
     places = np.concatenate([np.arange(len(text.gap)) for text in texts])
     u = np.concatenate([text.u[0] for text in texts])
@@ -150,47 +129,43 @@ def _positions(texts: Sequence[JudgedText]) -> Test:
         f"where u has the mean 1/2 {mean:+.3f}"
     )
     least = int(sizes.min())
-
-    def sees(level: float) -> str:
-        shift = smallest_shift(least, least * _U_VARIANCE, level, POWER)
-        return f"a mean of u that is {shift:.3f} off at one place" if shift < 0.5 else "little"
-
-    return Test("by position", chi_square_tail(statistic, len(sizes)), detail, sees)
+    shift = smallest_shift(least, least * _U_VARIANCE, level, POWER)
+    sees = f"a mean of u that is {shift:.3f} off at one place" if shift < 0.5 else "little"
+    return _tested("by position", chi_square_tail(statistic, len(sizes)), level, detail, sees)
 
 
-def _sums(texts: Sequence[JudgedText]) -> list[Test]:
-    tests = []
+def _shares(texts: Sequence[JudgedText], level: float) -> list[Finding]:
+    """How often a token of each set is drawn."""
+    findings = []
     for which, name in enumerate(SETS):
         hit = np.concatenate([text.hit[which] for text in texts])
         due = np.concatenate([text.due[which] for text in texts])
-        tests.append(share_test(SET_NAMES[name], hit, due))
+        findings.append(_share(SET_NAMES[name], hit, due, level))
+    return findings
+
+
+def _temperature(texts: Sequence[JudgedText], level: float) -> Finding:
+    """The mean log-probability of the drawn tokens."""
     surprise = np.concatenate([text.surprise for text in texts])
     variance = float(sum(text.surprise_variance.sum() for text in texts))
     z = float(surprise.sum()) / math.sqrt(variance) if variance > 0 else 0.0
-
-    def sees(level: float) -> str:
-        shift = smallest_shift(len(surprise), variance, level, POWER)
-        return f"log-probabilities that are {shift:.3f} off in the mean"
-
+    shift = smallest_shift(len(surprise), variance, level, POWER)
+    sees = f"log-probabilities that are {shift:.3f} off in the mean"
     detail = f"tokens are {surprise.mean():+.4f} nats likelier in the mean than draws from the law"
-    return [*tests, Test("temperature", normal_tail(z), detail, sees)]
+    return _tested("temperature", normal_tail(z), level, detail, sees)
 
 
-def share_test(name: str, hit: np.ndarray, due: np.ndarray) -> Test:
+def _share(name: str, hit: np.ndarray, due: np.ndarray, level: float) -> Finding:
     """hit: float64 [n], 1 where a token of a set was drawn. due: its probability."""
     variance = float((due * (1 - due)).sum())
     p = martingale_tail(float((hit - due).sum()), variance)
     detail = f"drawn in {hit.mean():.2%} of the places, due in {due.mean():.2%}"
-
-    def sees(level: float) -> str:
-        return f"{smallest_shift(len(hit), variance, level, POWER):.1%} of the places"
-
-    return Test(name, p, detail, sees)
+    sees = f"{smallest_shift(len(hit), variance, level, POWER):.1%} of the places"
+    return _tested(name, p, level, detail, sees)
 
 
-def _agreement(texts: Sequence[JudgedText]) -> list[Test]:
-    """Do two answers to one prompt agree more often than independent draws? Pairs are compared as
-    far as they have the same text before. None if no prompt has two answers."""
+def _pairs(texts: Sequence[JudgedText]) -> list[tuple[JudgedText, JudgedText]]:
+    """Pairs of answers to one prompt."""
     pairs = []
     waiting: dict[int, JudgedText] = {}
     for text in texts:
@@ -199,8 +174,12 @@ def _agreement(texts: Sequence[JudgedText]) -> list[Test]:
             waiting[text.text.number] = text
         else:
             pairs.append((other, text))
-    if not pairs:
-        return []
+    return pairs
+
+
+def _agreement(pairs: Sequence[tuple[JudgedText, JudgedText]], level: float) -> Finding:
+    """Do two answers to one prompt agree more often than independent draws? Pairs are compared as
+    far as they have the same text before."""
     same, due = [], []
     for one, two in pairs:
         for at, (a, b) in enumerate(zip(one.text.tokens, two.text.tokens, strict=False)):
@@ -208,4 +187,4 @@ def _agreement(texts: Sequence[JudgedText]) -> list[Test]:
             due.append(one.again[at])
             if a != b:
                 break
-    return [share_test("answers to one prompt agree", np.array(same), np.array(due))]
+    return _share("answers to one prompt agree", np.array(same), np.array(due), level)

@@ -17,7 +17,7 @@ from decode.measure.check_lossless import random_llama
 from decode.model.loading import load_target
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter, vacant
-from draftsmith.export.formats.gguf_layout import FILE, metadata, write_gguf
+from draftsmith.export.formats.gguf_layout import metadata, write_gguf
 from draftsmith.export.formats.small_lm_gguf import gguf_tensors, own_weights
 from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions
@@ -98,8 +98,7 @@ def write_gguf_file(file: Path, model: Any) -> None:
         "tokenizer.ggml.add_space_prefix": (False, "BOOL"),
     }
     tensors = gguf_tensors(model.config, own_weights(model))
-    write_gguf(file.parent, "llama", described, {}, tensors, "float32")
-    (file.parent / FILE).rename(file)
+    write_gguf(file, "llama", described, {}, tensors, "float32")
 
 
 def _write_eagle(directory: Path) -> None:

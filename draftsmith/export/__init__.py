@@ -18,11 +18,8 @@ MIN_DRAFTED = 2000
 class ExportOptions:
     """How to write an export. The annotations are those of the command line.
 
-    target: default the one that the drafter was trained for. dtype: the dtype of the weights.
     gamma: the default γ for readers; None takes that of the drafter's evaluation in its run, else
     4, but at most the drafter's max depth. repository: the future location, for the README.
-    licence: the licence of the weights. backbone: where to write the target of a drafter that was
-    trained together with it.
     """
 
     target: Annotated[

@@ -1,6 +1,5 @@
 """An export: written completely or not at all, checked, reloaded, and uploaded to the hub."""
 
-import hashlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from decode.base.artifact import (
     MANIFEST,
     CorruptArtifact,
+    file_sha256,
     temporary,
     verify_directory,
     write_directory,
@@ -31,6 +31,7 @@ from decode.opening.directory import open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from draftsmith.export import ExportOptions
+from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats import (
     EXPORT_FILE,
     FORMATS,
@@ -38,7 +39,6 @@ from draftsmith.export.formats import (
     Format,
     format_for,
     require_options,
-    require_window,
 )
 from draftsmith.export.merged import write_merged
 from draftsmith.export.model_card import drafter_card, target_card
@@ -128,7 +128,6 @@ def _export(
         backbone=target_repository(options) if backbone else None,
     )
     require_options(form, layout, trained)
-    require_window(layout, trained)
     layout.refuse(job)
     layout.refuse_target(job)
     fills_vocabulary = trained.is_reduced and not layout.carries_vocabulary
@@ -150,8 +149,8 @@ def _export(
             "layout": layout.name,
             "kind": trained.kind,
             "gamma": job.gamma,
-            "facts": facts | {"max_depth": max_depth},
-            "drafter": {"manifest_sha256": _sha256(drafter / MANIFEST), **trained.description},
+            "facts": {"kept": None, "filled_from": None, **facts, "max_depth": max_depth},
+            "drafter": {"manifest_sha256": file_sha256(drafter / MANIFEST), **trained.description},
             "backbone": job.backbone,
             "repository": options.repository or out.name,
             "licence": options.licence,
@@ -160,7 +159,8 @@ def _export(
         }
         record_file = directory / EXPORT_FILE
         record_file.write_text(json.dumps(record, indent=2, default=str))
-        _require_sound(layout, directory, "the new export")
+        problems = layout.problems(directory)
+        require_none(problems, f"the new export is not a valid {layout.name} export")
         example = None
         if measuring is not None:
             rows, example = _measure(job, layout, directory, measuring, fills_vocabulary, say)
@@ -230,7 +230,8 @@ def check_export(directory: Path) -> dict[str, Any]:
         raise UserError(
             f"{directory} has export format {version}; this version of draftsmith reads {FORMAT}"
         )
-    _require_sound(FORMATS[layout], directory, str(directory))
+    problems = FORMATS[layout].problems(directory)
+    require_none(problems, f"{directory} is not a valid {layout} export")
     return record
 
 
@@ -270,13 +271,6 @@ def _upload(directory: Path, repository: str, message: str) -> str:
             "in with `hf auth login`, or check the name, and push it again"
         ) from error
     return str(url)
-
-
-def _require_sound(layout: Format, directory: Path, description: str) -> None:
-    problems = layout.problems(directory)
-    if problems:
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        raise UserError(f"{description} is not a valid {layout.name} export:\n{listed}")
 
 
 def _measure(
@@ -352,7 +346,3 @@ def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
     rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
     others = ("gamma", "dtype", "timed_prompts", "speedup")
     return {"where": where} | {key: figures.get(key) for key in (*rates, *others)}
-
-
-def _sha256(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -6,12 +6,14 @@ every setting. Anything missing, left over or different is a problem, reported i
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from safetensors import SafetensorError, safe_open
+
+from decode.base.errors import UserError
 
 # safetensors' names of the dtypes of stored weights.
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -82,6 +84,13 @@ def extra_key_problems(
     return [f"{where} has {key}, which is not expected" for key in extra]
 
 
+def require_none(problems: Sequence[str], what: str) -> None:
+    """Raise UserError with all problems, if there are any. what: how the message begins."""
+    if problems:
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise UserError(f"{what}:\n{listed}")
+
+
 def read_tensors(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], list[str]]:
     """Return the tensors of safetensors files, and the problems with the files themselves."""
     tensors: dict[str, StoredTensor] = {}
@@ -114,6 +123,16 @@ def read_json(file: Path) -> dict[str, Any] | None:
 def is_count(value: Any) -> TypeGuard[int]:
     """Whether the value is an integer of at least 1."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_id(value: Any) -> bool:
+    """Whether the value is an integer of at least 0."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def is_bool(value: Any) -> bool:
+    """Whether the value is true or false."""
+    return isinstance(value, bool)
 
 
 def is_positive(value: Any) -> bool:

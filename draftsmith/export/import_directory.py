@@ -1,6 +1,5 @@
 """An import: a published drafter becomes a drafter directory, and is measured beside its claim."""
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from decode.base.artifact import file_sha256
 from decode.base.errors import UserError
 from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
@@ -80,7 +80,7 @@ def import_drafter(
             "revision": options.revision,
             "layout": layout.name,
             "dtype": checkpoint.dtype,
-            "sha256": {file.name: _sha256(file) for file in checkpoint.weight_files},
+            "sha256": {file.name: file_sha256(file) for file in checkpoint.weight_files},
             "notes": notes,
         }
     }
@@ -154,7 +154,7 @@ def _layout_of(checkpoint: Checkpoint, form: str | None) -> Format:
     for name in FORMATS:
         if FORMATS[name].recognises(checkpoint):
             return FORMATS[name]
-    names = ", ".join(name for name in FORMATS if _imports(FORMATS[name]))
+    reading = [name for name in FORMATS if type(FORMATS[name]).restored is not Format.restored]
     config = checkpoint.config
     stated = {
         key: config[key]
@@ -163,14 +163,5 @@ def _layout_of(checkpoint: Checkpoint, form: str | None) -> Format:
     }
     raise UserError(
         f"{checkpoint.source} is in no layout that can be imported (its config says {stated}); "
-        f"these can: {names}"
+        f"these can: {', '.join(reading)}"
     )
-
-
-def _imports(layout: Format) -> bool:
-    return type(layout).restored is not Format.restored
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -31,7 +31,8 @@ def drafter_card(record: dict[str, Any]) -> str:
     """
     layout, description, backbone = FORMATS[record["layout"]], record["drafter"], record["backbone"]
     target, provenance = description["target"], description.get("provenance") or {}
-    name = public_name(target["name"])
+    facts, name = record["facts"], public_name(target["name"])
+    size = f"{facts['size']}, {facts['parameters'] / 1e6:.1f}M parameters, {facts['dtype']}"
     hub_id = backbone or target_hub_id(target["name"])
     # Our own heads are refused for other weights than those that they were trained on.
     served = name if layout.is_ours and hub_id else hub_id or "TARGET"
@@ -40,7 +41,7 @@ def drafter_card(record: dict[str, Any]) -> str:
         f"# Drafter for {hub_id or name}",
         "",
         f"A drafter (`{record['kind']}`) for speculative decoding, written by draftsmith in "
-        f"format `{layout.name}`: {_size(record['facts'])}. Alone it is not a useful language "
+        f"format `{layout.name}`: {size}. Alone it is not a useful language "
         "model. Served with its target, it makes generation faster. The text is still the "
         "target's.",
         "",
@@ -58,8 +59,8 @@ def drafter_card(record: dict[str, Any]) -> str:
             _drift(provenance),
         ]
     lines.append("")
-    if record["facts"].get("kept"):
-        lines += ["## Vocabulary", "", _vocabulary(record["facts"]), ""]
+    if facts.get("kept"):
+        lines += ["## Vocabulary", "", _vocabulary(facts), ""]
     lines += _serving(layout, served, record["repository"], record["gamma"])
     lines += ["## Measurements", "", *_acceptance(record["acceptance"]), ""]
     lines += _training(record)
@@ -175,10 +176,6 @@ def _vocabulary(facts: dict[str, Any]) -> str:
         f"layer has a row for every token. The other rows are from {facts['filled_from']}. "
         "The drafter was measured again with them (see below)."
     )
-
-
-def _size(facts: dict[str, Any]) -> str:
-    return f"{facts['size']}, {facts['parameters'] / 1e6:.1f}M parameters, {facts['dtype']}"
 
 
 def _acceptance(rows: list[dict[str, Any]]) -> list[str]:

@@ -22,6 +22,7 @@ from draftsmith.export.file_schema import (
     key_problems,
     read_json,
     read_tensors,
+    require_none,
     tensor_problems,
 )
 
@@ -103,12 +104,8 @@ def find_backbone(drafter: Path, target: str | None) -> Path:
         )
     if (backbone / MANIFEST).exists():
         verify_directory(backbone)
-    problems = model_problems(backbone)
-    if problems:
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        raise UserError(
-            f"{backbone}, the target of {drafter}, is not a valid model directory:\n{listed}"
-        )
+    what = f"{backbone}, the target of {drafter}, is not a valid model directory"
+    require_none(model_problems(backbone), what)
     return backbone
 
 

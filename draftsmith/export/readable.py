@@ -13,7 +13,7 @@ from typing import Any
 from decode.base.errors import UserError
 from decode.model.without_weights import load_config
 from decode.opening.directory import DRAFTER_FILE
-from draftsmith.export.formats import ExportJob, format_for, require_options, require_window
+from draftsmith.export.formats import ExportJob, format_for, require_options
 from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.base.schema import StageConfig
@@ -80,7 +80,6 @@ def _require(engine: str, drafter: PlannedDrafter) -> None:
             "draft_vocabulary out"
         )
     require_options(engine, layout, drafter)
-    require_window(layout, drafter)
     layout.refuse(ExportJob(drafter, None, drafter.target_name, None, gamma=1))
 
 

@@ -48,10 +48,6 @@ class SmallLMSource:
     kept: int | None = None
     filled_from: str | None = None
 
-    @property
-    def config(self) -> Any:
-        return self.model.config
-
 
 @dataclass(frozen=True)
 class TrainedDrafter:
@@ -96,8 +92,7 @@ class TrainedDrafter:
     @property
     def target(self) -> dict[str, Any]:
         """The description of the target that it was trained for."""
-        target: dict[str, Any] = self.description["target"]
-        return target
+        return self.description["target"]
 
     @property
     def provenance(self) -> dict[str, Any]:
@@ -111,8 +106,7 @@ class TrainedDrafter:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The contents of config.json."""
-        config: dict[str, Any] = json.loads((self.path / "config.json").read_text())
-        return config
+        return json.loads((self.path / "config.json").read_text())
 
     @cached_property
     def options(self) -> Any:
@@ -253,8 +247,7 @@ def rebuild_heads(
 
 def stored_dtype(heads: Heads) -> str:
     """Return the name of the dtype that the weights of heads are stored in."""
-    dtype = next(heads.parameters()).dtype
-    return next(name for name, value in DTYPES.items() if value == dtype)
+    return dtype_name(next(heads.parameters()).dtype)
 
 
 def require_fitting_target(config: Mapping[str, Any], directory: Path, target: Target) -> None:

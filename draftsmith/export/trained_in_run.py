@@ -20,8 +20,7 @@ def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     for file in sorted((run / "evaluations").glob("*/evaluation.json")):
         record = json.loads(file.read_text())
         if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
-            evaluation: dict[str, Any] = record["evaluation"]
-            return evaluation
+            return record["evaluation"]
     return None
 
 

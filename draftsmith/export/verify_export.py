@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -129,9 +129,10 @@ def verify_export(
     equal, close = identical(
         task.target, task.prompts, run.plain_texts, run.drafted_texts, rounding=rounding
     )
-    failures = []
-    engine_efficiency = _share(run.accepted_tokens, run.drafted_tokens)
-    our_efficiency = _share(accepted, drafted)
+    verification = ExportVerification(
+        name, run, task.gamma, len(task.prompts), drafted, accepted, equal, close, []
+    )
+    failures = verification.failures
     if not run.drafted_tokens:
         failures.append(f"{name} drafted nothing: it ignored the drafter")
     elif run.drafted_tokens < min_drafted:
@@ -139,34 +140,33 @@ def verify_export(
             f"{name} drafted only {run.drafted_tokens} tokens; at least {min_drafted} are needed "
             "for a verdict: give more prompts, or more tokens per prompt"
         )
-    if engine_efficiency is not None and our_efficiency is not None:
-        failure = differing(name, engine_efficiency, our_efficiency)
-        failures += [failure] if failure else []
+    theirs, ours = verification.engine_efficiency, verification.our_efficiency
+    if theirs is not None and ours is not None and (failure := differing(name, theirs, ours)):
+        failures.append(failure)
     if close < 1:
         failures.append(
             f"{1 - close:.0%} of the texts differ from {name}'s texts without the drafter by more "
             "than rounding"
         )
-    return ExportVerification(
-        name, run, task.gamma, len(task.prompts), drafted, accepted, equal, close, failures
-    )
+    return verification
 
 
-class DraftJob(Protocol):
-    """What `count_drafts` decodes."""
+@dataclass(frozen=True)
+class OwnLoop:
+    """Our own loop with the drafter of a running engine, as `count_drafts` takes it."""
 
-    @property
-    def target(self) -> Target: ...
-    @property
-    def prompts(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def gamma(self) -> int: ...
-    @property
-    def max_new_tokens(self) -> int: ...
+    target: Target
+    drafter: Drafter
+    prompts: Sequence[Sequence[int]]
+    gamma: int
+    max_new_tokens: int
 
 
 def count_drafts(
-    task: DraftJob, drafter: Drafter, counting: Counting, sampling: Sampling | None = None
+    task: EngineTask | OwnLoop,
+    drafter: Drafter,
+    counting: Counting,
+    sampling: Sampling | None = None,
 ) -> tuple[int, int]:
     """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`.
     sampling: None is greedy."""

@@ -94,10 +94,10 @@ class Engine(ABC):
     counting: ClassVar[Counting]
     rounding: ClassVar[float]
 
-    @abstractmethod
     def missing(self, python: str | None = None) -> str | None:
         """Return a message that names the missing package; None if the engine can run. python: that
         of its environment."""
+        return None
 
     @abstractmethod
     def run(self, task: EngineTask) -> EngineRun:

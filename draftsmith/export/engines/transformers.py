@@ -25,9 +25,6 @@ class Transformers(Engine):
     # Passes over one token and over several add in a different order, in float32.
     rounding = 4 * torch.finfo(torch.float32).eps
 
-    def missing(self, python: str | None = None) -> str | None:
-        return None
-
     def run(self, task: EngineTask) -> EngineRun:
         target = task.target
         dtype = dtype_name(target.dtype)

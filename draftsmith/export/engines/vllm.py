@@ -7,22 +7,9 @@ from typing import Any, ClassVar
 from decode.base.device import dtype_name
 from draftsmith.export.engines import ENGINES, Counting, EngineTask
 from draftsmith.export.engines.library_engine import LibraryEngine
-from draftsmith.export.formats import EXPORT_FILE
+from draftsmith.export.formats import EXPORT_FILE, FORMATS
 from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE, find_vllm
 
-# The `method` of vLLM's speculative_config, and its other options, by layout.
-METHODS: dict[str, dict[str, Any]] = {
-    "hf": {"method": "draft_model"},
-    "pard": {"method": "draft_model", "parallel_drafting": True},
-    "medusa": {"method": "medusa"},
-    "eagle1": {"method": "eagle"},
-    "eagle3": {"method": "eagle3"},
-    "p_eagle": {"method": "eagle3", "parallel_drafting": True},
-    "speculators": {"method": "eagle3"},
-    "dflash": {"method": "dflash"},
-    "speculators-dflash": {"method": "dflash"},
-    "mtp": {"method": "mtp"},
-}
 # Layouts that hold the target too: vLLM reads the drafter from the target's own directory.
 WITH_TARGET = ("mtp",)
 
@@ -31,7 +18,10 @@ class VLLM(LibraryEngine):
     """Runs in the target's dtype, one prompt at a time, and then at the loads of the task. Drafts
     always have γ tokens, even at a text's end."""
 
-    formats = tuple(METHODS)
+    formats = (
+        *("hf", "pard", "medusa", "eagle1", "eagle3", "p_eagle", "speculators", "dflash"),
+        *("speculators-dflash", "mtp"),
+    )
     unverified: ClassVar[dict[str, str]] = dict.fromkeys(
         ("dspark", "speculators-dspark", "dflash2"),
         "vLLM reads it only in its newer runner, in which this was never run; measure it with "
@@ -48,6 +38,11 @@ class VLLM(LibraryEngine):
         return (build.python, build.version) if build else None
 
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
+        export = task.export.resolve()
+        layout = json.loads((export / EXPORT_FILE).read_text())["layout"]
+        has_target = layout in WITH_TARGET
+        method: Any = FORMATS[layout].vllm
+        drafter = {} if has_target else {"model": str(export)}
         longest_text = max(map(len, task.prompts)) + task.max_new_tokens
         # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
         # more, or vLLM drafts zeros.
@@ -60,7 +55,7 @@ class VLLM(LibraryEngine):
         return {
             "options": place
             | {
-                "model": str(task.export.resolve() if _layout(task) in WITH_TARGET else target),
+                "model": str(export if has_target else target),
                 "dtype": dtype_name(task.target.dtype),
                 "max_model_len": min(room, task.target.max_positions),
                 "max_num_seqs": max([1, *task.loads]),
@@ -72,19 +67,8 @@ class VLLM(LibraryEngine):
                 "distributed_executor_backend": "mp" if parallel else "uni",
             }
             | dict(task.options),
-            "speculative": self.speculative(task) | {"num_speculative_tokens": task.gamma},
+            "speculative": method | drafter | {"num_speculative_tokens": task.gamma},
         }
-
-    def speculative(self, task: EngineTask) -> dict[str, Any]:
-        """Return the method of vLLM's speculative_config, and its options."""
-        layout = _layout(task)
-        model = {} if layout in WITH_TARGET else {"model": str(task.export.resolve())}
-        return METHODS[layout] | model
-
-
-def _layout(task: EngineTask) -> str:
-    layout: str = json.loads((task.export / EXPORT_FILE).read_text())["layout"]
-    return layout
 
 
 ENGINES.register("vllm")(VLLM())

@@ -16,6 +16,7 @@ from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
 from decode.model.loading import Target
+from draftsmith.export.file_schema import require_none
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter, public_name, target_hub_id
 from heads.heads_directory import write_heads
@@ -70,12 +71,8 @@ class ImportJob:
 
     def require(self, problems: list[str], layout: str) -> None:
         """Raise UserError with all problems of the checkpoint, if there are any."""
-        if problems:
-            listed = "\n".join(f"- {problem}" for problem in problems)
-            raise UserError(
-                f"{self.checkpoint.source} is not a {layout} drafter for "
-                f"{self.target.name}:\n{listed}"
-            )
+        what = f"{self.checkpoint.source} is not a {layout} drafter for {self.target.name}"
+        require_none(problems, what)
 
 
 @dataclass
@@ -114,7 +111,9 @@ class Format(ABC):
     readers support it. holds_windows: whether all readers keep to the window of the text that a
     drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
     depth_option: the option of the heads that limits the depth of a draft; None for any depth.
-    unread: by reader, the options of heads that this reader does not know.
+    unread: by reader, the options of heads that this reader does not know. vllm: the method of its
+    speculative_config, with other options of it; sglang: its speculative algorithm. None: this
+    engine does not serve it.
     """
 
     name: ClassVar[str]
@@ -127,6 +126,8 @@ class Format(ABC):
     holds_windows: ClassVar[bool] = False
     depth_option: ClassVar[str | None] = None
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
+    vllm: ClassVar[dict[str, Any] | None] = None
+    sglang: ClassVar[str | None] = None
 
     def max_depth(self, drafter: TrainedDrafter) -> int | None:
         """Return the largest γ that the drafter can draft; None for any γ."""
@@ -146,9 +147,8 @@ class Format(ABC):
     @abstractmethod
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         """Fill an empty directory; return facts for `export.json` and the README, as JSON values.
-        Among them: `size`, in words; `kept`, the size of a reduced draft vocabulary, and
-        `filled_from`, the source of the rows of all other tokens. Both are None for a full
-        vocabulary."""
+        Among them: `size`, in words; for a reduced draft vocabulary also `kept`, its size, and
+        `filled_from`, the source of the rows of all other tokens if it was filled up."""
 
     @abstractmethod
     def problems(self, directory: Path) -> list[str]:
@@ -172,39 +172,27 @@ class Format(ABC):
             "imported"
         )
 
-    @abstractmethod
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         """Return how to serve it: (engine, language of the snippet, snippet) for the README.
         repository: the export's location, a directory or a hub id."""
+        snippets = []
+        if self.vllm is not None:
+            drafter = {"method": "", "model": repository, "num_speculative_tokens": gamma}
+            config = json.dumps(drafter | self.vllm)
+            snippets.append(("vLLM", f"vllm serve {target} --speculative-config '{config}'"))
+        if self.sglang is not None:
+            command = (
+                f"python -m sglang.launch_server --model {target} \\\n"
+                f"  --speculative-algorithm {self.sglang} \\\n"
+                f"  --speculative-draft-model-path {repository} \\\n"
+                f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
+                f"  --speculative-num-draft-tokens {gamma + 1}"
+            )
+            snippets.append(("SGLang", command))
+        return [(engine, "", snippet) for engine, snippet in snippets]
 
 
 FORMATS: Registry[Format] = Registry("export format")
-
-
-def vllm_serving(
-    method: str, target: str, repository: str, gamma: int, **options: Any
-) -> tuple[str, str, str]:
-    """Return how vLLM serves a drafter, as `Format.serving` does. method, options: those of its
-    speculative_config."""
-    speculative = json.dumps(
-        {"method": method, "model": repository, "num_speculative_tokens": gamma, **options}
-    )
-    return "vLLM", "", f"vllm serve {target} --speculative-config '{speculative}'"
-
-
-def sglang_serving(
-    algorithm: str, target: str, repository: str, gamma: int
-) -> tuple[str, str, str]:
-    """Return how SGLang serves a drafter, as `Format.serving` does."""
-    return (
-        "SGLang",
-        "",
-        f"python -m sglang.launch_server --model {target} \\\n"
-        f"  --speculative-algorithm {algorithm} \\\n"
-        f"  --speculative-draft-model-path {repository} \\\n"
-        f"  --speculative-num-steps {gamma} --speculative-eagle-topk 1 \\\n"
-        f"  --speculative-num-draft-tokens {gamma + 1}",
-    )
 
 
 # Drafters that no inference engine supports, and what to train instead.
@@ -220,7 +208,7 @@ UNSERVED = {
 }
 
 
-def require_window(layout: Format, drafter: TrainedDrafter) -> None:
+def _require_window(layout: Format, drafter: TrainedDrafter) -> None:
     """Raise UserError for heads that see a window of the text, if the readers of the layout would
     let them see something else without a word."""
     window = getattr(drafter.options, "window", None)
@@ -246,7 +234,8 @@ def require_window(layout: Format, drafter: TrainedDrafter) -> None:
 
 def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
     """Raise UserError for heads with an option that the engine `name` does not know, although it
-    reads the layout otherwise, and for those with an output layer that it takes from the target."""
+    reads the layout otherwise, for those with an output layer that it takes from the target, and
+    for those with a window that not all readers of the layout keep to."""
     options = drafter.options
     if getattr(options, "output_rank", None) is not None and not layout.is_ours:
         kinds = get_args(type(options).model_fields["output"].annotation)
@@ -261,6 +250,12 @@ def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
             f"{drafter} has {' and '.join(used)}, which {name} does not read; train it without, or "
             f"serve it with {' or '.join(other for other in layout.engines if other != name)}"
         )
+    _require_window(layout, drafter)
+
+
+def export_facts(directory: Path) -> dict[str, Any]:
+    """Return the facts that `Format.write` gave for `export.json`."""
+    return json.loads((directory / EXPORT_FILE).read_text())["facts"]
 
 
 def format_for(name: str, kind: str) -> Format:

@@ -11,14 +11,15 @@ speculators, which can have a window of the text and a reduced draft vocabulary.
 """
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.file_schema import is_count, key_problems
-from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, vllm_serving
+from draftsmith.export.file_schema import is_bool, is_count, is_id, key_problems
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE, OUTPUT, ROWS
 from draftsmith.export.formats.layer_format import (
     SLIDING,
@@ -57,24 +58,26 @@ PLAIN = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softca
 
 
 class DFlashLayers(LayerFormat):
-    """DFlash, as its authors publish it."""
+    """DFlash, as its authors publish it. own_options: the options of the heads besides those of all
+    block drafters, by their names in a config."""
 
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    vllm = {"method": "dflash"}
     layer_ids = "outputs"
     architecture = "DFlashDraftModel"
     heads: ClassVar[type[DFlashHeads]] = DFlashHeads
     drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
     has_target_layers: ClassVar[bool] = False
+    own_options: ClassVar[dict[str, str]] = {}
 
     @property
     def kind(self) -> str:
         return self.kinds[0]
 
     def max_depth(self, drafter: TrainedDrafter) -> int | None:
-        depth: int = drafter.options.block - self.heads.first_slot
-        return depth
+        return drafter.options.block - self.heads.first_slot
 
     def refuse(self, job: ExportJob) -> None:
         if job.drafter.is_reduced and not self.carries_vocabulary:
@@ -95,8 +98,7 @@ class DFlashLayers(LayerFormat):
 
     def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a config that holds the mask token and the target's layers."""
-        inner: dict[str, Any] = config["dflash_config"]
-        return inner
+        return config["dflash_config"]
 
     def options(
         self, config: dict[str, Any], state: dict[str, Tensor], target: Target
@@ -107,6 +109,7 @@ class DFlashLayers(LayerFormat):
             "block": config["block_size"],
             "mask_token": draft["mask_token_id"],
             "taps": draft["target_layer_ids"],
+            **{option: draft[name] for name, option in self.own_options.items()},
         }
 
     def read_layers(
@@ -173,8 +176,7 @@ class DFlashLayers(LayerFormat):
 
     def rows_of(self, config: dict[str, Any]) -> int:
         """Return the number of tokens that the heads draft, V'."""
-        rows: int = config.get(ROWS) or config["vocab_size"]
-        return rows
+        return config.get(ROWS) or config["vocab_size"]
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.config
@@ -230,16 +232,15 @@ class DFlashLayers(LayerFormat):
         return {key: contents[key] for key in keys} | {ROWS: len(table)}, problems
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [
-            vllm_serving("dflash", target, repository, gamma),
-            (
-                "SGLang",
-                "",
+        served = super().serving(target, repository, gamma)
+        if "sglang" in self.engines:
+            command = (
                 f"python -m sglang.launch_server --model {target} \\\n"
                 "  --speculative-algorithm DFLASH \\\n"
-                f"  --speculative-draft-model-path {repository}",
-            ),
-        ]
+                f"  --speculative-draft-model-path {repository}"
+            )
+            served.append(("SGLang", "", command))
+        return served
 
 
 class DSparkLayers(DFlashLayers):
@@ -248,7 +249,9 @@ class DSparkLayers(DFlashLayers):
     name = "dspark"
     kinds: ClassVar[tuple[str, ...]] = ("dspark",)
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
+    vllm = {"method": "dspark"}
     architecture = "Qwen3DSparkModel"
+    own_options = {RANK: "rank", CONFIDENCE: "confidence"}
     heads = DSparkHeads
     drafter = DSparkDrafter
 
@@ -268,20 +271,14 @@ class DSparkLayers(DFlashLayers):
     def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
         return config
 
-    def options(
-        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
-    ) -> dict[str, Any]:
-        own = {"rank": config[RANK], "confidence": config[CONFIDENCE]}
-        return super().options(config, state, target) | own
-
     def draft_expected(self) -> dict[str, Any]:
         return {
             "mask_token_id": is_id,
             "target_layer_ids": are_layers,
             RANK: is_count,
             "markov_head_type": "vanilla",
-            CONFIDENCE: lambda x: isinstance(x, bool),
-            "confidence_head_with_markov": lambda x: isinstance(x, bool),
+            CONFIDENCE: is_bool,
+            "confidence_head_with_markov": is_bool,
         }
 
     def table(self, config: dict[str, Any]) -> list[Row]:
@@ -296,9 +293,6 @@ class DSparkLayers(DFlashLayers):
             table.append(Row("confidence_head.proj.bias", (1,)))
         return table
 
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving(self.kind, target, repository, gamma)]
-
 
 class DFlash2Layers(DFlashLayers):
     """DFlash2, as its authors publish it, also with a window of the text. vLLM reads it in its
@@ -307,6 +301,7 @@ class DFlash2Layers(DFlashLayers):
     name = "dflash2"
     kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
     architecture = "DFlash2DraftModel"
+    own_options = SECOND
     heads = DFlash2Heads
     drafter = DFlash2Drafter
     holds_windows = True
@@ -346,15 +341,8 @@ class DFlash2Layers(DFlashLayers):
 
     setting_problems = published_problems
 
-    def options(
-        self, config: dict[str, Any], state: dict[str, Tensor], target: Target
-    ) -> dict[str, Any]:
-        draft = config["dflash_config"]
-        own = {option: draft[name] for name, option in SECOND.items()}
-        return super().options(config, state, target) | own
-
     def draft_expected(self) -> dict[str, Any]:
-        return {"dflash_config": _is_second_config, "is_causal": False}
+        return {"dflash_config": partial(_is_dflash_config, others=SECOND), "is_causal": False}
 
     def table(self, config: dict[str, Any]) -> list[Row]:
         hidden, draft = config["hidden_size"], config["dflash_config"]
@@ -372,11 +360,6 @@ class DFlash2Layers(DFlashLayers):
 
 for layout in (DFlashLayers(), DSparkLayers(), DFlash2Layers()):
     FORMATS.register(layout.name)(layout)
-
-
-def is_id(value: Any) -> bool:
-    """Whether the value is an integer of at least 0."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def are_layers(value: Any) -> bool:
@@ -399,7 +382,3 @@ def _is_dflash_config(value: Any, others: Collection[str] = ()) -> bool:
         and are_layers(value["target_layer_ids"])
         and all(is_count(value[name]) for name in others)
     )
-
-
-def _is_second_config(value: Any) -> bool:
-    return _is_dflash_config(value, SECOND)

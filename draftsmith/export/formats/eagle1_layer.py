@@ -1,14 +1,14 @@
 """EAGLE-1's layer for vLLM and for SGLang (2401.15077)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, sglang_serving, vllm_serving
-from draftsmith.export.formats.eagle_layer import EagleLayer
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
+from draftsmith.export.formats.layer_format import LayerFormat
 from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
 from draftsmith.export.formats.tensor_table import Row, layer_rows
 from draftsmith.export.published import Checkpoint
@@ -17,7 +17,7 @@ from heads.eagle_drafter import Eagle1Drafter
 FC_BIAS = "fc.bias"
 
 
-class Eagle1(EagleLayer):
+class Eagle1(LayerFormat):
     """EAGLE-1's layer for vLLM (2401.15077).
 
     H hidden size, V vocabulary. `fc.weight` [H, 2H], the half for the embedding first and no bias;
@@ -32,12 +32,13 @@ class Eagle1(EagleLayer):
     name = "eagle1"
     kinds = ("eagle1",)
     engines = ("vllm",)
+    vllm: ClassVar[dict[str, Any] | None] = {"method": "eagle"}
     architecture = "LlamaForCausalLM"
     drafter = Eagle1Drafter
     depth_option = "depth"
 
     def refuse(self, job: ExportJob) -> None:
-        if job.drafter.options.bias:
+        if "vllm" in self.engines and job.drafter.options.bias:
             raise UserError(
                 f"{job.drafter} has a bias in fc, which vLLM drops silently; export it as "
                 "eagle1-sglang and serve it with SGLang"
@@ -72,9 +73,6 @@ class Eagle1(EagleLayer):
     ) -> dict[str, Any]:
         return {"bias": FC_BIAS in state}
 
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving("eagle", target, repository, gamma)]
-
 
 FORMATS.register("eagle1")(Eagle1())
 
@@ -88,10 +86,9 @@ class Eagle1SGLang(Eagle1):
 
     name = "eagle1-sglang"
     engines = ("sglang",)
+    vllm = None
+    sglang = "EAGLE"
     architecture = "LlamaForCausalLMEagle"
-
-    def refuse(self, job: ExportJob) -> None:
-        """Nothing is refused."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return False
@@ -104,9 +101,6 @@ class Eagle1SGLang(Eagle1):
 
     def state(self, heads: Any, target: Target) -> dict[str, Tensor]:
         return {FC_BIAS: torch.zeros(heads.hidden_size), **heads.state_dict()}
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [sglang_serving("EAGLE", target, repository, gamma)]
 
 
 FORMATS.register("eagle1-sglang")(Eagle1SGLang())

@@ -20,9 +20,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import Target, target_gguf
-from draftsmith.export.file_schema import is_count, read_json
-from draftsmith.export.formats import EXPORT_FILE, FORMATS, ExportJob
-from draftsmith.export.formats.eagle3_layer import OTHER_SWITCHES, SWITCHES, are_inputs
+from draftsmith.export.file_schema import is_count
+from draftsmith.export.formats import FORMATS, ExportJob, export_facts
+from draftsmith.export.formats.eagle3_layer import ALL_SWITCHES, are_inputs
 from draftsmith.export.formats.gguf_layout import (
     D2T,
     FILE,
@@ -64,7 +64,7 @@ class Eagle3GGUF(GGUFLayout):
 
     def refuse(self, job: ExportJob) -> None:
         options = job.drafter.options
-        used = [name for name in (*SWITCHES, *OTHER_SWITCHES) if getattr(options, name)]
+        used = [name for name in ALL_SWITCHES if getattr(options, name)]
         used += ["a layer with other settings than its target's"] if options.layer else []
         if used:
             raise UserError(
@@ -86,10 +86,7 @@ class Eagle3GGUF(GGUFLayout):
         copied = tokenizer_keys(file, config.vocab_size)
         _require_same_tokens(file, copied["tokenizer.ggml.tokens"].contents(), job.loaded_target)
         described = metadata(config, ARCH, dtype) | {
-            f"{ARCH}.target_layers": (
-                [layer + 1 for layer in heads.captured_layers],
-                "ARRAY",
-            ),
+            f"{ARCH}.target_layers": ([layer + 1 for layer in heads.captured_layers], "ARRAY"),
             f"{ARCH}.target_hidden_size": (heads.hidden_size, "UINT32"),
             f"{ARCH}.norm_before_residual": (False, "BOOL"),
             f"{ARCH}.norm_before_fc": (False, "BOOL"),
@@ -110,11 +107,10 @@ class Eagle3GGUF(GGUFLayout):
             tensors[FREQUENCIES] = rotation_slowdowns(config)
         if heads.vocabulary is not None:
             tensors[D2T] = heads.vocabulary.cpu()
-        write_gguf(directory, ARCH, described, copied, tensors, dtype)
+        write_gguf(directory / FILE, ARCH, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": kept,
-            "filled_from": None,
             "parameters": parameters,
             "layers": 1,
             "rope": rope,
@@ -163,8 +159,7 @@ class Eagle3GGUF(GGUFLayout):
         require_fitting_target(sizes, directory, target)
         for name, count in ROTATED.items():
             weights[name] = rows_in_halves(weights[name], keys[f"{ARCH}.attention.{count}"])
-        record: Any = read_json(directory / EXPORT_FILE)
-        facts = record["facts"]
+        facts = export_facts(directory)
         state = read_state(self.table(ARCH, keys, facts), weights)
         options = Eagle3Options(
             steps=facts["max_depth"], captured_layers=facts.get("captured_layers")

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
-from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, sglang_serving, vllm_serving
-from draftsmith.export.formats.eagle_layer import EagleLayer
+from draftsmith.export.file_schema import extra_key_problems, is_bool, is_count, key_problems
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
+from draftsmith.export.formats.layer_format import LayerFormat
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
     NESTED,
@@ -47,17 +47,20 @@ MODEL_TYPE = "speculators_model_type"
 SWITCHES = ("fc_norm", "norm_output")
 # Options of published layers, also by the same names.
 OTHER_SWITCHES = ("norm_before_residual", "norm_before_fc")
+ALL_SWITCHES = (*SWITCHES, *OTHER_SWITCHES)
 # Settings of the library speculators outside the layer's.
-OUTER_KEYS = (ROWS, *SWITCHES, *OTHER_SWITCHES, LAYER_IDS, "target_hidden_size", "architectures")
+OUTER_KEYS = (ROWS, *ALL_SWITCHES, LAYER_IDS, "target_hidden_size", "architectures")
 
 
-class Eagle3(EagleLayer):
+class Eagle3(LayerFormat):
     """A reduced draft vocabulary stays reduced. layer: the name of the decoder layer."""
 
     layer: ClassVar[str] = LAYER
     name = "eagle3"
     kinds = ("eagle3",)
     engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
+    vllm: ClassVar[dict[str, Any] | None] = {"method": "eagle3"}
+    sglang: ClassVar[str | None] = "EAGLE3"
     architecture = "LlamaForCausalLMEagle3"
     drafter: ClassVar[type[HeadsDrafter]] = Eagle3Drafter
     depth_option = "steps"
@@ -66,7 +69,7 @@ class Eagle3(EagleLayer):
 
     def refuse(self, job: ExportJob) -> None:
         captured = job.drafter.options.captured_layers
-        if captured and captured[0] == 0:
+        if "sglang" in self.engines and captured and captured[0] == 0:
             raise UserError(
                 f"{job.drafter} reads the output of layer 0, which is the input of layer 1; SGLang "
                 "takes numbers that begin with 1 for outputs. Export it as speculators"
@@ -83,7 +86,7 @@ class Eagle3(EagleLayer):
         return config | named_inputs(options.captured_layers)
 
     def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        expected: dict[str, Any] = {ROWS: is_count} | dict.fromkeys(SWITCHES, _is_bool)
+        expected: dict[str, Any] = {ROWS: is_count} | dict.fromkeys(SWITCHES, is_bool)
         expected |= {name: True for name in OTHER_SWITCHES if name in config}
         return expected | expected_inputs(config)
 
@@ -99,9 +102,9 @@ class Eagle3(EagleLayer):
         nested = stated if isinstance(stated, dict) else {}
         config: dict[str, Any] = {}
         problems = []
-        for name in (*SWITCHES, *OTHER_SWITCHES):
+        for name in ALL_SWITCHES:
             config[name] = nested.get(name, contents.get(name, False))
-            if not _is_bool(config[name]):
+            if not is_bool(config[name]):
                 problems.append(f"config.json: {name} is {config[name]!r}, expected true or false")
         if nested.get("use_aux_hidden_state", True) is False:
             problems.append(
@@ -125,15 +128,11 @@ class Eagle3(EagleLayer):
     def table(self, config: dict[str, Any]) -> list[Row]:
         hidden, count = config["hidden_size"], captured_count(config)
         norms = range(count if config["fc_norm"] else 0)
-        return [
-            *features_table(config, self.layer, LAYER),
-            *(Row(f"fc_norm.{number}.weight", (hidden,)) for number in norms),
-            *(
-                [Row("input_norm.weight", (count * hidden,))]
-                if config.get("norm_before_fc")
-                else []
-            ),
-        ]
+        table = features_table(config, self.layer, LAYER)
+        table += [Row(f"fc_norm.{number}.weight", (hidden,)) for number in norms]
+        if config.get("norm_before_fc"):
+            table.append(Row("input_norm.weight", (count * hidden,)))
+        return table
 
     def value_problems(self, config: dict[str, Any], weights: dict[str, Tensor]) -> list[str]:
         return map_value_problems(weights, config["vocab_size"])
@@ -141,14 +140,8 @@ class Eagle3(EagleLayer):
     def options(
         self, config: dict[str, Any], state: dict[str, Tensor], target: Target
     ) -> dict[str, Any]:
-        switches = {name: config.get(name, False) for name in (*SWITCHES, *OTHER_SWITCHES)}
+        switches = {name: config.get(name, False) for name in ALL_SWITCHES}
         return switches | output_option(state)
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [
-            vllm_serving("eagle3", target, repository, gamma),
-            sglang_serving("EAGLE3", target, repository, gamma),
-        ]
 
 
 FORMATS.register("eagle3")(Eagle3())
@@ -180,10 +173,6 @@ def are_inputs(value: Any) -> bool:
     return bool(numbers) and value == sorted(set(value))
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def has_stand_in(names: Iterable[str]) -> bool:
     """Whether published tensors of these names hold P-EAGLE's stand-in for unknown features."""
     return any(name.removeprefix("model.") == MASK_HIDDEN for name in names)
@@ -213,16 +202,6 @@ def flat_settings(contents: dict[str, Any], outer: Iterable[str]) -> dict[str, A
     return settings | (layer if isinstance(layer, dict) else {})
 
 
-def stated_tokens(config: dict[str, Any]) -> int | None:
-    """Return the number of draft tokens that a config of the library speculators states."""
-    try:
-        (method,) = config["speculators_config"]["proposal_methods"]
-        depth = method["speculative_tokens"]
-    except (KeyError, TypeError, ValueError):
-        return None
-    return depth if is_count(depth) else None
-
-
 class Speculators(Eagle3):
     """The layout of the library speculators. vLLM serves such a directory.
 
@@ -234,12 +213,10 @@ class Speculators(Eagle3):
 
     name = "speculators"
     engines = ()
+    sglang = None
     holds_windows = True
     architecture = "Eagle3DraftModel"
     layer = "layers.0"
-
-    def refuse(self, job: ExportJob) -> None:
-        """Nothing is refused."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.config.get(MODEL_TYPE) == "eagle3"
@@ -255,23 +232,18 @@ class Speculators(Eagle3):
             )
         return config, problems
 
-    def published_depth(self, checkpoint: Checkpoint) -> int | None:
-        return stated_tokens(checkpoint.config)
-
     def extra_config(self, heads: Any) -> dict[str, Any]:
-        switches = (*SWITCHES, *OTHER_SWITCHES)
         return {
             ROWS: heads.rows,
-            **{name: getattr(heads.options, name) for name in switches},
+            **{name: getattr(heads.options, name) for name in ALL_SWITCHES},
             LAYER_IDS: [layer + 1 for layer in heads.captured_layers],
             "target_hidden_size": None,
         }
 
     def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
-        switches = (*SWITCHES, *OTHER_SWITCHES)
         return {
             ROWS: is_count,
-            **dict.fromkeys(switches, _is_bool),
+            **dict.fromkeys(ALL_SWITCHES, is_bool),
             LAYER_IDS: are_inputs,
             "target_hidden_size": None,
         }
@@ -302,9 +274,6 @@ class Speculators(Eagle3):
         }
         problems = key_problems(expected, contents, "config.json")
         return problems + extra_key_problems([*expected, *OUTER_KEYS], contents, "config.json")
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving("eagle3", target, repository, gamma)]
 
 
 FORMATS.register("speculators")(Speculators())

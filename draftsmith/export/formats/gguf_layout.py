@@ -5,9 +5,8 @@ and report that only in its log. So the tokenizer's keys are copied byte for byt
 own GGUF file and never regenerated.
 """
 
-import json
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,6 +18,8 @@ from decode.base.errors import UserError
 from decode.model.gguf_file import read_header, require_gguf
 from decode.model.loading import target_gguf
 from draftsmith.export.file_schema import (
+    DTYPE_NAMES,
+    FLOATS,
     StoredTensor,
     TensorSpec,
     is_count,
@@ -26,17 +27,40 @@ from draftsmith.export.file_schema import (
     key_problems,
     tensor_problems,
 )
-from draftsmith.export.formats import EXPORT_FILE, ExportJob, Format
-from draftsmith.export.formats.tensor_table import Row
+from draftsmith.export.formats import ExportJob, Format, export_facts
+from draftsmith.export.formats.tensor_table import Row, layer_rows
 
 if TYPE_CHECKING:
     import gguf
 
 FILE = "drafter.gguf"
-# The names of members of GGMLQuantizationType and LlamaFileType, in the optional package gguf.
-TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# The names of members of LlamaFileType, in the optional package gguf.
 FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16"}
 COPIED = "tokenizer."
+# The sizes in a file's metadata, with their names in a model's config.
+SIZES = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+# Those that are the size of a head.
+HEAD_SIZES = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+# The parts of a decoder layer.
+PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
 # The only tensor that is not a weight: the token ids of a reduced draft vocabulary.
 D2T = "d2t"
 
@@ -79,21 +103,12 @@ class GGUFLayout(Format):
 
     def problems(self, directory: Path) -> list[str]:
         require_gguf()
-        import gguf
-
         try:
-            read_header(directory / FILE)  # Our own reader, because it detects truncated files.
-            reader = gguf.GGUFReader(directory / FILE)
-            facts = json.loads((directory / EXPORT_FILE).read_text())["facts"]
-        except (UserError, OSError, ValueError, KeyError) as error:
+            reader, keys, facts = read_export(directory / FILE, self.architectures)
+        except UserError as error:
             return [str(error)]
-        keys = read_keys(reader)
-        arch = keys.get("general.architecture")
-        if arch not in self.architectures:
-            known = ", ".join(self.architectures)
-            return [f"general.architecture is {arch!r}, expected one of {known}"]
-        expected = _expected_keys(arch, keys, facts)
-        expected |= self.extra_expected_keys(arch)
+        arch = keys["general.architecture"]
+        expected = _expected_keys(arch, keys, facts) | self.extra_expected_keys(arch)
         problems = key_problems(expected, keys, FILE)
         if problems:
             return problems
@@ -116,6 +131,28 @@ class GGUFLayout(Format):
                 f"  --spec-draft-n-max {gamma} --spec-draft-p-min 0",
             )
         ]
+
+
+def read_export(
+    file: Path, architectures: Collection[str]
+) -> tuple["gguf.GGUFReader", dict[str, Any], dict[str, Any]]:
+    """Return the reader of an export's file, its metadata, and the facts of `export.json`. Raises
+    UserError if they cannot be read, or for another architecture."""
+    import gguf
+
+    try:
+        read_header(file)  # Our own reader, because it detects truncated files.
+        reader = gguf.GGUFReader(file)
+        facts = export_facts(file.parent)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(str(error)) from error
+    keys = read_keys(reader)
+    arch = keys.get("general.architecture")
+    if arch not in architectures:
+        raise UserError(
+            f"general.architecture is {arch!r}, expected one of {', '.join(architectures)}"
+        )
+    return reader, keys, facts
 
 
 def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, "gguf.ReaderField"]:
@@ -141,48 +178,42 @@ def tokenizer_keys(path: Path, vocab_size: int) -> dict[str, "gguf.ReaderField"]
 def metadata(config: Any, arch: str, dtype: str) -> dict[str, tuple[Any, str]]:
     """Return the keys that describe a model, with the names of their types (GGUFValueType)."""
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sizes = {key: getattr(config, name) for key, name in SIZES.items()}
+    sizes |= dict.fromkeys(HEAD_SIZES, head)
+    theta = float(config.rope_parameters["rope_theta"])
     return {
         "general.type": ("model", "STRING"),
         "general.name": ("drafter", "STRING"),
         "general.file_type": (_file_type(dtype), "UINT32"),
-        f"{arch}.block_count": (config.num_hidden_layers, "UINT32"),
-        f"{arch}.context_length": (config.max_position_embeddings, "UINT32"),
-        f"{arch}.embedding_length": (config.hidden_size, "UINT32"),
-        f"{arch}.feed_forward_length": (config.intermediate_size, "UINT32"),
-        f"{arch}.attention.head_count": (config.num_attention_heads, "UINT32"),
-        f"{arch}.attention.head_count_kv": (config.num_key_value_heads, "UINT32"),
-        f"{arch}.attention.key_length": (head, "UINT32"),
-        f"{arch}.attention.value_length": (head, "UINT32"),
+        **{f"{arch}.{key}": (size, "UINT32") for key, size in sizes.items()},
         f"{arch}.attention.layer_norm_rms_epsilon": (config.rms_norm_eps, "FLOAT32"),
-        f"{arch}.rope.dimension_count": (head, "UINT32"),
-        f"{arch}.rope.freq_base": (
-            float(config.rope_parameters["rope_theta"]),
-            "FLOAT32",
-        ),
-        f"{arch}.vocab_size": (config.vocab_size, "UINT32"),
+        f"{arch}.rope.freq_base": (theta, "FLOAT32"),
     }
 
 
 def write_gguf(
-    directory: Path,
+    file: Path,
     arch: str,
     described: Mapping[str, tuple[Any, str]],
     copied: Mapping[str, "gguf.ReaderField"],
     tensors: Mapping[str, Tensor],
     dtype: str,
+    kept: Iterable["gguf.ReaderTensor"] = (),
 ) -> None:
-    """Write `FILE` into a directory. described: keys with the names of their types. copied: the
-    tokenizer's keys. tensors: by GGUF's names."""
+    """Write a GGUF file. described: keys with the names of their types. copied: keys of another
+    file. tensors: by GGUF's names. kept: tensors of another file, which keep their bits."""
     import gguf
     from gguf import GGMLQuantizationType, GGUFValueType
 
-    writer = gguf.GGUFWriter(directory / FILE, arch)
+    writer = gguf.GGUFWriter(file, arch)
     for key, (value, kind) in described.items():
         sub_type = GGUFValueType.get_type(value[0]) if kind == "ARRAY" else None
         writer.add_key_value(key, value, GGUFValueType[kind], sub_type)
     for name, field in copied.items():
         sub_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type)
+    for stored in kept:
+        writer.add_tensor(stored.name, stored.data, raw_dtype=stored.tensor_type)
     for name, tensor in tensors.items():
         stored_type = GGMLQuantizationType[tensor_type(name, tensor.dim(), dtype)]
         data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
@@ -237,29 +268,14 @@ def gguf_layer(
     """Return the tensors of a decoder layer. ours: its name in the model. input_size: the input
     size of its attention. extra: tensors besides the usual ones, by their names in the model; the
     values are GGUF's names."""
-    hidden, inner = keys[f"{arch}.embedding_length"], keys[f"{arch}.feed_forward_length"]
-    head = keys[f"{arch}.attention.key_length"]
-    q = keys[f"{arch}.attention.head_count"] * head
-    kv = keys[f"{arch}.attention.head_count_kv"] * head
-    parts: dict[str, tuple[str, tuple[int, ...]]] = {
-        "input_layernorm": ("attn_norm", (hidden,)),
-        "self_attn.q_proj": ("attn_q", (q, input_size)),
-        "self_attn.k_proj": ("attn_k", (kv, input_size)),
-        "self_attn.v_proj": ("attn_v", (kv, input_size)),
-        "self_attn.o_proj": ("attn_output", (hidden, q)),
-        "post_attention_layernorm": ("ffn_norm", (hidden,)),
-        "mlp.gate_proj": ("ffn_gate", (inner, hidden)),
-        "mlp.up_proj": ("ffn_up", (inner, hidden)),
-        "mlp.down_proj": ("ffn_down", (hidden, inner)),
-    }
-    rows = [
-        Row(f"blk.{number}.{name}.weight", shape, f"{ours}.{module}.weight")
-        for module, (name, shape) in parts.items()
-    ]
+    config = {name: keys[f"{arch}.{key}"] for key, name in SIZES.items()}
+    config["head_dim"] = keys[f"{arch}.attention.key_length"]
+    rows = layer_rows(config, f"blk.{number}", input_size, ["input_layernorm"], ours, PARTS)
+    shapes = {row.source: row.shape for row in rows}
     for module, name in extra.items():
         # A bias has one number per row of its matrix; a norm has the size of one head.
-        matrix = parts.get(module.removesuffix(".bias"))
-        shape = (head,) if matrix is None else matrix[1][:1]
+        matrix = shapes.get(f"{ours}.{module.removesuffix('.bias')}.weight")
+        shape = (config["head_dim"],) if matrix is None else matrix[:1]
         rows.append(Row(f"blk.{number}.{name}", shape, f"{ours}.{module}"))
     return rows
 
@@ -268,7 +284,7 @@ def tensor_type(name: str, dimensions: int, dtype: str) -> str:
     if name == D2T:
         return "I64"
     # llama.cpp adds and multiplies vectors only in float32.
-    return TYPES[dtype] if dimensions > 1 else TYPES["float32"]
+    return DTYPE_NAMES[dtype] if dimensions > 1 else "F32"
 
 
 def _file_type(dtype: str) -> int:
@@ -279,19 +295,7 @@ def _file_type(dtype: str) -> int:
 
 def _expected_keys(arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     tokens = keys.get("tokenizer.ggml.tokens") or []
-    expected: dict[str, Any] = {
-        f"{arch}.{key}": is_count
-        for key in (
-            "context_length",
-            "embedding_length",
-            "feed_forward_length",
-            "attention.head_count",
-            "attention.head_count_kv",
-            "attention.key_length",
-            "attention.value_length",
-            "rope.dimension_count",
-        )
-    }
+    expected: dict[str, Any] = {f"{arch}.{key}": is_count for key in (*SIZES, *HEAD_SIZES)}
     return expected | {
         "general.type": "model",
         "general.file_type": _file_type(facts["dtype"]),
@@ -310,7 +314,7 @@ def stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
     # GGUF lists the innermost dimension first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
     finite = True
-    if tensor.tensor_type.name in TYPES.values():
+    if tensor.tensor_type.name in FLOATS:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         finite = bool(np.isfinite(values).all())
     return StoredTensor(shape, tensor.tensor_type.name, finite)

@@ -10,16 +10,8 @@ from decode.drafters import Drafter
 from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
-from draftsmith.export.file_schema import is_count, is_positive, key_problems, read_json
-from draftsmith.export.formats import (
-    FORMATS,
-    ExportJob,
-    Format,
-    ImportJob,
-    Restored,
-    sglang_serving,
-    vllm_serving,
-)
+from draftsmith.export.file_schema import is_count, is_id, is_positive, key_problems, read_json
+from draftsmith.export.formats import FORMATS, ExportJob, Format, ImportJob, Restored
 from draftsmith.export.formats.published_layer import mask_problems
 from draftsmith.export.model_directory import for_older_readers, model_problems
 from draftsmith.export.published import Checkpoint
@@ -44,16 +36,19 @@ class HuggingFace(Format):
     name = "hf"
     kinds: ClassVar[tuple[str, ...]] = ("small_lm",)
     engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm", "sglang", "mlx", "openvino")
+    vllm: ClassVar[dict[str, Any] | None] = {"method": "draft_model"}
+    sglang: ClassVar[str | None] = "STANDALONE"
 
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         source = job.drafter.small_lm(job.target)
         dtype = job.dtype or source.dtype
         model = source.model.to(DTYPES[dtype])
+        config: Any = model.config
         # Do not copy the target's sampling defaults to the drafter.
         model.generation_config = transformers.GenerationConfig(
-            bos_token_id=source.config.bos_token_id,
-            eos_token_id=source.model.generation_config.eos_token_id,
-            pad_token_id=source.config.pad_token_id,
+            bos_token_id=config.bos_token_id,
+            eos_token_id=model.generation_config.eos_token_id,
+            pad_token_id=config.pad_token_id,
             num_assistant_tokens=job.gamma,
             num_assistant_tokens_schedule="constant",
             assistant_confidence_threshold=0.0,
@@ -66,7 +61,7 @@ class HuggingFace(Format):
             "kept": source.kept,
             "filled_from": source.filled_from,
             "parameters": sum(p.numel() for p in {id(p): p for p in model.parameters()}.values()),
-            "size": f"{source.config.model_type}, {source.config.num_hidden_layers} layers",
+            "size": f"{config.model_type}, {config.num_hidden_layers} layers",
         }
 
     def problems(self, directory: Path) -> list[str]:
@@ -128,8 +123,7 @@ class HuggingFace(Format):
                 f"# γ = {gamma} comes from generation_config.json; to change it:\n"
                 f"assistant.generation_config.num_assistant_tokens = {gamma}",
             ),
-            vllm_serving("draft_model", target, repository, gamma),
-            sglang_serving("STANDALONE", target, repository, gamma),
+            *super().serving(target, repository, gamma),
             (
                 "MLX-LM",
                 "",
@@ -156,15 +150,13 @@ class ParallelHuggingFace(HuggingFace):
     name = "pard"
     kinds = ("pard",)
     engines = ("vllm",)
+    vllm = {"method": "draft_model", "parallel_drafting": True}
+    sglang = None
 
     def problems(self, directory: Path) -> list[str]:
         config = read_json(directory / "config.json") or {}
         rows = config.get("vocab_size", 0)
-
-        def has_embedding(token: Any) -> bool:
-            return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < rows
-
-        mask = {"pard_token": has_embedding, "spd_type": "pard"}
+        mask = {"pard_token": lambda x: is_id(x) and x < rows, "spd_type": "pard"}
         return key_problems(mask, config, "config.json") + super().problems(directory)
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
@@ -182,7 +174,7 @@ class ParallelHuggingFace(HuggingFace):
         mark_parallel(config, token)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving("draft_model", target, repository, gamma, parallel_drafting=True)]
+        return Format.serving(self, target, repository, gamma)  # not those of a small LM
 
 
 def is_model(checkpoint: Checkpoint) -> bool:

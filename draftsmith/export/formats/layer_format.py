@@ -1,7 +1,7 @@
 """Layouts of decoder layers: what those of EAGLE and those of block drafters share.
 
-`config.json` is that of a model of a few layers, `model.safetensors` holds the weights. H hidden
-size, V vocabulary.
+`config.json` is that of a llama of a few layers with a few settings more, `model.safetensors` holds
+the weights.
 """
 
 import json
@@ -18,20 +18,21 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive, tensor_problems
-from draftsmith.export.formats import EXPORT_FILE, ImportJob, Restored
+from draftsmith.export.formats import ExportJob, ImportJob, Restored, export_facts
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
     differences,
-    embedding_problems,
     head_problems,
     plain_name,
     published_window,
+    row_problems,
     sound_settings,
+    stated_tokens,
     token_ids,
 )
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import expected_tensors, read_state
-from draftsmith.export.published import Checkpoint, renamed, stored_tensors
+from draftsmith.export.published import renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
 from heads.heads_module import HeadOptions
@@ -61,9 +62,24 @@ class LayerFormat(TableFormat):
     layer_ids: ClassVar[str] = "inputs"
     allowed_keys = TOKEN_IDS
 
-    @abstractmethod
+    def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
+        config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
+        return config | window_settings(heads.options.window, config["num_hidden_layers"])
+
     def kind_expected(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the expected values of the settings that differ between kinds."""
+        usual = {"model_type": "llama", "num_hidden_layers": 1, "mlp_bias": False}
+        if self.holds_windows:
+            usual |= expected_window(config)
+        return usual | self.extra_expected_keys(config)
+
+    def extra_config(self, heads: Any) -> dict[str, Any]:
+        """Return the settings that a llama's config does not have."""
+        return {}
+
+    def extra_expected_keys(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the expected values of the extra settings, for `key_problems`."""
+        return {}
 
     def expected_settings(self, config: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -120,13 +136,12 @@ class LayerFormat(TableFormat):
 
     def reload(self, directory: Path, target: Target) -> Drafter:
         config = self.stored_settings(json.loads((directory / "config.json").read_text()))
-        depth = json.loads((directory / EXPORT_FILE).read_text())["facts"]["max_depth"]
         require_fitting_target(config, directory, target)
         options, ids, state = self.rebuilt(
             config,
             load_file(directory / self.weights),
             target,
-            depth=depth,
+            depth=export_facts(directory)["max_depth"],
             layer=unusual_layer(config, target),
             window=config.get("sliding_window"),
             **self.read_layers(config, target, self.layer_ids),
@@ -150,14 +165,9 @@ class LayerFormat(TableFormat):
         self, contents: dict[str, Any], tensors: dict[str, Tensor], target: Target
     ) -> list[str]:
         """Return the problems with what a published drafter shares with its target. Takes the
-        embeddings out of its tensors, because heads borrow the target's."""
-        problems = embedding_problems(tensors, target)
-        tensors.pop(EMBEDDINGS, None)
-        return problems
-
-    def published_depth(self, checkpoint: Checkpoint) -> int | None:
-        """Return the number of draft tokens that a published drafter names."""
-        return None
+        embeddings out of its tensors, because heads borrow the target's: others would be lost."""
+        table = target.model.get_input_embeddings().weight.detach()
+        return row_problems(EMBEDDINGS, tensors.pop(EMBEDDINGS, None), table, "embeddings")
 
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint
@@ -177,7 +187,7 @@ class LayerFormat(TableFormat):
         problems = head_problems(config, tensors, self.layer)
         problems += tensor_problems(expected, stored_tensors(tensors))
         job.require(problems or self.value_problems(config, tensors), self.name)
-        depth = job.depth or self.published_depth(checkpoint)
+        depth = job.depth or stated_tokens(checkpoint.config)
         options, ids, state = self.rebuilt(
             config, tensors, target, depth=depth, layer=layer, window=window, **layers
         )

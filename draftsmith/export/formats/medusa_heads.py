@@ -23,7 +23,8 @@ from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, tensor_problems
-from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored, vllm_serving
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored
+from draftsmith.export.formats.published_layer import are_ascending_ids
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_state
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
@@ -48,6 +49,7 @@ class Medusa(TableFormat):
     name = "medusa"
     kinds = ("medusa",)
     engines = ("vllm", "tgi")
+    vllm = {"method": "medusa"}
     weights = "medusa_lm_head.safetensors"
     depth_option = "heads"
 
@@ -189,10 +191,8 @@ class Medusa(TableFormat):
         return Restored.of_heads(heads, target, notes)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [
-            vllm_serving("medusa", target, repository, gamma),
-            ("TGI", "", f"text-generation-launcher --model-id {repository} --speculate {gamma}"),
-        ]
+        tgi = f"text-generation-launcher --model-id {repository} --speculate {gamma}"
+        return [*super().serving(target, repository, gamma), ("TGI", "", tgi)]
 
 
 FORMATS.register("medusa")(Medusa())
@@ -226,8 +226,8 @@ def _with_layers(name: str, layers: int, shared: bool) -> str:
 def _id_problems(ids: Tensor | None, vocab_size: int) -> list[str]:
     if ids is None:
         return []
-    sound = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids)
-    if sound and ids[0] >= 0 and ids[-1] < vocab_size and (ids.diff() > 0).all():
+    is_list = ids.dtype == torch.int64 and ids.dim() == 1 and len(ids)
+    if is_list and are_ascending_ids(ids, vocab_size):
         return []
     return [f"{IDS} does not hold token ids from 0 to {vocab_size - 1} in ascending order"]
 

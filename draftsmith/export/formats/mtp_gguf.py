@@ -10,21 +10,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.gguf_file import read_header, require_gguf
 from decode.model.loading import Target, target_gguf
-from draftsmith.export.file_schema import TensorSpec, read_json, tensor_problems
-from draftsmith.export.formats import EXPORT_FILE, FORMATS, ExportJob, Format
+from draftsmith.export.file_schema import TensorSpec, key_problems, tensor_problems
+from draftsmith.export.formats import FORMATS, ExportJob, Format, export_facts
 from draftsmith.export.formats.gguf_layout import (
+    PARTS,
     GGUFLayout,
+    read_export,
     read_keys,
     read_weights,
     stored_tensor,
     tensor_type,
+    write_gguf,
 )
 from draftsmith.export.trained_drafter import stored_dtype
 from heads.heads_directory import make_ready
@@ -40,17 +42,10 @@ NAMES = {
     "hnorm": "nextn.hnorm",
     "eh_proj": "nextn.eh_proj",
     "post_norm": "nextn.shared_head_norm",
-    "mtp_block.input_layernorm": "attn_norm",
-    "mtp_block.self_attn.q_proj": "attn_q",
-    "mtp_block.self_attn.k_proj": "attn_k",
-    "mtp_block.self_attn.v_proj": "attn_v",
-    "mtp_block.self_attn.o_proj": "attn_output",
+    **{f"mtp_block.{part}": name for part, name in PARTS.items()},
     "mtp_block.self_attn.q_norm": "attn_q_norm",
     "mtp_block.self_attn.k_norm": "attn_k_norm",
     "mtp_block.post_attention_layernorm": "post_attention_norm",
-    "mtp_block.mlp.gate_proj": "ffn_gate",
-    "mtp_block.mlp.up_proj": "ffn_up",
-    "mtp_block.mlp.down_proj": "ffn_down",
 }
 
 
@@ -94,30 +89,17 @@ class MtpGGUF(Format):
         _require_target(file, read_keys(reader), arch, own, heads.hidden_size)
         dtype = job.dtype or stored_dtype(heads)
         tensors = _as_stored(heads.state_dict(), own)
-        writer = gguf.GGUFWriter(directory / FILE, arch)
-        changed = _counts(arch, own + layers, layers)
-        for key, field in reader.fields.items():
-            if key.startswith("GGUF.") or key in ("general.architecture", *changed):
-                continue
-            is_array = field.types[0] == gguf.GGUFValueType.ARRAY
-            sub_type = field.types[-1] if is_array else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type)
-        for key, value in changed.items():
-            writer.add_uint32(key, value)
-        for tensor in reader.tensors:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-        for name, values in tensors.items():
-            stored = gguf.GGMLQuantizationType[tensor_type(name, values.dim(), dtype)]
-            data = np.ascontiguousarray(values.float().numpy())
-            writer.add_tensor(name, gguf.quants.quantize(data, stored), raw_dtype=stored)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        counts = _counts(arch, own + layers, layers)
+        copied = {
+            key: field
+            for key, field in reader.fields.items()
+            if not key.startswith("GGUF.") and key not in ("general.architecture", *counts)
+        }
+        changed = {key: (value, "UINT32") for key, value in counts.items()}
+        kept = reader.tensors
+        write_gguf(directory / FILE, arch, changed, copied, tensors, dtype, kept)
         return {
             "dtype": dtype,
-            "kept": None,
-            "filled_from": None,
             "parameters": sum(x.numel() for x in tensors.values()),
             "layers": layers,
             "size": f"a module of {layers} layers in its target's GGUF file",
@@ -125,27 +107,15 @@ class MtpGGUF(Format):
 
     def problems(self, directory: Path) -> list[str]:
         require_gguf()
-        import gguf
-
         try:
-            read_header(directory / FILE)
-            reader = gguf.GGUFReader(directory / FILE)
-            facts = (read_json(directory / EXPORT_FILE) or {})["facts"]
-        except (UserError, OSError, ValueError, KeyError) as error:
+            reader, keys, facts = read_export(directory / FILE, ARCHITECTURES.values())
+        except UserError as error:
             return [str(error)]
-        keys = read_keys(reader)
-        arch, layers = str(keys.get("general.architecture")), facts["layers"]
-        if arch not in ARCHITECTURES.values():
-            known = ", ".join(ARCHITECTURES.values())
-            return [f"general.architecture is {arch!r}, expected one of {known}"]
+        arch, layers = keys["general.architecture"], facts["layers"]
         count = keys.get(f"{arch}.block_count", 0)
-        wrong = [
-            f"{FILE}: {key} is {keys.get(key)}, expected {value}"
-            for key, value in _counts(arch, count, layers).items()
-            if keys.get(key) != value
-        ]
-        if wrong:
-            return wrong
+        problems = key_problems(_counts(arch, count, layers), keys, FILE)
+        if problems:
+            return problems
         module = tuple(f"blk.{count - layers + k}." for k in range(layers))
         found = {x.name: stored_tensor(x) for x in reader.tensors if x.name.startswith(module)}
         specs = {
@@ -160,8 +130,7 @@ class MtpGGUF(Format):
     def reload(self, directory: Path, target: Target) -> Drafter:
         import gguf
 
-        facts = (read_json(directory / EXPORT_FILE) or {})["facts"]
-        heads = module_heads(target, {"depth": facts["max_depth"]})
+        heads = module_heads(target, {"depth": export_facts(directory)["max_depth"]})
         weights = read_weights(gguf.GGUFReader(directory / FILE))
         first = own_layers(target.model)
         state = {

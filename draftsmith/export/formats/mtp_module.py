@@ -28,7 +28,7 @@ from draftsmith.export.formats import (
     Format,
     ImportJob,
     Restored,
-    vllm_serving,
+    export_facts,
 )
 from draftsmith.export.model_directory import README
 from draftsmith.export.published import Checkpoint
@@ -61,6 +61,7 @@ class MtpModule(Format):
     name = "mtp"
     kinds: ClassVar[tuple[str, ...]] = ("mtp",)
     engines: ClassVar[tuple[str, ...]] = ("vllm",)
+    vllm = {"method": "mtp"}
     needs_target = True
     depth_option = "depth"
 
@@ -90,8 +91,6 @@ class MtpModule(Format):
         _name_layers(directory, layout, len(heads.layers))
         return {
             "dtype": names[next(iter(kept.values()))] if kept else usual,
-            "kept": None,
-            "filled_from": None,
             "parameters": sum(x.numel() for x in stored.values()),
             "size": f"a module of {len(heads.layers)} layers in its target's checkpoint",
         }
@@ -110,9 +109,7 @@ class MtpModule(Format):
         return broken
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        record = read_json(directory / EXPORT_FILE) or {}
-        depth = (record.get("facts") or {}).get("max_depth")
-        heads = read_module(target, {} if depth is None else {"depth": depth}, directory)
+        heads = read_module(target, {"depth": export_facts(directory)["max_depth"]}, directory)
         make_ready(heads, target, target.dtype)
         return MtpDrafter(heads, target.vocab_size)
 
@@ -131,9 +128,8 @@ class MtpModule(Format):
         return Restored.of_heads(heads, job.target, notes)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        _, _, served = vllm_serving("mtp", repository, repository, gamma)
         own = f"draftsmith generate --target {repository} --drafter mtp:depth={gamma} 'A question'"
-        return [("vLLM", "", served), ("draftsmith", "", own)]
+        return [*super().serving(repository, repository, gamma), ("draftsmith", "", own)]
 
 
 def _copy(source: Path, directory: Path, rewritten: set[str]) -> None:
@@ -166,14 +162,10 @@ def _write_tensors(
         save_file(weights, directory / name, metadata)
     if index and added:
         index["weight_map"] |= added
-        _count_bytes(index, [tensors[name] for name in added])
+        about = index.setdefault("metadata", {})
+        if "total_size" in about:
+            about["total_size"] += sum(tensors[name].nbytes for name in added)
         (directory / INDEX).write_text(json.dumps(index, indent=2))
-
-
-def _count_bytes(index: dict[str, Any], added: list[Tensor]) -> None:
-    metadata = index.setdefault("metadata", {})
-    if "total_size" in metadata:
-        metadata["total_size"] += sum(x.nbytes for x in added)
 
 
 def _name_layers(directory: Path, layout: Layout, layers: int) -> None:

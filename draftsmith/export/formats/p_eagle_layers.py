@@ -16,7 +16,7 @@ from decode.base.errors import UserError
 from decode.drafters.pard import free_token
 from decode.model.loading import Target
 from draftsmith.export.file_schema import is_count
-from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, vllm_serving
+from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.eagle3_layer import (
     LAYER_CONFIG,
     MASK_HIDDEN,
@@ -30,7 +30,6 @@ from draftsmith.export.formats.eagle3_layer import (
     has_stand_in,
     named_inputs,
     output_option,
-    stated_tokens,
 )
 from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
 from draftsmith.export.formats.tensor_table import Row, layer_rows
@@ -52,12 +51,11 @@ class PEagle(Eagle3):
     name = "p_eagle"
     kinds = ("p_eagle",)
     engines = ("vllm",)
+    vllm = {"method": "eagle3", "parallel_drafting": True}
+    sglang = None
     holds_windows = True
     drafter = PEagleDrafter
     depth_option = "tokens"
-
-    def refuse(self, job: ExportJob) -> None:
-        """Nothing is refused."""
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         is_named = checkpoint.config.get(MODEL_TYPE) == "peagle"
@@ -88,9 +86,6 @@ class PEagle(Eagle3):
     def layer_count(self, contents: dict[str, Any]) -> int:
         count: Any = contents.get("num_hidden_layers")
         return count if is_count(count) else 1
-
-    def published_depth(self, checkpoint: Checkpoint) -> int | None:
-        return stated_tokens(checkpoint.config)
 
     def published_config(
         self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
@@ -169,16 +164,12 @@ class PEagle(Eagle3):
             state[MASK_EMBEDDING] = table[token].clone()
         return named
 
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving("eagle3", target, repository, gamma, parallel_drafting=True)]
-
 
 FORMATS.register("p_eagle")(PEagle())
 
 
 def _target_table(target: Target) -> Tensor:
-    table: Tensor = target.model.get_input_embeddings().weight.detach()
-    return table
+    return target.model.get_input_embeddings().weight.detach()
 
 
 def _mask_token(heads: Any, target: Target) -> int:

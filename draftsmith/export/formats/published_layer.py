@@ -29,11 +29,8 @@ from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import auxiliary_layers, output_layer
 
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
-LAYER_IDS, OTHER_IDS, NESTED = (
-    "eagle_aux_hidden_state_layer_ids",
-    "aux_hidden_state_layer_ids",
-    "eagle_config",
-)
+LAYER_IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+NESTED = "eagle_config"
 EMBEDDINGS = "embed_tokens.weight"
 # The names of the one decoder layer in published files.
 LAYER_NAMES = ("midlayer", "layers.0")
@@ -45,7 +42,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "rope_theta": is_positive,
     "rope_parameters": lambda value: _is_rotation(value),
     "rope_scaling": lambda value: _is_rotation(value),
-    "eagle_config": lambda value: isinstance(value, dict),
+    NESTED: lambda value: isinstance(value, dict),
 }
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 
@@ -76,13 +73,6 @@ def is_eagle3(names: Iterable[str]) -> bool:
 def captured_count(contents: Mapping[str, Any]) -> int:
     """Return the number of layers that a drafter captures, by its config."""
     return len(named_layers(contents) or range(3))
-
-
-def embedding_problems(tensors: Mapping[str, Tensor], target: Target) -> list[str]:
-    """Return a problem if stored embeddings are not the target's, up to rounding: heads borrow the
-    target's embeddings, so others would be lost."""
-    table = target.model.get_input_embeddings().weight.detach()
-    return row_problems(EMBEDDINGS, tensors.get(EMBEDDINGS), table, "embeddings")
 
 
 def mask_problems(name: str, token: int, target: Target) -> list[str]:
@@ -120,7 +110,7 @@ def row_problems(name: str, stored: Tensor | None, table: Tensor, what: str) -> 
 
 
 def sound_settings(
-    contents: Mapping[str, Any], target: Target, layers: Any = 1
+    contents: Mapping[str, Any], target: Target, layers: Any
 ) -> tuple[LayerSettings | None, list[str]]:
     """Return the settings of a published layer in which it differs from the target's, and the
     problems with its config. Settings that are left out get llama's values, as in all readers.
@@ -182,6 +172,17 @@ def sound_settings(
         rope_parameters=dict(llama.rope_parameters),
     )
     return LayerSettings.difference(layer_config(target.model, settings), usual), []
+
+
+def stated_tokens(config: Mapping[str, Any]) -> int | None:
+    """Return the number of draft tokens that a config of the library speculators states, None for
+    another config."""
+    try:
+        (method,) = config["speculators_config"]["proposal_methods"]
+        depth = method["speculative_tokens"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return depth if is_count(depth) else None
 
 
 def published_window(contents: Mapping[str, Any]) -> tuple[int | None, list[str]]:
@@ -248,10 +249,11 @@ def captured_layers(
     named = named_layers(contents)
     count = target.model.config.get_text_config().num_hidden_layers
     if named is None:
-        for key, settings in ((LAYER_IDS, contents), (LAYER_IDS, contents.get(NESTED) or {})):
-            if settings.get(key):
+        for settings in (contents, contents.get(NESTED) or {}):
+            if settings.get(LAYER_IDS):
                 raise UserError(
-                    f"{key} is {settings[key]!r}; expected a list of layer numbers from 1 on"
+                    f"{LAYER_IDS} is {settings[LAYER_IDS]!r}; expected a list of layer numbers "
+                    "from 1 on"
                 )
         return None
     at_top = bool(contents.get(LAYER_IDS) or contents.get(OTHER_IDS))

@@ -84,14 +84,14 @@ class GGUF(GGUFLayout):
     def write(self, job: ExportJob, directory: Path) -> dict[str, Any]:
         source = job.drafter.small_lm(job.loaded_target)
         dtype = job.dtype or source.dtype
-        config = source.config
+        config = source.model.config
         copied = tokenizer_keys(target_gguf(job.target_spec), config.vocab_size)
         state = own_weights(source.model)
         facts = _facts(config, state)
         tensors = gguf_tensors(config, state)
         architecture = ARCHITECTURES[config.model_type].name
         described = metadata(config, architecture, dtype)
-        write_gguf(directory, architecture, described, copied, tensors, dtype)
+        write_gguf(directory / FILE, architecture, described, copied, tensors, dtype)
         return {
             "dtype": dtype,
             "kept": source.kept,

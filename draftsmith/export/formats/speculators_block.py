@@ -7,9 +7,9 @@ its rows only, and the maps `d2t` and `t2d` are those of format eagle3.
 
 from typing import Any
 
-from draftsmith.export.file_schema import extra_key_problems, is_count, key_problems
-from draftsmith.export.formats import FORMATS, ExportJob, vllm_serving
-from draftsmith.export.formats.block_layers import DFlashLayers, DSparkLayers, are_layers, is_id
+from draftsmith.export.file_schema import extra_key_problems, is_count, is_id, key_problems
+from draftsmith.export.formats import FORMATS, ExportJob
+from draftsmith.export.formats.block_layers import DFlashLayers, DSparkLayers, are_layers
 from draftsmith.export.formats.eagle3_layer import (
     LAYER_CONFIG,
     MODEL_TYPE,
@@ -100,9 +100,6 @@ class SpeculatorsBlock(DFlashLayers):
         problems = key_problems(expected, contents, "config.json")
         others = [key for key in self.draft_expected() if key not in OTHER_NAMES]
         return problems + extra_key_problems([*expected, *others], contents, "config.json")
-
-    def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
-        return [vllm_serving(self.kind, target, repository, gamma)]
 
 
 class SpeculatorsDFlash(SpeculatorsBlock):

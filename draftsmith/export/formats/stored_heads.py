@@ -42,8 +42,7 @@ class StoredHeads(Format):
         weights = load_file(source / WEIGHTS)
         sample = weights.pop(SAMPLE)  # keeps its dtype: loading compares it bit by bit
         floats = [tensor for tensor in weights.values() if tensor.is_floating_point()]
-        stored = next(name for name, dtype in DTYPES.items() if dtype == floats[0].dtype)
-        dtype = job.dtype or stored
+        dtype = job.dtype or dtype_name(floats[0].dtype)
         save_file({**copy_to_cpu(weights, dtype), SAMPLE: sample}, directory / WEIGHTS)
         for name in (CONFIG, DRAFTER_FILE, TREE):
             if (source / name).exists():
@@ -51,7 +50,6 @@ class StoredHeads(Format):
         return {
             "dtype": dtype,
             "kept": len(weights[IDS]) if IDS in weights else None,
-            "filled_from": None,
             "parameters": sum(tensor.numel() for tensor in floats),
             "size": f"{job.drafter.kind} heads",
         }

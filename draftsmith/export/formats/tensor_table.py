@@ -6,6 +6,7 @@ H hidden size, V vocabulary, V' draft vocabulary.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -70,9 +71,11 @@ def layer_rows(
     input_size: int,
     norms: Iterable[str] = (),
     ours: str = "",
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Row]:
     """Return the tensors of a decoder layer. input_size: the input size of its attention. norms:
-    the norms before attention. ours: the layer's name in our heads, empty if it is the same."""
+    the norms before attention. ours: the layer's name in our heads, empty if it is the same. names:
+    of its parts, where they differ from ours."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     queries, keys = (
         config[heads] * config["head_dim"]
@@ -90,7 +93,7 @@ def layer_rows(
         "mlp.down_proj": (hidden, inner),
     }
     return [
-        Row(f"{name}.{part}.weight", shape, f"{ours or name}.{part}.weight")
+        Row(f"{name}.{names.get(part, part)}.weight", shape, f"{ours or name}.{part}.weight")
         for part, shape in shapes.items()
     ]
 
