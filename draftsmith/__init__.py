@@ -50,49 +50,30 @@ _MODULES = {
 }
 
 if TYPE_CHECKING:
-    from decode.base.errors import UserError
-    from decode.choices import choose
-    from decode.draw.sampling import Sampling
-    from decode.grammars import Grammars
-    from decode.loop.decoding import Decoded, Decoder
-    from decode.measure.evaluation import evaluate
-    from decode.measure.figures import Evaluation
-    from decode.model.loading import Target, load_target
-    from decode.opening.directory import open_drafter, save_drafter
-    from decode.settings import EvaluationProtocol
-    from decode.text import SpeculativeGenerator, TextPieces
-    from draftsmith.auditing.entry import audit
-    from draftsmith.auditing.findings import Audit
-    from draftsmith.auditing.options import AuditOptions
-    from train.loop.checkpoint import Stopped
-    from train.run.config import RunConfig
-    from train.run.entry import train
-    from train.run.run import Run
+    from decode.base.errors import UserError as UserError
+    from decode.choices import choose as choose
+    from decode.draw.sampling import Sampling as Sampling
+    from decode.grammars import Grammars as Grammars
+    from decode.loop.decoding import Decoded as Decoded
+    from decode.loop.decoding import Decoder as Decoder
+    from decode.measure.evaluation import evaluate as evaluate
+    from decode.measure.figures import Evaluation as Evaluation
+    from decode.model.loading import Target as Target
+    from decode.model.loading import load_target as load_target
+    from decode.opening.directory import open_drafter as open_drafter
+    from decode.opening.directory import save_drafter as save_drafter
+    from decode.settings import EvaluationProtocol as EvaluationProtocol
+    from decode.text import SpeculativeGenerator as SpeculativeGenerator
+    from decode.text import TextPieces as TextPieces
+    from draftsmith.auditing.entry import audit as audit
+    from draftsmith.auditing.findings import Audit as Audit
+    from draftsmith.auditing.options import AuditOptions as AuditOptions
+    from train.loop.checkpoint import Stopped as Stopped
+    from train.run.config import RunConfig as RunConfig
+    from train.run.entry import train as train
+    from train.run.run import Run as Run
 
-__all__ = [
-    "Audit",
-    "AuditOptions",
-    "Decoded",
-    "Decoder",
-    "Evaluation",
-    "EvaluationProtocol",
-    "Grammars",
-    "Run",
-    "RunConfig",
-    "Sampling",
-    "SpeculativeGenerator",
-    "Stopped",
-    "Target",
-    "TextPieces",
-    "UserError",
-    "audit",
-    "choose",
-    "evaluate",
-    "load_target",
-    "open_drafter",
-    "save_drafter",
-    "train",
-]
+__all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,14 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import (
-    Drawing,
-    Loading,
-    require_packages,
-    shows_errors,
-    takes_groups,
-    tokenized_prompts,
-)
+from draftsmith.auditing import Judging
+from draftsmith.cli.command import Drawing, Loading, require_packages, tokenized_prompts
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
@@ -41,8 +35,6 @@ class AuditDrawing(Drawing):
         )
 
 
-@shows_errors
-@takes_groups
 def audit(
     *,
     url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, without /v1")],
@@ -51,17 +43,8 @@ def audit(
         Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="prompts, spread over the file")] = 32,
-    samples: Annotated[int, typer.Option(help="sampled answers to each prompt")] = 8,
-    max_new_tokens: Annotated[int, typer.Option(help="length of an answer, in tokens")] = 64,
+    judging: Judging,
     drawing: AuditDrawing,
-    exact: Annotated[
-        int | None,
-        typer.Option(
-            help="short answers for the joint law of their first tokens; default: "
-            "8192 if the vocabulary is tiny, else 0"
-        ),
-    ] = None,
-    exact_tokens: Annotated[int, typer.Option(help="length of a short answer, in tokens")] = 5,
     baseline: Annotated[
         str | None,
         typer.Option(help="the same engine without drafts, if its weights are not the target's"),
@@ -71,16 +54,6 @@ def audit(
         typer.Option(help="the server's drafter, to compare its acceptance with our own loop's"),
     ] = None,
     gamma: Annotated[int, typer.Option(min=1, help="tokens of a draft, with --drafter")] = 4,
-    level: Annotated[
-        float, typer.Option(help="probability that a server without error is called wrong")
-    ] = 1e-3,
-    engine_dtype: Annotated[
-        str | None,
-        typer.Option(help="what the server computes in; default: the target's dtype here"),
-    ] = None,
-    rounding: Annotated[
-        float | None, typer.Option(help="of logits, in place of what the dtype says")
-    ] = None,
     protocol: Annotated[str, typer.Option(help="completions or llama-server")] = "completions",
     model: Annotated[
         str | None, typer.Option(help="the server's name for the model; default: its first")
@@ -115,17 +88,7 @@ def audit(
     from train.data.read import read_examples
 
     quieten()
-    options = AuditOptions(
-        sampling=drawing.sampling,
-        samples=samples,
-        max_new_tokens=max_new_tokens,
-        seed=drawing.seed,
-        level=level,
-        engine_dtype=engine_dtype,
-        rounding=rounding,
-        exact=exact,
-        exact_tokens=exact_tokens,
-    )
+    options = AuditOptions(sampling=drawing.sampling, seed=drawing.seed, **vars(judging))
     reporter = Reporter()
     target = loading.load(drafter)
     if prompts is None and target.token_count <= TINY_VOCABULARY:
@@ -162,7 +125,6 @@ def audit(
         raise typer.Exit(found.exit_status)
 
 
-@shows_errors
 def audit_models(
     out: Annotated[Path, typer.Argument(help="the new directory to write")],
 ) -> None:

@@ -1,6 +1,5 @@
 """`calibrate` and its kin: choose settings by measurement on dev prompts."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,14 +11,14 @@ from draftsmith.cli.command import (
     DrafterOption,
     Drafting,
     Drawing,
+    FiguresOption,
     LimitOption,
     Loading,
     TokensOption,
     numbers,
-    shows_errors,
     table,
-    takes_groups,
     tokenized_prompts,
+    write_json,
 )
 from train.base.console import quieten
 
@@ -31,11 +30,9 @@ class Trials:
     prompts: Annotated[Path, typer.Option(help="JSONL file with prompts of the dev split")]
     max_new_tokens: TokensOption = 64
     limit: LimitOption = 32
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None
+    json_file: FiguresOption = None
 
 
-@shows_errors
-@takes_groups
 def calibrate(
     *,
     loading: Loading,
@@ -47,7 +44,6 @@ def calibrate(
 ) -> None:
     """Choose θ of the rule `threshold`, which is LOSSY, on dev prompts: the θ with the lowest
     latency among those whose acceptance is within bounds."""
-    from decode.base.artifact import write_file
     from decode.measure.calibrate_threshold import calibrate_threshold
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
@@ -99,12 +95,9 @@ def calibrate(
     title = f"rule threshold, LOSSY, on {len(prompts)} dev prompts"
     reporter.table(table(title, columns, rows, left=0))
     reporter.say(calibration.verdict)
-    if trials.json_file:
-        write_file(trials.json_file, json.dumps(calibration.to_dict(), indent=2))
+    write_json(trials.json_file, calibration.to_dict())
 
 
-@shows_errors
-@takes_groups
 def calibrate_tree(
     *,
     loading: Loading,
@@ -132,7 +125,6 @@ def calibrate_tree(
 ) -> None:
     """Choose a drafter's tree by the target's acceptance on dev prompts, and store it with the
     drafter as its default shape."""
-    from decode.base.artifact import write_file
     from decode.measure.calibrate_tree import calibrate_tree as calibrate
     from decode.opening.directory import DRAFTER_FILE, describe_drafter, open_drafter
     from decode.shapes.static import TREE, store_tree
@@ -182,12 +174,9 @@ def calibrate_tree(
     else:
         store_tree(directory, structure, figures)
         reporter.say(f"tree stored as {directory / TREE}; this drafter now uses it by default")
-    if trials.json_file:
-        write_file(trials.json_file, json.dumps(figures | {"paths": structure.paths}, indent=2))
+    write_json(trials.json_file, figures | {"paths": structure.paths})
 
 
-@shows_errors
-@takes_groups
 def calibrate_layers(
     *,
     loading: Loading,
@@ -199,7 +188,6 @@ def calibrate_layers(
 ) -> None:
     """Choose the sublayers that a target skips to draft for itself, by its acceptance on dev
     prompts and measured costs. `--drafter skip:file=FILE` then drafts without them."""
-    from decode.base.artifact import write_file
     from decode.measure.calibrate_layers import calibrate_layers as calibrate
     from train.base.console import Reporter
     from train.data.read import read_examples
@@ -238,5 +226,4 @@ def calibrate_layers(
     about = {key: figures[key] for key in ("target", "layers", "gamma", "speed", "c")}
     calibration.chosen.skipped.save(out, about)
     reporter.say(f"set written to {out}; use it with --drafter skip:file={out}")
-    if trials.json_file:
-        write_file(trials.json_file, json.dumps(figures, indent=2))
+    write_json(trials.json_file, figures)

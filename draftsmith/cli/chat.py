@@ -1,6 +1,5 @@
 """`chat`: a conversation in the terminal that shows which tokens were drafted."""
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,8 +14,7 @@ from draftsmith.cli.command import (
     Loading,
     TargetOption,
     TokensOption,
-    shows_errors,
-    takes_groups,
+    write_json,
 )
 from train.base.console import quieten
 
@@ -35,8 +33,6 @@ class ChatTarget(Loading):
     dtype: DtypeOption = "fastest"
 
 
-@shows_errors
-@takes_groups
 def chat(
     *,
     loading: ChatTarget,
@@ -69,7 +65,6 @@ def chat(
     Messages come from the terminal, or line by line from a pipe. /help lists the commands. Ctrl-C
     ends an answer, Ctrl-D the program.
     """
-    from decode.base.artifact import write_file
     from decode.base.device import dtype_name
     from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
@@ -110,9 +105,7 @@ def chat(
     if console.color_system is not None:
         terminal.say("Green: draft tokens that the target accepted. Plain: its own tokens.")
     terminal.run()
-    if json_file is not None:
-        answers = [answer.to_dict() for answer in terminal.answers]
-        write_file(json_file, json.dumps(answers, indent=2))
+    write_json(json_file, [answer.to_dict() for answer in terminal.answers])
     if svg is not None:
         write_svg(svg, terminal.transcript, f"draftsmith chat --drafter {spec}")
 

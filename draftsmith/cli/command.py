@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
 
+from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from train.base.exit_status import ExitStatus
 
@@ -52,6 +54,7 @@ DtypeOption = Annotated[
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
 TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
+FiguresOption = Annotated[Path | None, typer.Option("--json", help="write the figures here")]
 EnginePythonOption = Annotated[
     str | None,
     typer.Option(
@@ -260,17 +263,14 @@ class CallerOptions:
 def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of the command whose type is a dataclass with the options that are the
     dataclass's fields. A command that takes a group has all its options."""
-    parameters = inspect.signature(command).parameters.values()
-    groups: dict[str, Any] = {
-        p.name: p.annotation for p in parameters if is_dataclass(p.annotation)
-    }
-
-    def options() -> Iterator[inspect.Parameter]:
-        for parameter in parameters:
-            if parameter.name in groups:
-                yield from _group_options(groups[parameter.name])
-            else:
-                yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+    groups: dict[str, Any] = {}
+    options: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command).parameters.values():
+        if is_dataclass(parameter.annotation):
+            groups[parameter.name] = parameter.annotation
+            options += _group_options(parameter.annotation)
+        else:
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
     @wraps(command)
     def run(**values: Any) -> None:
@@ -280,10 +280,8 @@ def takes_groups(command: Callable[..., None]) -> Callable[..., None]:
 
     # typer reads the signature and the annotations.
     wrapper: Any = run
-    wrapper.__signature__ = inspect.Signature(list(options()))
-    wrapper.__annotations__ = {
-        p.name: p.annotation for p in wrapper.__signature__.parameters.values()
-    }
+    wrapper.__signature__ = inspect.Signature(options)
+    wrapper.__annotations__ = {option.name: option.annotation for option in options}
     return run
 
 
@@ -320,6 +318,12 @@ def key_from(option: str, variable: str | None) -> str | None:
             "variable with a key"
         )
     return key
+
+
+def write_json(file: Path | None, figures: Any) -> None:
+    """Write JSON values to the file of `--json`, if there is one."""
+    if file is not None:
+        write_file(file, json.dumps(figures, indent=2))
 
 
 def require_packages(*names: str) -> None:

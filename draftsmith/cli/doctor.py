@@ -1,6 +1,5 @@
 """`doctor`: what works on this machine, and how fast."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,8 +9,9 @@ from draftsmith.cli.command import (
     DeviceOption,
     DtypeOption,
     EnginePythonOption,
-    shows_errors,
+    FiguresOption,
     table,
+    write_json,
 )
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 NONE = "–"
 
 
-@shows_errors
 def doctor(
     target: Annotated[
         str | None,
@@ -42,12 +41,11 @@ def doctor(
     row: Annotated[
         bool, typer.Option("--row", help="end with a line for docs/results/machines.md")
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    json_file: FiguresOption = None,
 ) -> None:
     """Say what works on this machine and how fast: versions, devices, kernels, speeds, and whether
     decoding is lossless. Takes about a minute. Exit status 1: it is not lossless, or the target
     cannot run."""
-    from decode.base.artifact import write_file
     from draftsmith.cli.examination import examine
     from train.base.console import Reporter
 
@@ -65,8 +63,7 @@ def doctor(
         reporter.say(f"• {line}")
     if row:
         typer.echo(machine_row(examination))
-    if json_file:
-        write_file(json_file, json.dumps(result, indent=2))
+    write_json(json_file, result)
     if not examination.sound:
         raise typer.Exit(ExitStatus.FAILED)
 

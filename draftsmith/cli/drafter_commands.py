@@ -14,23 +14,21 @@ from draftsmith.cli.command import (
     DecodeOptions,
     DrafterOption,
     DraftersOption,
+    FiguresOption,
     LimitOption,
     Loading,
     TargetOption,
     TokensOption,
     numbers,
     prompt_grammars,
-    shows_errors,
     table,
-    takes_groups,
     tokenized_prompts,
+    write_json,
 )
 from draftsmith.cli.edge import Verifying, edge_client, remote_target
 from train.base.console import quieten
 
 
-@shows_errors
-@takes_groups
 def evaluate(
     *,
     loading: Loading,
@@ -116,15 +114,12 @@ def evaluate(
     reporter.table(drafter_table(report))
     for line in footnotes(report):
         reporter.say(line)
-    if json_file:
-        write_file(json_file, json.dumps(report, indent=2))
+    write_json(json_file, report)
     if steps_file:
         (evaluation,) = evaluations.values()
         write_file(steps_file, json.dumps(evaluation.steps_to_dict()))
 
 
-@shows_errors
-@takes_groups
 def generate(
     *,
     loading: Loading,
@@ -159,7 +154,6 @@ def generate(
     import torch
 
     import heads  # noqa: F401  (registers its drafters)
-    from decode.base.artifact import write_file
     from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
@@ -221,15 +215,13 @@ def generate(
         f"tokens per step, {accepted}; drafts: {drafts}; rule {rule}]",
         err=True,
     )
-    if json_file:
-        answer = {"text": text_of(target.tokenizer, decoded.outputs[0]), **decoded.to_dict()}
-        write_file(json_file, json.dumps(answer, indent=2))
+    answer = {"text": text_of(target.tokenizer, decoded.outputs[0]), **decoded.to_dict()}
+    write_json(json_file, answer)
     if client is not None:
         verifying.report(client, lambda line: typer.echo(line, err=True))
         client.close()
 
 
-@shows_errors
 def merge(
     adapter: Annotated[Path, typer.Argument(help="the directory of an adapter")],
     out: Annotated[Path, typer.Option(help="the new drafter directory")],
@@ -242,7 +234,6 @@ def merge(
     typer.echo(f"merged into {out}")
 
 
-@shows_errors
 def inspect(
     drafter: Annotated[Path, typer.Argument(help="a drafter directory")],
     json_file: Annotated[
@@ -250,7 +241,6 @@ def inspect(
     ] = None,
 ) -> None:
     """Check a drafter directory against its manifest and describe it."""
-    from decode.base.artifact import write_file
     from decode.opening.directory import describe_drafter
     from decode.shapes.static import stored_shape
 
@@ -272,12 +262,9 @@ def inspect(
     drafts = shape.describe() if shape else plain
     typer.echo(f"drafts in a {drafts} by default")
     typer.echo(json.dumps(description, indent=2))
-    if json_file:
-        figures = {"bytes": size, "drafts": drafts, **description}
-        write_file(json_file, json.dumps(figures, indent=2))
+    write_json(json_file, {"bytes": size, "drafts": drafts, **description})
 
 
-@shows_errors
 def coverage(
     target: TargetOption,
     text: Annotated[
@@ -290,14 +277,13 @@ def coverage(
         str | None,
         typer.Option(help="a model with another tokenizer: show which tokens it shares instead"),
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here")] = None,
+    json_file: FiguresOption = None,
 ) -> None:
     """Show how much of a text a reduced draft vocabulary covers, by its size, or how much of it is
     in the tokens that a drafter with another tokenizer shares."""
     vocabulary_sizes = numbers(sizes, "sizes", int)
     from dataclasses import asdict
 
-    from decode.base.artifact import write_file
     from decode.drafters.tokenizers.token_texts import shared_coverage
     from decode.model.loading import load_target
     from decode.model.without_weights import load_tokenizer
@@ -336,5 +322,4 @@ def coverage(
         columns = ("shared tokens", "of the target's", "of the drafter's", "of the text")
     title = f"{text}: {sum(map(len, texts)):,} tokens"
     Reporter().table(table(title, columns, rows, left=0))
-    if json_file:
-        write_file(json_file, json.dumps(figures, indent=2))
+    write_json(json_file, figures)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,8 @@ from decode.costs import OtherProcesses, busy
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.measure.check_lossless import check_loop, random_llama
-from decode.measure.machine import (
-    GIB,
-    describe_gpus,
-    describe_kernels,
-    dtype_speeds,
-    read_speed,
-)
-from decode.measure.time_passes import (
-    exact_bits_cost,
-    pass_seconds,
-    prefill_seconds,
-    weight_bytes,
-)
+from decode.measure.machine import GIB, describe_gpus, describe_kernels, dtype_speeds, read_speed
+from decode.measure.time_passes import exact_bits_cost, pass_seconds, prefill_seconds, weight_bytes
 from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import (
     EMBEDDED,
@@ -42,7 +30,7 @@ from decode.model.loading import (
     resolve_dtype,
 )
 from train.base.launcher import cores
-from train.base.provenance import describe_process
+from train.base.provenance import describe_process, version_of
 from train.engines.child_process import environment_of, package_version
 from train.engines.programs import find_vllm, llama_server_program
 
@@ -182,12 +170,7 @@ def _examine_target(examination: Examination, model: Any) -> None:
 
 def _optional_packages(engine_python: str | None) -> dict[str, str | None]:
     """The version of each, None if it is not installed. engine_python: as for `find_vllm`."""
-    versions: dict[str, str | None] = {}
-    for package in OPTIONAL:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
+    versions = {package: version_of(package) for package in OPTIONAL}
     for engine, package in IN_ENGINES.items():
         versions[f"{engine} in {environment_of(engine)}"] = package_version(engine, package)
     # Where launches and `export --verify` look.

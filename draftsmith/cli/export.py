@@ -1,4 +1,4 @@
-"""`export`: write a drafter for inference engines, check and verify an export, and push it."""
+"""`export` writes a drafter for inference engines, and proves it there; `import` reads one."""
 
 import json
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from decode.base.errors import UserError
 from draftsmith.cli.command import (
     EnginePythonOption,
     LimitOption,
+    Loading,
     TokensOption,
-    shows_errors,
     table,
-    takes_groups,
     tokenized_prompts,
+    write_json,
 )
-from draftsmith.export import MIN_DRAFTED, ExportOptions
+from draftsmith.export import MIN_DRAFTED, ExportOptions, ImportOptions
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from draftsmith.export.verify_export import ExportVerification
 
 
-@shows_errors
-@takes_groups
 def export(
     *,
     drafter: Annotated[
@@ -100,7 +98,6 @@ def export(
             f"--verify starts an engine, and {verify} is a running server; ask that with: "
             f"draftsmith audit {verify} --target MODEL --drafter DIRECTORY"
         )
-    from decode.base.artifact import write_file
     from decode.model.loading import Target, load_target
     from draftsmith.export.engines import EngineTask
     from draftsmith.export.export_directory import (
@@ -139,9 +136,9 @@ def export(
         kind = record["kind"]
         reporter.say(f"{directory}: a valid {record['layout']} export of a {kind} drafter")
     figures = {key: record.get(key) for key in ("layout", "kind", "acceptance")}
-    if json_file and verify is None:
-        write_file(json_file, json.dumps(figures, indent=2))
-    if verify is not None:
+    if verify is None:
+        write_json(json_file, figures)
+    else:
         engine_for(verify, record["layout"], engine_python)
         default_target = options.backbone or record["drafter"]["target"]["name"]
         target_spec = str(options.target or default_target)
@@ -162,8 +159,7 @@ def export(
             reporter.table(_loads_table(loads))
         for failure in verification.failures:
             reporter.say(f"FAILED: {failure}")
-        if json_file:
-            write_file(json_file, json.dumps(figures | verification.to_dict(), indent=2))
+        write_json(json_file, figures | verification.to_dict())
         if verification.failures:
             raise typer.Exit(ExitStatus.FAILED)
     if options.repository is not None:
@@ -175,6 +171,69 @@ def export(
                 "directory that this target was exported to, to push both"
             )
         reporter.say(f"pushed: {push_export(directory, options.repository)}")
+
+
+def import_drafter(
+    *,
+    source: Annotated[str, typer.Argument(help="a directory, or a hub id (org/name)")],
+    loading: Loading,
+    out: Annotated[Path, typer.Option(help="the new drafter directory")],
+    options: ImportOptions,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file with prompts, to measure it on")
+    ] = None,
+    claimed: Annotated[
+        float | None,
+        typer.Option(help="tokens per step that its publisher states; default: of its card"),
+    ] = None,
+    gamma: Annotated[
+        int | None, typer.Option(help="tokens per draft, to measure; default: 4, or its max depth")
+    ] = None,
+    limit: LimitOption = None,
+    max_new_tokens: TokensOption = 64,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write what was imported and measured here")
+    ] = None,
+) -> None:
+    """Read a published drafter (heads or a small model) and write a drafter directory."""
+    if prompts is None and (claimed is not None or gamma is not None):
+        raise UserError(
+            "--claimed and --gamma are for a measurement; give --prompts FILE too, with prompts "
+            "like those of the published figure"
+        )
+    from draftsmith.export.import_directory import import_drafter, measure_import
+    from train.base.console import Reporter
+    from train.data.read import read_examples
+
+    quieten()
+    reporter = Reporter()
+    examples = read_examples(str(prompts))[0] if prompts else []
+    target = loading.load()
+    imported = import_drafter(source, target, out, options)
+    depth = "" if imported.depth is None else f", drafts up to {imported.depth} tokens"
+    reporter.say(
+        f"imported to {out}: {imported.kind}, read from layout {imported.layout}, "
+        f"{imported.dtype}{depth}"
+    )
+    for note in imported.notes:
+        reporter.say(f"note: {note}")
+    if imported.settings is not None:
+        settings = {"type": imported.kind} | imported.settings
+        reporter.say(f"to train it further: start: {out}, heads: {json.dumps(settings)}")
+    record = {"out": str(out), **vars(imported), "measured": None}
+    if prompts is not None:
+        claim = imported.claimed if claimed is None else claimed
+        ids = tokenized_prompts(examples, target, limit)
+        figures = measure_import(
+            out, target, ids, gamma=gamma, max_new_tokens=max_new_tokens, say=reporter.say
+        )
+        record |= {"measured": figures, "claimed": claim}
+        stated = "–" if claim is None else f"{claim:.2f}"
+        measured = [f"{figures[key]:.2f}" for key in ("tokens_per_step", "acceptance_rate")]
+        title = f"{len(ids)} prompts, γ = {figures['gamma']}, greedy, chains"
+        columns = ("", "tokens per step", "acceptance rate")
+        reporter.table(table(title, columns, [["claimed", stated, "–"], ["measured", *measured]]))
+    write_json(json_file, record)
 
 
 def _engine_options(

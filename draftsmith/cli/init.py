@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from decode.base.errors import UserError, nearest
-from draftsmith.cli.command import shows_errors
 from train.base.console import quieten
 
 DEFAULT_TARGET = "embedded:smollm2-135m"
@@ -19,7 +18,6 @@ MACHINE_NAMES = ["cpu", "24gb", "48gb", "80gb", "8x80gb"]
 ROWS_READ = 2000  # to look at; their number and lengths set sizes
 
 
-@shows_errors
 def init(
     target: Annotated[
         str | None, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
@@ -113,7 +111,6 @@ def init(
     )
 
 
-@shows_errors
 def quickstart(
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
     dry_run: Annotated[

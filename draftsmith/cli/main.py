@@ -10,18 +10,15 @@ import typer
 from draftsmith.cli.audit import audit, audit_models
 from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
-from draftsmith.cli.compare import compare
+from draftsmith.cli.command import shows_errors, takes_groups
 from draftsmith.cli.doctor import doctor
 from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect, merge
-from draftsmith.cli.export import export
-from draftsmith.cli.import_drafter import import_drafter
+from draftsmith.cli.edge import verify_server
+from draftsmith.cli.export import export, import_drafter
 from draftsmith.cli.init import init, quickstart
-from draftsmith.cli.learn import learn
-from draftsmith.cli.record import forget, record
+from draftsmith.cli.learn import forget, learn, record
 from draftsmith.cli.serve import serve
-from draftsmith.cli.train import train, verify_cache
-from draftsmith.cli.verify_server import verify_server
-from draftsmith.cli.watch import watch
+from draftsmith.cli.train import compare, train, verify_cache, watch
 
 
 def help_text(docstring: str) -> str:
@@ -29,10 +26,7 @@ def help_text(docstring: str) -> str:
     return re.sub(r"(?<!\n)\n(?!\n)", " ", docstring)
 
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 
 def _print_version(wanted: bool) -> None:
@@ -82,7 +76,7 @@ for command in (
 ):
     # `import` is a word of Python, so the function has another name.
     name = "import" if command is import_drafter else None
-    app.command(name, help=help_text(getdoc(command) or ""))(command)
+    app.command(name, help=help_text(getdoc(command) or ""))(shows_errors(takes_groups(command)))
 
 
 def main() -> None:

@@ -1,6 +1,5 @@
 """What `train --dry-run` prints: what each stage of a run trains, writes and needs."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -8,10 +7,10 @@ from typing import Any
 
 from rich.table import Table
 
-from decode.base.artifact import free_space, write_file
+from decode.base.artifact import free_space
 from decode.model.loading import Target
 from decode.model.without_weights import load_shapes
-from draftsmith.cli.command import table
+from draftsmith.cli.command import table, write_json
 from train.base.console import Reporter
 from train.base.stage import Memory, StagePlan
 from train.loop.estimates import read_speeds, seconds_of
@@ -93,8 +92,8 @@ def print_plan(run: Run, reporter: Reporter, speed: str | None, json_file: Path 
     reporter.table(table(title, COLUMNS, map(_cells, entries), left=len(COLUMNS)))
     reporter.table(_memory_table(stages))
     reporter.say(space.in_words(run.config.target.sharded))
-    if json_file is not None and run.accelerator.is_main_process:
-        write_file(json_file, json.dumps(_figures(stages, evaluation, space), indent=2))
+    if run.accelerator.is_main_process:
+        write_json(json_file, _figures(stages, evaluation, space))
     if space.disk > space.free:
         reporter.say(
             "the disk may be too small: choose another output_dir, or let stages use the live "

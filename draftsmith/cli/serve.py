@@ -16,8 +16,6 @@ from draftsmith.cli.command import (
     Loading,
     key_from,
     require_packages,
-    shows_errors,
-    takes_groups,
 )
 from train.base.console import quieten
 
@@ -111,8 +109,12 @@ class LimitOptions:
             help="seconds from the row of a request's last text to its end; then it gets status 504"
         ),
     ] = 600.0
-    max_held_tokens: Annotated[
-        int, typer.Option(help="tokens of prompts that may wait; a request beyond gets status 503")
+    held_tokens: Annotated[
+        int,
+        typer.Option(
+            "--max-held-tokens",
+            help="tokens of prompts that may wait; a request beyond gets status 503",
+        ),
     ] = 1 << 18
     prefill_tokens: Annotated[
         int, typer.Option(help="tokens of new prompts that are read between two passes")
@@ -130,19 +132,9 @@ class LimitOptions:
         """Raises UserError for a number that is out of range."""
         from draftsmith.serve.batching.requests import RequestBounds
 
-        return RequestBounds(
-            max_rows=self.max_rows,
-            prefill_tokens=self.prefill_tokens,
-            row_tokens=self.row_tokens,
-            max_waiting=self.max_waiting,
-            max_wait=self.max_wait,
-            max_seconds=self.max_seconds,
-            held_tokens=self.max_held_tokens,
-        )
+        return RequestBounds(**vars(self))
 
 
-@shows_errors
-@takes_groups
 def serve(
     *,
     loading: Loading,

@@ -1,4 +1,4 @@
-"""`train`: run the stages of a config."""
+"""`train`: run the stages of a config. `watch` follows a run, `compare` sets runs side by side."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,11 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import shows_errors
+from draftsmith.cli.command import require_packages, table, write_json
 from train.base.config_file import read_config
 from train.base.exit_status import ExitStatus
 
 
-@shows_errors
 def train(
     config: Annotated[Path, typer.Argument(help="a run config (YAML)")],
     overrides: Annotated[list[str] | None, typer.Argument(help="key.sub=value …")] = None,
@@ -99,7 +98,6 @@ def train(
             print_report(run, report)
 
 
-@shows_errors
 def verify_cache(
     directory: Annotated[Path, typer.Argument(help="of a teacher_cache or feature_cache stage")],
     json_file: Annotated[
@@ -107,13 +105,62 @@ def verify_cache(
     ] = None,
 ) -> None:
     """Hash all files of a cache, also those that did not change since they were hashed."""
-    from decode.base.artifact import write_file
     from train.loop.open_caches import check_directory
 
     count = check_directory(directory, "cache", again=True)
     typer.echo(f"{directory}: {count} parts, all sound")
+    write_json(json_file, {"directory": str(directory), "parts": count})
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(help="the directory of a run")],
+    port: Annotated[int, typer.Option(help="0: any that is free")] = 8001,
+) -> None:
+    """Follow a run on a page of this machine: stage, time left, curves, acceptance, log. Reads the
+    run's files and changes nothing. Ctrl-C ends it, not the run."""
+    require_packages("starlette", "uvicorn")
+    from draftsmith.net.listen import bind
+    from draftsmith.watch.run_state import RunState
+    from draftsmith.watch.server import HOST, WatchServer
+
+    state = RunState(run)
+    with bind(HOST, port) as bound:
+        address = f"http://{HOST}:{bound.getsockname()[1]}/"
+        WatchServer(state, lambda: typer.echo(f"{run} is at {address}")).run(sockets=[bound])
+
+
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="directories of runs, or their report.json")],
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="write a page with plots here")
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write all figures and the settings here")
+    ] = None,
+) -> None:
+    """Compare finished runs: their drafters with intervals, plots, and the settings that differ."""
+    from rich.text import Text
+
+    from decode.base.artifact import write_file
+    from train.base.console import Reporter
+    from train.report.compare_runs import read_runs, render_comparison, settings_table
+    from train.report.drafter_table import drafter_table
+
+    compared = read_runs(runs)
+    reporter = Reporter()
+    for run, report in compared.reports.items():
+        reporter.table(drafter_table(report | {"name": run}))
+    columns, settings = settings_table(compared)
+    # Names in a run may look like markup.
+    cells = [[Text(cell) for cell in row] for row in settings]
+    reporter.table(table("settings that differ", columns, cells, left=len(columns)))
+    for line in (*compared.cautions, compared.verdict):
+        if line:
+            reporter.say(line)
+    if html_file:
+        write_file(html_file, render_comparison(compared).encode("utf-8", "replace"))
     if json_file:
-        write_file(json_file, json.dumps({"directory": str(directory), "parts": count}, indent=2))
+        write_file(json_file, json.dumps(compared.to_dict(), indent=2, allow_nan=False) + "\n")
 
 
 def print_report(run: Any, report: dict[str, Any]) -> None:

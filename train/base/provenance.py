@@ -16,17 +16,11 @@ PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "sa
 
 def describe_process() -> dict[str, Any]:
     """Everything else that figures depend on: versions, commit, machine, command."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = "not installed"
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "argv": sys.argv,
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: version_of(package) or "not installed" for package in PACKAGES},
         "git_commit": _git("rev-parse", "HEAD"),
         "git_dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "machine": {
@@ -38,6 +32,14 @@ def describe_process() -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
     }
+
+
+def version_of(package: str) -> str | None:
+    """The version of an installed package, None for one that is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _git(*arguments: str) -> str | None:
