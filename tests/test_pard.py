@@ -111,14 +111,14 @@ def test_new_weights_are_used_at_once() -> None:
     assert recording.drafts > 8
 
 
-@pytest.mark.parametrize("name", ["chain", "static:widths=[2,1,2]", "dynamic:width=2,nodes=6"])
+@pytest.mark.parametrize("name", ["chain", "dynamic:width=2,nodes=6"])
 def test_greedy_text_is_plain_decodings(name: str) -> None:
     """With chains and trees, for texts that outgrow the drafter's context too."""
     target = tiny_model("llama")
     small = masked(tiny_model("llama", seed=7, layers=1, max_positions=12))
     prompts = [[5] * 40, [7], [5, 17, 250] * 4]
     plain = Decoder(target, DRAFTERS["none"]()).decode(prompts, 24)
-    for gamma in (1, 3, 11):
+    for gamma in (3, 11):
         drafter = ParallelLMDrafter(small, shape=SHAPES.make(name), vocab_size=VOCAB)
         done = Decoder(target, drafter, gamma=gamma).decode(prompts, 24)
         assert done.outputs == plain.outputs

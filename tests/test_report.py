@@ -202,18 +202,14 @@ def test_report_json(tmp_path: Path) -> None:
 
 
 @drawn
-def test_the_same_again(tmp_path: Path) -> None:
+def test_page(tmp_path: Path) -> None:
+    """It comes out the same again."""
     run = write_run(tmp_path, ROWS)
     made = []
     for _ in range(2):
         make_report(run)
         made.append([(tmp_path / f"report.{end}").read_bytes() for end in ("json", "html")])
     assert made[0] == made[1]
-
-
-@drawn
-def test_page(tmp_path: Path) -> None:
-    make_report(write_run(tmp_path, ROWS))
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert len(text) < 1_000_000
     page = Page(text)
