@@ -93,7 +93,9 @@ class Eagle1Heads(EagleHeads):
         return next_states
 
     def inputs_of(self, batch: HeadBatch) -> Tensor:
-        return self.with_noise(super().inputs_of(batch))
+        states = super().inputs_of(batch)
+        # A draft that is replayed was made from states without noise.
+        return self.with_noise(states) if batch.inputs is None else states
 
     def with_noise(self, features: Tensor) -> Tensor:
         """[B, T, H]: the features that a training reads."""

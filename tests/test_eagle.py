@@ -5,6 +5,7 @@ Shapes: B rows, T tokens, H hidden size, V vocabulary.
 
 import copy
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from distill.place_weights import place_weights
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions, trained_positions
+from heads.heads_module import HeadBatch, HeadOptions, trained_positions
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from heads.layers.target_layers import auxiliary_layers
@@ -373,10 +374,14 @@ def test_eagle1_trains_as_many_steps_as_are_asked_for(tmp_path: Path) -> None:
 def test_features_are_noisy_only_while_they_are_trained_on() -> None:
     heads = make("eagle1")
     features = torch.zeros(4, 50, 32)
-    assert heads.eval().with_noise(features) is features
-    noise = heads.train().with_noise(features)
+    ids = torch.zeros(4, 50, dtype=torch.int64)
+    batch = HeadBatch(ids, ids > 0, {FINAL: features})
+    assert torch.equal(heads.eval().inputs_of(batch), features)
+    noise = heads.train().inputs_of(batch)
     assert 0.09 < noise.max() <= 0.1
     assert -0.1 <= noise.min() < -0.09
+    # A draft that is replayed was made from states without noise.
+    assert torch.equal(heads.inputs_of(replace(batch, inputs=features)), features)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma", "qwen3"])
