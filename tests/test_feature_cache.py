@@ -241,7 +241,7 @@ def test_each_part_is_hashed_once_and_again_after_a_change(
 ) -> None:
     run_stage(context, cache_stage())
     directory, samples = context.earlier["cache"], context.corpus.samples("data")
-    hashed = before_call(monkeypatch, artifact, "_sha256")
+    hashed = before_call(monkeypatch, artifact, "file_sha256")
 
     def tensors_hashed() -> list[str]:
         hashed.clear()

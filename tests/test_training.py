@@ -270,7 +270,7 @@ def test_damage_to_any_file_is_named_and_the_checkpoint_before_is_taken(tmp_path
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool]) -> None:
     """The first read of a file for which `fails` says so ends with an input/output error."""
-    sound, seen = artifact._sha256, []
+    sound, seen = artifact.file_sha256, []
 
     def sha256(file: Path) -> str:
         if not seen and fails(file):
@@ -278,7 +278,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, fails: Callable[[Path], bool]) ->
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return sound(file)
 
-    monkeypatch.setattr(artifact, "_sha256", sha256)
+    monkeypatch.setattr(artifact, "file_sha256", sha256)
 
 
 def test_a_read_error_is_no_damage(half_trained, monkeypatch):
