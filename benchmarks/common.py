@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +25,7 @@ from decode.stats import Tally
 from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
-from train.base.provenance import describe_process
+from train.base.provenance import describe_process, version_of
 from train.run.config import validate_config
 from train.run.run import Run, make_directory
 
@@ -118,14 +117,12 @@ def read_summary(run: Run, stage: str) -> dict[str, Any]:
 
 def require(package: str, requirement: str, what: str) -> None:
     """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
-    try:
-        version(package)
-    except PackageNotFoundError:
+    if version_of(package) is None:
         raise UserError(
             f"{what} needs {package}, which is not installed. To install it: "
             f'pip install "{requirement}", or for all benchmarks: '
             'pip install "draftsmith[benchmarks]"'
-        ) from None
+        )
 
 
 def rows_table(title: str, rows: Sequence[dict[str, str]], **options: Any) -> "Table":
@@ -199,10 +196,7 @@ def describe_machine(packages: Sequence[str] = ()) -> dict[str, Any]:
     """Like `train.base.provenance.describe_process`, with the versions of these packages too."""
     process = describe_process()
     for package in packages:
-        try:
-            process["versions"][package] = version(package)
-        except PackageNotFoundError:
-            process["versions"][package] = "not installed"
+        process["versions"][package] = version_of(package) or "not installed"
     return process
 
 

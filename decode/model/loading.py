@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from decode.base.artifact import file_sha256
 from decode.base.errors import UserError, nearest
 from decode.base.processor import computes_bfloat16
 from decode.base.registry import Registry
@@ -156,8 +157,7 @@ class EmbeddedModel:
             raise UserError(
                 f"{path} has {path.stat().st_size} bytes, expected {self.size}. {remedy}"
             )
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        digest = file_sha256(path)
         if digest != self.sha256:
             raise UserError(f"{path} has sha256 {digest}, expected {self.sha256}. {remedy}")
         return path
@@ -452,9 +452,7 @@ def _weights_sha256(files: list[Path]) -> str:
     """SHA-256 over the name, size and content hash of each weight file."""
     total = hashlib.sha256()
     for file in files:
-        with file.open("rb") as opened:
-            content = hashlib.file_digest(opened, "sha256").hexdigest()
-        total.update(f"{file.name} {file.stat().st_size} {content}\n".encode())
+        total.update(f"{file.name} {file.stat().st_size} {file_sha256(file)}\n".encode())
     return total.hexdigest()
 
 
