@@ -144,7 +144,6 @@ def run_layer(
             position_embeddings=position_embeddings,
             attention_mask=None,
             position_ids=positions,
-            past_key_values=None,
         )
     finally:
         _attend.reset(token)
