@@ -19,6 +19,7 @@ from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive, tensor_problems
 from draftsmith.export.formats import ExportJob, ImportJob, Restored, export_facts
+from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
     differences,
@@ -54,6 +55,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class LayerFormat(TableFormat):
     """architecture: the name in the config. drafter: our drafter class for the heads. layer: the
     name of the first layer. layer_ids: what the numbers of the target's layers in a config mean.
+    published_keys: the keys of a published config that an import reads (`published_keys.py`); None:
+    the layout names unknown keys itself.
     """
 
     architecture: ClassVar[str]
@@ -61,6 +64,7 @@ class LayerFormat(TableFormat):
     layer: ClassVar[str] = "layers.0"
     layer_ids: ClassVar[str] = "inputs"
     allowed_keys = TOKEN_IDS
+    published_keys: ClassVar[Keys | None] = None
 
     def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
@@ -177,8 +181,11 @@ class LayerFormat(TableFormat):
         problems += name_problems + self.target_problems(contents, tensors, target)
         window, window_problems = published_window(contents)
         extra, extra_problems = self.published_config(job, contents, tensors)
+        problems += window_problems + extra_problems
+        if self.published_keys is not None:
+            problems += job.key_problems(self.published_keys)
         # Sizes come first: with wrong ones, every tensor is wrong too.
-        job.require(problems + window_problems + extra_problems, self.name)
+        job.require(problems, self.name)
         layers = self.read_layers(contents, target, job.layer_ids)
         sizes = layer_config(target.model, layer)
         config = llama_settings(sizes, self.architecture, checkpoint.dtype) | extra
