@@ -190,6 +190,10 @@ FAULTS: dict[str, dict[str, Change]] = {
         "rope_scaling is {'rope_type': 'linear', 'factor': 2.0, 'sections': 3}, which": config(
             rope_scaling={"rope_type": "linear", "factor": 2.0, "sections": 3}
         ),
+        "beside it stands {'factor': 4.0}": config(
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            rope_scaling={"type": "linear", "factor": 4.0},
+        ),
         "partial_rotary_factor is 0.5, expected 1": config(partial_rotary_factor=0.5),
         "use_sliding_window is True, expected False": config(use_sliding_window=True),
         "model_type is 'gemma', expected 'llama'": config(model_type="gemma"),

@@ -11,11 +11,11 @@ from decode.drafters import Drafter
 from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
-from draftsmith.export.file_schema import is_count, is_id, is_positive, key_problems, read_json
+from draftsmith.export.file_schema import is_count, is_id, key_problems, read_json
 from draftsmith.export.formats import FORMATS, ExportJob, Format, ImportJob, Restored
 from draftsmith.export.formats.published_keys import unread_by_transformers
 from draftsmith.export.formats.published_layer import mask_problems
-from draftsmith.export.model_directory import for_older_readers, model_problems
+from draftsmith.export.model_directory import for_older_readers, model_problems, older_names
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import load_small_lm
 from heads.mtp_checkpoint import has_module
@@ -76,8 +76,7 @@ class HuggingFace(Format):
         problems = key_problems(drafting, generation or {}, "generation_config.json")
         config = read_json(directory / "config.json") or {}
         legacy_names: dict[str, Any] = {"torch_dtype": config.get("dtype")}
-        if "rope_theta" in (config.get("rope_parameters") or {}):  # not by kind of layer
-            legacy_names["rope_theta"] = is_positive
+        legacy_names |= older_names(config)
         problems += key_problems(legacy_names, config, "config.json")
         return problems + model_problems(directory)
 

@@ -33,6 +33,7 @@ from draftsmith.export.formats.published_layer import (
 )
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import expected_tensors, read_state
+from draftsmith.export.model_directory import older_rotation
 from draftsmith.export.published import renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
@@ -91,8 +92,8 @@ class LayerFormat(TableFormat):
             "num_hidden_layers": is_count,
             **dict.fromkeys(SIZES, is_count),
             "rms_norm_eps": is_positive,
-            "rope_theta": is_positive,
             "rope_parameters": lambda x: isinstance(x, dict) and is_positive(x.get("rope_theta")),
+            **older_rotation(config.get("rope_parameters") or {}),
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
@@ -241,9 +242,8 @@ def llama_settings(config: LlamaConfig, architecture: str, dtype: str) -> dict[s
         "num_hidden_layers": 1,
         **{name: getattr(config, name) for name in SIZES},
         "rms_norm_eps": config.rms_norm_eps,
-        # rope_theta is for readers that use transformers 4.
-        "rope_theta": rope["rope_theta"],
         "rope_parameters": dict(rope),
+        **older_rotation(rope),
         "hidden_act": config.hidden_act,
         "attention_bias": False,
         "mlp_bias": False,

@@ -45,6 +45,7 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "rope_theta": is_positive,
     "rope_parameters": lambda value: _is_rotation(value),
     "rope_scaling": lambda value: _is_rotation(value),
+    "original_max_position_embeddings": is_count,
     NESTED: lambda value: isinstance(value, dict),
 }
 # What transformers reads of rotary settings.
@@ -66,6 +67,8 @@ LAYER_KEYS = (
     *("tie_word_embeddings", "max_position_embeddings", "max_window_layers"),
     *("decoder_sparse_step", "mlp_only_layers"),
 )
+# Keys of rotary positions in transformers 4.
+OLDER_ROTATION = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
 
 
 def plain_name(name: str, layer: str) -> str | None:
@@ -179,15 +182,15 @@ def sound_settings(
             "and transformers has no such layers"
         ]
     usual = layer_config(target.model)
-    rope = {key: contents[key] for key in ("rope_parameters",) if contents.get(key)} or {
-        key: contents[key] for key in ("rope_theta", "rope_scaling") if contents.get(key)
-    }
+    rope, problems = _rotation(contents)
+    if problems:
+        return None, problems
     with explained(f"config.json: its layer cannot have the rotary settings {rope}"):
         llama = LlamaConfig(
             hidden_size=hidden,
             num_attention_heads=heads,
             max_position_embeddings=usual.max_position_embeddings,
-            **rope,
+            rope_parameters=rope,
         )
     settings = LayerSettings(
         intermediate_size=contents["intermediate_size"],
@@ -224,6 +227,27 @@ def published_window(contents: Mapping[str, Any]) -> tuple[int | None, list[str]
             f"{window!r}; expected one kind of layers, and a window of at least one token"
         ]
     return window, []
+
+
+def _rotation(contents: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the rotary settings of a config, as `rope_parameters` has them, and the problems with
+    them. None: it has none. Some configs have them for transformers 5 and, once more, for 4."""
+    older = {key: contents[key] for key in OLDER_ROTATION if contents.get(key)}
+    scaling = dict(older.pop("rope_scaling", {}))
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling["type"])
+        del scaling["type"]
+    older |= scaling
+    stated = contents.get("rope_parameters") or older
+    different = {key: x for key, x in older.items() if stated.get(key, x) != x}
+    if scaling and stated.get("rope_type", "default") == "default" != scaling.get("rope_type"):
+        different["rope_scaling"] = scaling
+    if not different:
+        return dict(stated) or None, []
+    return None, [
+        f"config.json: rope_parameters is {stated}, but beside it stands {different}, and readers "
+        "take either; expected the same rotary positions in both"
+    ]
 
 
 def _is_rotation(settings: Any) -> bool:
