@@ -71,6 +71,10 @@ class ImportOptions:
         str | None,
         typer.Option(help="what its numbers of captured layers mean: inputs or outputs"),
     ] = None
+    ignore_keys: Annotated[
+        str | None,
+        typer.Option(help="keys of its config that change nothing, though import does not know it"),
+    ] = None
     pickled: Annotated[
         bool,
         typer.Option("--allow-pickle", help="read pickled weights, with tensors and nothing else"),
