@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
 
 CACHE = ("cache", "past_key_values", "cache_params")
 LENGTH = ("cache_length", "past_key_values_length")
@@ -22,9 +23,10 @@ def cache_argument(module: nn.Module) -> str:
 
 
 def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:
-    """The keyword argument that gives a cache to a module. Empty: its forward takes none."""
-    name = cache_argument(module)
-    return {name: cache} if name else {}
+    """The keyword argument that gives a cache to a module. A forward that names none gets it by the
+    name that transformers has today: it may wrap one that does."""
+    own = GenericForSequenceClassification
+    return {cache_argument(module) or _cache_argument(own): cache}
 
 
 def given_cache(arguments: Mapping[str, Any]) -> Any:
@@ -45,7 +47,7 @@ def counts_from_cache(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _cache_argument(kind: type[nn.Module]) -> str:
+def _cache_argument(kind: type) -> str:
     for one in kind.__mro__:
         if "forward" not in vars(one):
             continue
