@@ -40,6 +40,7 @@ from draftsmith.export.formats import (
     format_for,
     require_options,
 )
+from draftsmith.export.formats.readers import outdated
 from draftsmith.export.merged import write_merged
 from draftsmith.export.model_card import drafter_card, target_card
 from draftsmith.export.model_directory import README, find_backbone, write_backbone
@@ -111,6 +112,9 @@ def _export(
 ) -> None:
     drafter = trained.path
     layout = format_for(form, trained.kind)
+    for engine in layout.engines:
+        if (reason := outdated(layout.name, engine)) is not None:
+            say(f"note: {reason}")
     backbone = _backbone_to_export(trained, options, out)
     evaluation = evaluation_in_run(trained)
     max_depth = layout.max_depth(trained)

@@ -32,7 +32,6 @@ class StoredHeads(Format):
 
     name = "draftsmith"
     kinds = tuple(HEADS)
-    engines = ()
     instead = {"small_lm": "a small LM is a plain model directory: use --format hf"}
     carries_vocabulary = True
     is_ours = True
