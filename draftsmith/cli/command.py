@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from decode.grammars import Grammar
     from decode.model.loading import Target
     from draftsmith.net.access import Guard
+    from draftsmith.net.limits import Limits
     from train.data.read import Example
 
 Number = TypeVar("Number", int, float)
@@ -243,6 +244,33 @@ class CallerOptions:
             help="site whose pages may call this server, as https://NAME; *: all; may be repeated"
         ),
     ] = None
+
+    max_connections: Annotated[
+        int, typer.Option(help="connections that are open at a time; the oldest idle one goes")
+    ] = 1024
+    max_client_connections: Annotated[
+        int, typer.Option(help="the same of one address; behind a proxy all clients have one")
+    ] = 256
+    body_seconds: Annotated[
+        float,
+        typer.Option(
+            help="seconds in which the body of a request or a message arrives, beside one for each "
+            "64 KiB"
+        ),
+    ] = 30.0
+
+    def limits(self, limits: "Limits", files_each: int = 1) -> "Limits":
+        """The limits of a server, with these options. files_each: open files of a connection.
+        Raises UserError for a number that is out of range."""
+        from draftsmith.net.limits import connections_that_fit
+
+        given = replace(
+            limits,
+            connections=self.max_connections,
+            client_connections=self.max_client_connections,
+            body_seconds=self.body_seconds,
+        )
+        return replace(given, connections=connections_that_fit(given.connections, files_each))
 
     def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
         """The guard of a server that listens on `host`. Raises UserError for what is no name or no

@@ -2,17 +2,28 @@
 
 import socket
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
+import h11
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from draftsmith.net.api_error import ApiError
+from draftsmith.net.connections import FULL, HEALTH, Door, Wait, Watched
+from draftsmith.net.limits import Limits
+
+# Parts of a body in one read. More cost the event loop more time than their bytes are worth.
+_PARTS, _BYTES_PER_PART = 2048, 64
 
 
 class HttpServer(uvicorn.Server):
-    """A server that logs warnings only. Its answers do not name it.
+    """A server that logs warnings only. Its answers do not name it. It takes no WebSockets.
 
     closing_seconds: for connections that are open at the end. started_up: called when it listens.
-    lifespan: auto: the application is told when it begins and ends. settings: more of uvicorn's.
+    limits: of its clients. lifespan: auto: the application is told when it begins and ends.
+    settings: more of uvicorn's.
     """
 
     def __init__(
@@ -20,11 +31,14 @@ class HttpServer(uvicorn.Server):
         app: ASGIApp,
         closing_seconds: int,
         started_up: Callable[[], None] = lambda: None,
+        limits: Limits | None = None,
         lifespan: Literal["auto", "off"] = "off",
         **settings: Any,
     ) -> None:
         config = uvicorn.Config(
             app,
+            http=partial(_Connection, Door(limits or Limits())),  # type: ignore[arg-type]
+            ws="none",
             lifespan=lifespan,
             log_level="warning",
             server_header=False,
@@ -37,3 +51,69 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._started_up()
+
+
+class _Connection(Watched, H11Protocol):
+    """One connection of HTTP/1.1."""
+
+    def __init__(self, door: Door, **parts: Any) -> None:
+        self.door = door
+        super().__init__(**parts)
+        self.conn = _Reader(h11.SERVER)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        if self.spare:
+            self.app = _HealthOnly(self.app)  # type: ignore[assignment]
+
+    def waits_for(self) -> Wait | None:
+        answered = self.cycle is None or self.cycle.response_complete
+        if self.conn.their_state is h11.SEND_BODY:
+            # What reads the body has a time limit of its own, and can say why it ends.
+            return Wait("rest", self.door.limits.header_seconds) if answered else Wait("body", None)
+        return Wait("headers", self.door.limits.header_seconds) if answered else None
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.look()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # the answer to this request has begun
+            self.transport.close()
+
+    def _get_upgrade(self) -> None:
+        """Nothing is upgraded to."""
+
+
+class _Reader(h11.Connection):
+    """Reads requests, and refuses bodies in very many parts."""
+
+    _parts = 0
+
+    def receive_data(self, data: bytes) -> None:
+        self._parts = _PARTS + len(data) // _BYTES_PER_PART
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._parts -= 1
+            if self._parts < 0:
+                raise h11.RemoteProtocolError("the body has too many parts")
+        return event
+
+
+class _HealthOnly:
+    """An application on a connection for which there was no room."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == HEALTH:
+            await self._app(scope, receive, send)
+        else:
+            error = ApiError(503, FULL, code="full", retry_after=1, headers={"connection": "close"})
+            await error.response()(scope, receive, send)

@@ -5,14 +5,22 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
-from draftsmith.net.access import LOCAL
+from draftsmith.net.access import Guard, Paths
+from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.http_server import HttpServer
 from draftsmith.net.page import page_routes
 from draftsmith.watch.run_state import RunState
 
 HOST = "127.0.0.1"
+PATHS = Paths(
+    {HEALTH: "it says that the server runs, and nothing else"},
+    others="the page is read-only, and only programs of this machine can call it",
+)
 _STATIC = Path(__file__).parent / "static"
 _SECONDS = 1.0  # between two looks at the files
 _CLOSING_SECONDS = 1
@@ -23,8 +31,9 @@ class WatchServer(HttpServer):
     events. started_up: called when it listens."""
 
     def __init__(self, state: RunState, started_up: Callable[[], None] = lambda: None) -> None:
-        app = Starlette(routes=page_routes(_STATIC, self._states))
-        super().__init__(LOCAL.around(app), _CLOSING_SECONDS, started_up)
+        health = Route(HEALTH, _health, methods=["GET"])
+        app = Starlette(routes=[health, *page_routes(_STATIC, self._states)])
+        super().__init__(Guard(paths=PATHS).around(app), _CLOSING_SECONDS, started_up)
         self._state, self._reading = state, asyncio.Lock()
 
     async def _states(self) -> AsyncIterator[bytes]:
@@ -34,3 +43,7 @@ class WatchServer(HttpServer):
                 state = await asyncio.to_thread(self._state.read)
             yield event(state)
             await asyncio.sleep(_SECONDS)
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "ok"})

@@ -1,0 +1,125 @@
+"""The connections of a server: how many there are, and how long each may let the server wait.
+
+A connection either works for its client, or waits for it: for headers, for a body, for a message,
+or until the client has read what was sent. While it works it is never cut. While it waits it has a
+time limit, and it is the first to go when another client needs the room.
+"""
+
+import asyncio
+from asyncio import Transport
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+from draftsmith.net.limits import CLIENT_SPARE, SPARE, Limits
+from draftsmith.net.pool import Place, Pool, client_of
+
+HEALTH = "/health"
+UNREAD = "unread"
+FULL = "too many connections are open; try again later"
+
+
+class Wait(NamedTuple):
+    """What a connection waits for. step: differs between two waits of one connection. seconds: how
+    long it may take; None: others see to that."""
+
+    step: Hashable
+    seconds: float | None
+
+
+class Door:
+    """All connections of one server."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.inside = Pool(limits.connections, limits.client_connections)
+        self.spare = Pool(SPARE, CLIENT_SPARE)
+
+
+class Watched(asyncio.Protocol):
+    """A connection that is watched: a class to be mixed into a protocol of HTTP or WebSockets.
+
+    door: of its server. spare: there was no room for it; it serves `HEALTH` alone.
+    """
+
+    door: Door
+    spare = False
+    _wait: Wait | None = None
+    _timer: asyncio.TimerHandle | None = None
+    _paused = False  # much is sent that the client has not read
+    _unread = 0  # bytes, when the timer was set
+
+    def waits_for(self) -> Wait | None:
+        """What the client has to do next. None: the server has to do something."""
+        raise NotImplementedError
+
+    def connection_made(self, transport: Any) -> None:
+        self._transport: Transport = transport
+        peer = transport.get_extra_info("peername")
+        client = client_of(peer[0]) if isinstance(peer, tuple) else ""
+        self._place = Place(client, transport.abort, rank=0)
+        self._pool = self.door.inside
+        if not self._pool.take(self._place):
+            self._pool, self.spare = self.door.spare, True
+            if not self._pool.take(self._place):
+                transport.abort()
+        super().connection_made(transport)
+        self.look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._pool.leave(self._place)
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.look()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._paused = True
+        self.look()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._paused = False
+        self.look()
+
+    def look(self) -> None:
+        """Find out what the connection waits for."""
+        wait = self._found()
+        if wait == self._wait:
+            return
+        self._wait = wait
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if wait is None:
+            self._pool.busy(self._place)
+        else:
+            self._pool.idle(self._place)
+            self._set(wait)
+
+    def _found(self) -> Wait | None:
+        wait, transport = self.waits_for(), self._transport
+        # A connection that is closed stays open until the client has read what was sent.
+        unread = wait is not None and transport.get_write_buffer_size()
+        if self._paused or unread or transport.is_closing():
+            return Wait(UNREAD, self.door.limits.unread_seconds)
+        return wait
+
+    def _set(self, wait: Wait) -> None:
+        self._unread = self._transport.get_write_buffer_size()
+        if wait.seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait.seconds, self._late, wait)
+
+    def _late(self, wait: Wait) -> None:
+        self._timer = None
+        self.look()
+        if self._wait != wait:
+            return
+        if wait.step == UNREAD and self._transport.get_write_buffer_size() < self._unread:
+            self._set(wait)
+        else:
+            self._transport.abort()
