@@ -20,7 +20,7 @@ from draftsmith.edge.protocol import FRAME_BYTES
 from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import LOCAL, Guard, Paths
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.connections import FULL, HEALTH, Door, Wait, Watched
+from draftsmith.net.connections import HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import Limits
 from draftsmith.net.pool import client_of
 
@@ -145,15 +145,18 @@ class VerifyServer:
             self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()
 
-    def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
+    async def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
         path = request.path.partition("?")[0]
         fault = self._guard.fault("GET", path, request.headers.raw_items())
         if fault is None and path == HEALTH:
             return _json(connection, 200, {"status": "ok"})
-        if fault is None and isinstance(connection, EdgeConnection) and connection.spare:
-            fault = ApiError(503, FULL, code="full", retry_after=1)
         if fault is None and path != EDGES:
             fault = ApiError(404, f"edges connect to {EDGES}, and nothing else is here")
+        if fault is None and isinstance(connection, EdgeConnection):
+            try:
+                await connection.require_room()
+            except ApiError as error:
+                fault = error
         return None if fault is None else _json(connection, fault.status, fault.body)
 
     async def _connect(self, socket: ServerConnection) -> None:

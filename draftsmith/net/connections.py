@@ -6,16 +6,18 @@ time limit, and it is the first to go when another client needs the room.
 """
 
 import asyncio
+import time
 from asyncio import Transport
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.limits import CLIENT_SPARE, SPARE, Limits
 from draftsmith.net.pool import Place, Pool, client_of
 
 HEALTH = "/health"
 UNREAD = "unread"
-FULL = "too many connections are open; try again later"
+_LOOK_SECONDS = 0.02  # between two looks for room
 
 
 class Wait(NamedTuple):
@@ -38,7 +40,7 @@ class Door:
 class Watched(asyncio.Protocol):
     """A connection that is watched: a class to be mixed into a protocol of HTTP or WebSockets.
 
-    door: of its server. spare: there was no room for it; it serves `HEALTH` alone.
+    door: of its server. spare: there is no room for it yet; until then it serves `HEALTH` alone.
     """
 
     door: Door
@@ -56,12 +58,10 @@ class Watched(asyncio.Protocol):
         self._transport: Transport = transport
         peer = transport.get_extra_info("peername")
         client = client_of(peer[0]) if isinstance(peer, tuple) else ""
-        self._place = Place(client, transport.abort, rank=0)
-        self._pool = self.door.inside
+        self._pool, self._place = self.door.inside, Place(client, transport.abort, rank=0)
         if not self._pool.take(self._place):
-            self._pool, self.spare = self.door.spare, True
-            if not self._pool.take(self._place):
-                transport.abort()
+            self.spare, self._pool = True, self.door.spare
+            self._pool.take(self._place)  # all others there are idle, so there is room
         super().connection_made(transport)
         self.look()
 
@@ -85,6 +85,23 @@ class Watched(asyncio.Protocol):
         self._paused = False
         self.look()
 
+    async def require_room(self) -> None:
+        """Wait until there is room for a spare connection. Raises ApiError if that takes long."""
+        end = time.monotonic() + self.door.limits.header_seconds
+        place = Place(self._place.client, self._transport.abort)
+        while self.spare and not self.door.inside.take(place):
+            if time.monotonic() > end:
+                message = "too many connections are open; try again later"
+                close = {"connection": "close"}
+                raise ApiError(503, message, code="full", retry_after=1, headers=close)
+            await asyncio.sleep(_LOOK_SECONDS)
+        if not self.spare:
+            return
+        self._pool.leave(self._place)
+        self.spare, self._pool, self._place = False, self.door.inside, place
+        if self._transport.is_closing():
+            self._pool.leave(place)
+
     def look(self) -> None:
         """Find out what the connection waits for."""
         wait = self._found()
@@ -94,10 +111,11 @@ class Watched(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wait is None:
+        if wait is None and not self.spare:
             self._pool.busy(self._place)
         else:
             self._pool.idle(self._place)
+        if wait is not None:
             self._set(wait)
 
     def _found(self) -> Wait | None:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.connections import FULL, HEALTH, Door, Wait, Watched
+from draftsmith.net.connections import HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import Limits
 
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
@@ -64,7 +64,14 @@ class _Connection(Watched, H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self.spare:
-            self.app = _HealthOnly(self.app)  # type: ignore[assignment]
+            self.app = _Spare(self, self.app)  # type: ignore[assignment]
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # A client that sends requests without waiting for answers gets one answer. Else it would
+        # work for itself without a pause, and what it has sent would stay in memory.
+        if self.conn.is_ahead and self.cycle is not None:
+            self.cycle.keep_alive = False
 
     def waits_for(self) -> Wait | None:
         answered = self.cycle is None or self.cycle.response_complete
@@ -88,8 +95,10 @@ class _Connection(Watched, H11Protocol):
 
 
 class _Reader(h11.Connection):
-    """Reads requests, and refuses bodies in very many parts."""
+    """Reads requests, and refuses bodies in very many parts. is_ahead: more follows the request
+    that is being answered."""
 
+    is_ahead = False
     _parts = 0
 
     def receive_data(self, data: bytes) -> None:
@@ -98,6 +107,7 @@ class _Reader(h11.Connection):
 
     def next_event(self) -> Any:
         event = super().next_event()
+        self.is_ahead = event is h11.PAUSED
         if isinstance(event, h11.Data):
             self._parts -= 1
             if self._parts < 0:
@@ -105,15 +115,17 @@ class _Reader(h11.Connection):
         return event
 
 
-class _HealthOnly:
-    """An application on a connection for which there was no room."""
+class _Spare:
+    """The application, for a connection that waits for room."""
 
-    def __init__(self, app: Any) -> None:
-        self._app = app
+    def __init__(self, connection: _Connection, app: Any) -> None:
+        self._connection, self._app = connection, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] == HEALTH:
-            await self._app(scope, receive, send)
-        else:
-            error = ApiError(503, FULL, code="full", retry_after=1, headers={"connection": "close"})
-            await error.response()(scope, receive, send)
+        if scope["path"] != HEALTH:
+            try:
+                await self._connection.require_room()
+            except ApiError as error:
+                await error.response()(scope, receive, send)
+                return
+        await self._app(scope, receive, send)

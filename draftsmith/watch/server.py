@@ -13,12 +13,13 @@ from draftsmith.net.access import Guard, Paths
 from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.page import page_routes
+from draftsmith.net.limits import Limits
+from draftsmith.net.page import OPEN, page_routes
 from draftsmith.watch.run_state import RunState
 
 HOST = "127.0.0.1"
 PATHS = Paths(
-    {HEALTH: "it says that the server runs, and nothing else"},
+    {HEALTH: "it says that the server runs, and nothing else", **OPEN},
     others="the page is read-only, and only programs of this machine can call it",
 )
 _STATIC = Path(__file__).parent / "static"
@@ -28,12 +29,17 @@ _CLOSING_SECONDS = 1
 
 class WatchServer(HttpServer):
     """Sends the page at `/`, and at `/live` the state of a run once a second, as server-sent
-    events. started_up: called when it listens."""
+    events. started_up: called when it listens. limits: of its clients."""
 
-    def __init__(self, state: RunState, started_up: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        state: RunState,
+        started_up: Callable[[], None] = lambda: None,
+        limits: Limits | None = None,
+    ) -> None:
         health = Route(HEALTH, _health, methods=["GET"])
         app = Starlette(routes=[health, *page_routes(_STATIC, self._states)])
-        super().__init__(Guard(paths=PATHS).around(app), _CLOSING_SECONDS, started_up)
+        super().__init__(Guard(paths=PATHS).around(app), _CLOSING_SECONDS, started_up, limits)
         self._state, self._reading = state, asyncio.Lock()
 
     async def _states(self) -> AsyncIterator[bytes]:
