@@ -1,5 +1,6 @@
 """Clients that hold what they can of a server, at a hundredth of the size: others go on."""
 
+import asyncio
 import contextlib
 import json
 import socket
@@ -8,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ LIMITS = Limits(
     unread_seconds=1.0,
     body_bytes=40_000,
     client_body_bytes=16_000,
+    viewers=4,
+    client_viewers=2,
 )
 MANY = 16  # connections of an attack
 FLOOR = 0.25  # seconds; a machine that tests share is late by chance
@@ -291,3 +294,114 @@ def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> Non
         health("127.0.0.1")
         # None of them lasts, whatever it goes on to send.
         until(lambda: all(ended(line) for line in lines), 20)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["and stay", "and go"])
+def test_edges_that_come_do_not_lock_others_out(server: Server, ends: bool) -> None:
+    if server.post != "/" or server.stream:
+        pytest.skip("it has no edges")
+    with contextlib.ExitStack() as lines:
+        for number in range(MANY):
+            line = lines.enter_context(edge_line(server, f"127.0.0.{10 + number % 4}"))
+            line.send(encode("hello", version=VERSION))
+            assert b"welcome" in line.recv(5)
+            if ends:
+                line.close()
+        server.work()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_streams_without_an_end_leave_room_for_others(server: Server) -> None:
+    if server.stream is None:
+        pytest.skip("all its streams end")
+    first = head("GET", server.stream, f"Authorization: Bearer {KEY}")
+    usual = median(server.work)
+    with attacked(server, first, "") as lines:
+        assert median(server.work) <= max(2 * usual, FLOOR)
+        until(lambda: sum(not ended(line) for line in lines) <= LIMITS.viewers, 20)
+
+
+class Pieces:
+    """An answer of pieces of 64 KiB. left: the client has gone, or was cut."""
+
+    def __init__(self, count: int, seconds: float) -> None:
+        self.count, self.seconds, self.left = count, seconds, False
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            return
+        await asyncio.sleep(self.seconds)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        sending = asyncio.create_task(self._send(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.left = not sending.done()
+        await sending
+
+    async def _send(self, send: Any) -> None:
+        for number in range(self.count):
+            await asyncio.sleep(self.seconds / self.count)
+            more = number + 1 < self.count
+            await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": more})
+
+
+SHORT = replace(LIMITS, header_seconds=0.2, body_seconds=0.2, unread_seconds=0.3)
+
+
+def test_what_works_for_its_client_is_not_cut() -> None:
+    """An answer that waits and then takes many times as long as each limit, read slowly."""
+    app = Pieces(20, 0.7)
+    with upstream.served(app, limits=SHORT) as url:
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10) as line:
+            line.sendall(head("GET", "/").encode())
+            crowd = [socket.create_connection(("127.0.0.1", port), 10) for _ in range(MANY)]
+            received = 0
+            while received < 20 << 16:
+                piece = line.recv(1 << 15)
+                assert piece
+                received += len(piece)
+                time.sleep(0.04)
+            assert not app.left
+            for one in crowd:
+                one.close()
+
+
+def test_a_client_that_never_reads_is_cut() -> None:
+    app = Pieces(1000, 0.1)
+    with upstream.served(app, limits=SHORT) as url:
+        port = int(url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port), 10) as line:
+            line.sendall(head("GET", "/").encode())
+            until(lambda: app.left, 20)
+
+
+def test_a_full_memory_takes_the_oldest_unfinished_body(tmp_path: Path) -> None:
+    engine = upstream.FakeEngine()
+    limits = replace(LIMITS, body_seconds=20.0)
+    with (
+        upstream.served(engine.app()) as url,
+        upstream.recorded(url, tmp_path, limits=limits) as client,
+    ):
+        server = Server(client.base_url.port, proxy.PATHS, [], "/echo/x", lambda: None)
+        unfinished = head("POST", "/echo/x", "Content-Length: 7000") + 6000 * "x"
+        lines = [raw(server, unfinished) for _ in range(2)]
+        time.sleep(0.2)
+        lines.append(raw(server, unfinished))
+        assert lines[0].recv(4096).split()[1] == b"503"
+        for line in lines[1:]:
+            line.sendall(1000 * b"x")
+            assert line.recv(4096).split()[1] == b"203"
+        for line in lines:
+            line.close()
+
+
+def test_a_body_that_comes_too_slowly_is_refused_with_words(server: Server) -> None:
+    if server.post == "/":
+        pytest.skip("it takes no bodies")
+    request = head("POST", server.post, *JSON, "Content-Length: 9000") + "{"
+    with raw(server, request) as line:
+        line.settimeout(20)
+        answer = b"".join(iter(lambda: line.recv(4096), b""))
+    assert answer.split()[1] == b"408"
+    assert b"did not arrive in 1 s" in answer

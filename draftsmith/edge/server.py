@@ -20,7 +20,7 @@ from draftsmith.edge.protocol import FRAME_BYTES
 from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import LOCAL, Guard, Paths
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.connections import HEALTH, Door, Wait, Watched
+from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import Limits
 from draftsmith.net.pool import client_of
 
@@ -29,7 +29,7 @@ PATHS = Paths({HEALTH: "it says that the server runs, and nothing else"})
 EDGES = "/"
 
 # Frames that wait for the verifier. If there are more, the next ones stay in their sockets.
-WAITING_FRAMES = 256
+WAITING_FRAMES = 32
 # Answers that an edge has not read. If there are more, the line ends.
 UNREAD_FRAMES = 1024
 POLICY_VIOLATION = 1008
@@ -135,12 +135,15 @@ class VerifyServer:
             self._connect,
             sock=self._bound,
             max_size=FRAME_BYTES,
+            max_queue=4,
             compression=None,
             process_request=self._let_in,
             create_connection=partial(EdgeConnection, self._door),
             open_timeout=None,  # the connection has its own
             close_timeout=1,
+            backlog=ACCEPTED_AT_ONCE,
         ):
+            self._bound.listen(BACKLOG)
             listening()
             self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()

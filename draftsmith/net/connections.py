@@ -17,7 +17,13 @@ from draftsmith.net.pool import Place, Pool, client_of
 
 HEALTH = "/health"
 UNREAD = "unread"
-_LOOK_SECONDS = 0.02  # between two looks for room
+_LOOKS = 30  # at a client that does not read, until its connection is cut
+_ROOM_SECONDS = 0.02  # between two looks for room
+# A new connection keeps its place for so long: its first request may have arrived, and is not read.
+_NEW_SECONDS = 0.1
+# Connections that are accepted before those that are open are served again: a process that runs out
+# of files accepts nobody for a second. The system keeps more of them.
+ACCEPTED_AT_ONCE, BACKLOG = 64, 2048
 
 
 class Wait(NamedTuple):
@@ -45,10 +51,12 @@ class Watched(asyncio.Protocol):
 
     door: Door
     spare = False
+    _is_new = True
     _wait: Wait | None = None
     _timer: asyncio.TimerHandle | None = None
     _paused = False  # much is sent that the client has not read
     _unread = 0  # bytes, when the timer was set
+    _stuck = 0  # looks since the client has last read something
 
     def waits_for(self) -> Wait | None:
         """What the client has to do next. None: the server has to do something."""
@@ -58,10 +66,11 @@ class Watched(asyncio.Protocol):
         self._transport: Transport = transport
         peer = transport.get_extra_info("peername")
         client = client_of(peer[0]) if isinstance(peer, tuple) else ""
-        self._pool, self._place = self.door.inside, Place(client, transport.abort, rank=0)
+        self._pool, self._place = self.door.inside, Place(client, transport.abort)
         if not self._pool.take(self._place):
             self.spare, self._pool = True, self.door.spare
             self._pool.take(self._place)  # all others there are idle, so there is room
+        asyncio.get_running_loop().call_later(_NEW_SECONDS, self._age)
         super().connection_made(transport)
         self.look()
 
@@ -94,27 +103,26 @@ class Watched(asyncio.Protocol):
                 message = "too many connections are open; try again later"
                 close = {"connection": "close"}
                 raise ApiError(503, message, code="full", retry_after=1, headers=close)
-            await asyncio.sleep(_LOOK_SECONDS)
+            await asyncio.sleep(_ROOM_SECONDS)
         if not self.spare:
             return
         self._pool.leave(self._place)
         self.spare, self._pool, self._place = False, self.door.inside, place
         if self._transport.is_closing():
             self._pool.leave(place)
+        else:
+            self._file()
 
     def look(self) -> None:
         """Find out what the connection waits for."""
         wait = self._found()
         if wait == self._wait:
             return
-        self._wait = wait
+        self._wait, self._stuck = wait, 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if wait is None and not self.spare:
-            self._pool.busy(self._place)
-        else:
-            self._pool.idle(self._place)
+        self._file()
         if wait is not None:
             self._set(wait)
 
@@ -123,8 +131,21 @@ class Watched(asyncio.Protocol):
         # A connection that is closed stays open until the client has read what was sent.
         unread = wait is not None and transport.get_write_buffer_size()
         if self._paused or unread or transport.is_closing():
-            return Wait(UNREAD, self.door.limits.unread_seconds)
+            return Wait(UNREAD, self.door.limits.unread_seconds / _LOOKS)
         return wait
+
+    def _file(self) -> None:
+        """Tell the pool whether the connection waits. A client that reads slowly is no such one,
+        and one that has stopped reading goes after all others."""
+        reads = self._wait is None or (self._wait.step == UNREAD and not self._stuck)
+        if (reads or self._is_new) and not self.spare:
+            self._pool.busy(self._place)
+        else:
+            self._pool.idle(self._place, min(self._stuck, 1))
+
+    def _age(self) -> None:
+        self._is_new = False
+        self._file()
 
     def _set(self, wait: Wait) -> None:
         self._unread = self._transport.get_write_buffer_size()
@@ -137,7 +158,10 @@ class Watched(asyncio.Protocol):
         self.look()
         if self._wait != wait:
             return
-        if wait.step == UNREAD and self._transport.get_write_buffer_size() < self._unread:
+        left = self._transport.get_write_buffer_size()
+        if wait.step == UNREAD and (left < self._unread or self._stuck + 1 < _LOOKS):
+            self._stuck = 0 if left < self._unread else self._stuck + 1
+            self._file()
             self._set(wait)
         else:
             self._transport.abort()

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from draftsmith.net.api_error import ApiError
-from draftsmith.net.connections import HEALTH, Door, Wait, Watched
+from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
 from draftsmith.net.limits import Limits
 
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
@@ -39,6 +39,7 @@ class HttpServer(uvicorn.Server):
             app,
             http=partial(_Connection, Door(limits or Limits())),  # type: ignore[arg-type]
             ws="none",
+            backlog=ACCEPTED_AT_ONCE,
             lifespan=lifespan,
             log_level="warning",
             server_header=False,
@@ -50,6 +51,8 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for one in sockets or ():
+            one.listen(BACKLOG)
         self._started_up()
 
 

@@ -22,6 +22,7 @@ class Limits:
     each `body_rate` bytes.
     unread_seconds: until a client has taken anything of what is sent to it.
     body_bytes, client_body_bytes: of bodies in memory, in all and of one client.
+    viewers, client_viewers: streams of `/live`, which have no end, in all and of one client.
 
     Raises UserError for a bound that is not positive.
     """
@@ -34,6 +35,8 @@ class Limits:
     unread_seconds: float = 60.0
     body_bytes: int = 64 << 20
     client_body_bytes: int = 16 << 20
+    viewers: int = 64
+    client_viewers: int = 16
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

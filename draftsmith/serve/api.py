@@ -3,7 +3,7 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,7 @@ class Service:
                 Route("/v1/unload_lora_adapter", self._unload_adapter, methods=post),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
-                *page_routes(_STATIC, self._figures),
+                *page_routes(_STATIC, self._figures, _LIVE_SECONDS, self.limits),
             ],
             exception_handlers={
                 ClientDisconnect: _hung_up,
@@ -132,11 +132,11 @@ class Service:
         """The application behind its guard."""
         return RequestIds(replace(self.guard, paths=PATHS).around(self.app()))
 
-    async def _figures(self) -> AsyncIterator[bytes]:
-        """The figures of the batcher twice a second, for the page."""
-        while self.batcher.alive:
-            yield event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
-            await asyncio.sleep(_LIVE_SECONDS)
+    async def _figures(self) -> bytes | None:
+        """The figures of the batcher, for the page."""
+        if not self.batcher.alive:
+            return None
+        return event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
 
     # --- routes -----------------------------------------------------------------------------------
 
