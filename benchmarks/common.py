@@ -204,7 +204,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a benchmark's figures. Raises UserError if that fails."""
     make_directory(path.parent)
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n")
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -248,7 +248,7 @@ def _run_in_fresh_process() -> None:
         answer = {"value": value}
     except UserError as error:
         answer = {"error": str(error)}
-    Path(result).write_text(json.dumps(answer))
+    Path(result).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def forget(
         deleted[tenant.name] = len(ids)
         typer.echo(f"{tenant.name}: {len(ids)} records deleted")
     for file in sorted(learner.glob(f"versions/*/{LEARNT_FILE}")) if learner else ():
-        if count := len(forgotten.intersection(json.loads(file.read_text()))):
+        if count := len(forgotten.intersection(json.loads(file.read_text(encoding="utf-8")))):
             learnt[str(file.parent)] = count
             typer.echo(f"{file.parent} learnt from {count} of them")
     write_json(json_file, {"deleted": deleted, "learnt_from": learnt})

@@ -109,7 +109,7 @@ def _compiled(numbers: Numbers) -> Path:
     if cache.stat().st_uid != os.getuid():
         raise OSError(f"{cache} belongs to another user")
     flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.header.name}"']
-    texts = SOURCE.read_text(), numbers.header.read_text()
+    texts = SOURCE.read_text(encoding="utf-8"), numbers.header.read_text(encoding="utf-8")
     about = "\0".join([*texts, compiler, *flags])
     path = cache / f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if not path.exists():
