@@ -16,6 +16,7 @@ import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
@@ -121,7 +122,7 @@ def require(package: str, requirement: str, what: str) -> None:
         raise UserError(
             f"{what} needs {package}, which is not installed. To install it: "
             f'pip install "{requirement}", or for all benchmarks: '
-            'pip install "draftsmith[benchmarks]"'
+            f"{install_command('benchmarks')}"
         )
 
 

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from train.base.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -355,10 +356,10 @@ def write_json(file: Path | None, figures: Any) -> None:
 
 
 def require_packages(*names: str) -> None:
-    """Raise UserError if a package of `draftsmith[serve]` is not installed."""
+    """Raise UserError if a package of the extra `serve` is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"{name} is not installed; run pip install 'draftsmith[serve]'")
+            raise UserError(f"{name} is not installed; run {install_command('serve')}")
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
