@@ -1,5 +1,5 @@
-"""Each command of docs/results/benchmarks.md, in its smallest form. A contestant that is installed and
-breaks ends a command with an error."""
+"""Each command of docs/results/benchmarks.md, in its smallest form. A contestant that is installed
+and breaks ends a command with an error."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from tests.tiny import save_tiny
 
 PAGE = ROOT / "docs" / "results" / "benchmarks.md"
 TINY = ["--target", "TINY", "--dtype", "float32"]
-# By command: the options of a run that is as short as possible. TINY: a target. DRAFTER: a smaller one.
+# By command: the options of the shortest run. TINY: a target. DRAFTER: a smaller one.
 SMALL = {
     "decode": [*TINY, "--quick", "--drafter", "DRAFTER"],
     "drafters": [*TINY, "--quick", "--minutes", "0"],
