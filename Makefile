@@ -23,7 +23,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("
 
 .PHONY: help install quickstart test test-lowest test-newest smoke-newest newest test-thorough \
 	test-quantised test-engines \
-	engine-llama engine-openvino engine-speculators engine-vllm engine-vllm-suffix test-clients \
+	engine-llama engine-openvino engine-speculators engine-vllm test-clients \
 	test-peers lint format docs clean
 
 help:
@@ -42,7 +42,6 @@ help:
 	@echo "make engine-speculators the library speculators in $(ENGINES)/speculators: 1.5 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
 	@echo "make test-quantised the tests of targets that torchao quantised"
-	@echo "make engine-vllm-suffix vLLM's suffix drafter, which benchmarks.suffix compares with ours"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
 	@echo "make test-peers   losses and gradients beside those of other trainers"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
@@ -168,11 +167,6 @@ $(ENGINES)/vllm/.installed: configs/engines/vllm.txt configs/engines/vllm-wheel.
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement configs/engines/vllm-wheel.txt
 	$(ENGINES)/vllm/bin/python -I -c "import vllm"
 	touch $@
-
-# vLLM's method `suffix` comes from this package, which also has plugins that need a GPU: it is
-# installed without what it requires. pip compiles it.
-engine-vllm-suffix: engine-vllm
-	$(ENGINES)/vllm/bin/pip install --quiet --no-deps arctic-inference==0.1.1
 
 engine-openvino: $(ENGINES)/openvino/.installed
 $(ENGINES)/openvino/.installed: configs/engines/openvino.txt

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-# The fewest tokens that an engine must have drafted to be judged; see `verify_export.TOLERANCE`.
+# The fewest tokens that an engine must have drafted to be judged: see `acceptance`.
 MIN_DRAFTED = 2000
 
 
