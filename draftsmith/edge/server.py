@@ -130,7 +130,8 @@ class VerifyServer:
     async def _serve(self, listening: Callable[[], None], signals: bool) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
-            self._loop.add_signal_handler(number, self._stopping.set)
+            # The loop's own handlers exist on Linux and macOS alone.
+            signal.signal(number, lambda *_: self.stop())
         async with serve(
             self._connect,
             sock=self._bound,
