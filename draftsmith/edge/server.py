@@ -139,7 +139,7 @@ class VerifyServer:
             max_queue=4,
             compression=None,
             process_request=self._let_in,
-            create_connection=partial(EdgeConnection, self._door),
+            create_connection=partial(EdgeConnection, self._door),  # type: ignore[arg-type]
             open_timeout=None,  # the connection has its own
             close_timeout=1,
             backlog=ACCEPTED_AT_ONCE,

@@ -59,6 +59,8 @@ class HttpServer(uvicorn.Server):
 class _Connection(Watched, H11Protocol):
     """One connection of HTTP/1.1."""
 
+    conn: "_Reader"
+
     def __init__(self, door: Door, **parts: Any) -> None:
         self.door = door
         super().__init__(**parts)
@@ -67,7 +69,7 @@ class _Connection(Watched, H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self.spare:
-            self.app = _Spare(self, self.app)  # type: ignore[assignment]
+            self.app = _Spare(self, self.app)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
