@@ -15,7 +15,7 @@ from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, 
 from draftsmith.net.limits import Limits
 
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
-_PARTS, _BYTES_PER_PART = 1024, 256
+_PARTS, _BYTES_PER_PART = 1024, 96
 # Bytes to a line end, of which each part has two. Fewer are so many parts that none is read.
 _BYTES_PER_END = 8
 
