@@ -70,6 +70,14 @@ def start_benchmark() -> Reporter:
     return Reporter()
 
 
+def end_benchmark(broken: Mapping[str, str]) -> None:
+    """End with an error status if contestants took part and broke, after all figures are written.
+    broken: by contestant, how."""
+    if broken:
+        told = "; ".join(f"{name}: {how}" for name, how in broken.items())
+        raise UserError(f"contestants broke: {told}")
+
+
 def start_process() -> None:
     """Begin work in a process of `in_fresh_process`: its number of threads, silent libraries."""
     quieten()

@@ -60,9 +60,13 @@ def import_drafter(
     checkpoint = Checkpoint.open(source, pickled=options.pickled, revision=options.revision)
     layout = _layout_of(checkpoint, options.form)
     checkpoint.require_tokenizer_of(target)
-    job = ImportJob(checkpoint, target, options.depth, options.layer_ids)
+    ignored = frozenset(filter(None, (options.ignore_keys or "").replace(" ", "").split(",")))
+    job = ImportJob(checkpoint, target, options.depth, options.layer_ids, ignored)
     restored = layout.restored(job)
     notes = restored.notes + checkpoint.code_notes
+    notes += [
+        f"its config has {key}, which was not read (--ignore-keys)" for key in sorted(ignored)
+    ]
     if restored.options is not None:  # A model is loaded with its tokenizer, which is compared.
         notes += checkpoint.tokenizer_notes
     imported = Imported(
