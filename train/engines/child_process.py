@@ -26,6 +26,7 @@ from typing import Any
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
+from train.base.platforms import require_posix
 
 STOP_SECONDS = 10.0
 READY_SECONDS = 180.0
@@ -91,6 +92,7 @@ def start_process(
     """Start `command` in a new process group, with its output in the file `log`. Raises UserError
     if it cannot be started. guarded: kill the group when this process ends, whatever ends it. The
     process is then the guard (`guard.py`), which exits with the command's status."""
+    require_posix(f"starting {name}")
     if guarded:
         command = [sys.executable, "-I", "-S", str(GUARD), *command]
     try:
