@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from decode.drafters import Drafter
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
+from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.rules import RULES
 from distill.replay.online_student import OnlineStudent
@@ -277,8 +278,13 @@ class Serving:
         if online is not None:
             progress.buffers = gather_object([online.commit()])
             progress.online = gather_object([online.state()])
-        if self.accelerator.is_main_process:
+
+        def save() -> list[list[int]]:
             progress.logged = self.history.size()
-            self.versions.save_progress(progress)
+            return self.versions.save_progress(progress)
+
+        rank, oldest = self.accelerator.process_index, Ranks.of(self.accelerator).main_only(save)
+        if online is not None and rank < len(oldest):
+            online.forget(oldest[rank])
         self.accelerator.wait_for_everyone()
         progress.spend("saving", begin)
