@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests.training import (
     two_ranks,
 )
 from train.base.stage import Outcome, StageInputs
+from train.data.corpus import Corpus
 from train.loop.checkpoint import Stopped
 from train.online import stream_progress
 from train.online.learning import Online
@@ -361,11 +363,22 @@ def test_a_small_buffer_survives_kills_and_a_damaged_save(context, monkeypatch, 
 
 
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
+    """A prompt is made when it is served, and once more for a check before the first one."""
+    made, prompt = [], Corpus.prompt
+
+    def counted(self, example):
+        made.append(example.id)
+        return prompt(self, example)
+
+    monkeypatch.setattr(Corpus, "prompt", counted)
     with monkeypatch.context() as patch:
         before_call(patch, Serving, "_serve", 3, ask_to_stop)
         with pytest.raises(Stopped, match="after 12 of 22 requests"):
             run_stage(context, online_stage("stopped"))
+    assert Counter(made) == Counter([f"stream-{i}" for i in (*range(REQUESTS), *range(12))])
+    made.clear()
     stopped = run_stage(context, online_stage("stopped"))
+    assert made == [f"stream-{i}" for i in range(12, REQUESTS)]
     assert "continuing after 12 of 22 requests" in str(context.reporter)
     assert_equal(drafter_weights(stopped), drafter_weights(whole))
 

@@ -64,6 +64,11 @@ class Batches:
     def __len__(self) -> int:
         return len(self._order)
 
+    def idle_ranks(self, world: int) -> float:
+        """The mean number of `world` ranks that get no row of a batch, in [0, world)."""
+        idle = np.maximum(world - (self._ends - self._starts), 0)
+        return float(idle.mean()) if len(idle) else 0.0
+
     def batch(self, i: int) -> list[int]:
         """The indices of the samples of global batch `i`, 0 <= i < len(self)."""
         place = self._order[i]

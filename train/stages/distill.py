@@ -94,6 +94,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
+        amount += self.idle_in_words(config.loop)
         ema = config.optimizer.ema is not None
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]

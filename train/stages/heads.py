@@ -144,7 +144,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs, "
-            f"{steps_in_words(tokens, loop, config.optimizer)}",
+            f"{steps_in_words(tokens, loop, config.optimizer)}{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=tokens,
             memory=memory,

@@ -112,7 +112,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "
             f"({'LoRA' if config.lora else 'all weights'}); {config.losses_in_words}; "
-            f"{loop.epochs} epochs",
+            f"{loop.epochs} epochs{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory=memory,
