@@ -222,7 +222,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         *(
             f"stage {stage['name']} was done before its {', '.join(changed)} changed: its figures "
             "are of the settings that Config shows"
-            for stage in report["stages"]
+            for stage in report.get("stages") or ()
             if (changed := stage.get("changed_since"))
         ),
     ]

@@ -80,6 +80,8 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        cache = "store them with a feature_cache stage, whose name is `teacher` here, or "
+        self.require_one_process("remember_teacher", config.remember_teacher, cache)
         kind = student_kind(config, encoder=self.target.has_encoder)
         if config.draft_vocabulary is not None or (
             config.weighted_loss.needs_teacher and config.teacher == "live"
