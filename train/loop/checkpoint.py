@@ -86,7 +86,7 @@ class Checkpoints:
                 "trained": self._trained,
                 "progress": progress,
             }
-            (directory / STATE).write_text(json.dumps(state))
+            (directory / STATE).write_text(json.dumps(state), encoding="utf-8")
 
         if self.accelerator.is_main_process:
             write_directory(self.parent / f"{PREFIX}-{step}", fill, meta={"step": step})
@@ -112,7 +112,7 @@ class Checkpoints:
         newest, sha256 = chosen
         # The first rank has just hashed these files.
         ranks.together(lambda: None if ranks.is_main else _require_sound(newest, sha256))
-        state = json.loads((newest / STATE).read_text())
+        state = json.loads((newest / STATE).read_text(encoding="utf-8"))
         # load_state sets the counter from the random state's file, and hides a failure to read it.
         self.accelerator.step = -1
         self.accelerator.load_state(str(newest))
@@ -136,7 +136,7 @@ class Checkpoints:
                     "this stage from the beginning"
                 )
             return None
-        state = json.loads((newest / STATE).read_text())
+        state = json.loads((newest / STATE).read_text(encoding="utf-8"))
         self._require_same(state["made_with"], newest)
         # AdamW's moments have numbers, not names. Checkpoints of earlier versions do not say more.
         if state.get("trained", self._trained) != self._trained:
@@ -174,7 +174,9 @@ class Checkpoints:
         """The `progress` of each checkpoint. Damaged ones are left out."""
         for step in numbers_of(self.parent, PREFIX):
             with suppress(OSError, ValueError, KeyError):
-                yield json.loads((self.parent / f"{PREFIX}-{step}" / STATE).read_text())["progress"]
+                yield json.loads(
+                    (self.parent / f"{PREFIX}-{step}" / STATE).read_text(encoding="utf-8")
+                )["progress"]
 
     def _made_with(self) -> dict[str, Any]:
         return {

@@ -221,7 +221,7 @@ def read_speeds(option: str) -> dict[str, float]:
     UserError for anything else."""
     file = Path(option) / "report.json"
     if file.is_file():
-        report, speeds = json.loads(file.read_text()), dict[str, float]()
+        report, speeds = json.loads(file.read_text(encoding="utf-8")), dict[str, float]()
         for stage in report["stages"]:
             summary = stage["summary"]
             speed = (summary.get("training") or summary).get("tokens_per_second")

@@ -19,7 +19,9 @@ def peak_memory() -> int:
     except ImportError:  # Windows
         return psutil.Process().memory_info().rss
     if (status := PROCESS / "status").exists():
-        fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
+        fields = dict(
+            line.split(":", 1) for line in status.read_text(encoding="utf-8").splitlines()
+        )
         # Not that of `getrusage`, which the kernel does not begin anew.
         if "VmHWM" in fields:
             return int(fields["VmHWM"].split()[0]) * 1024
@@ -34,7 +36,7 @@ def restart_peak() -> bool:
         return True
     try:
         # Of Linux (proc_pid_clear_refs(5)); some containers do not allow it.
-        (PROCESS / "clear_refs").write_text("5")
+        (PROCESS / "clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return False
     return True
