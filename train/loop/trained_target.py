@@ -51,7 +51,7 @@ class TrainedTargetConfig(Strict):
     lora: AdapterConfig | None = AdapterConfig()
     """Adapters on the target, merged at the end. None: all of its weights are trained."""
     remember_teacher: bool = False
-    """Keep the original target's hidden states in memory after their first use."""
+    """Keep the original target's hidden states in memory after their first use. For one process."""
     held_out: str = "data"
     """The text for measuring drift: `data` for the test split's own responses, or a generate stage
     that answered the dev split."""

@@ -342,13 +342,28 @@ class Trainer:
         if self._round is None or self._round.number != number:
             with self.clock("text"):
                 samples = self.task.text.round(number, self.weights)
+            first = self._round is None
             self._round = _Round(number, samples, self.loop)
+            if first:
+                self._say_idle(self._round)
             if self.loop.accumulation > len(self._round.batches):
                 raise UserError(
                     f"accumulation is {self.loop.accumulation}, but an epoch has only "
                     f"{len(self._round.batches)} batches; lower accumulation or tokens_per_batch"
                 )
         return self._round
+
+    def _say_idle(self, current: _Round) -> None:
+        """Say how many ranks get no row of a batch, if that is 1% of them or more."""
+        world, size = self.accelerator.num_processes, self.loop.tokens_per_batch
+        idle = current.batches.idle_ranks(world)
+        if idle >= world / 100:
+            longest = int(current.lengths.max())
+            self.reporter.say(
+                f"  on average {idle:.1f} of {world} ranks get no row of a batch: {size} tokens "
+                f"(loop.tokens_per_batch) are for all ranks together, and rows have up to "
+                f"{longest}. All ranks work with loop.tokens_per_batch={world * longest}"
+            )
 
     def _total_steps(self) -> int:
         if not self.task.text.fixed:

@@ -80,6 +80,8 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        cache = "store them with a feature_cache stage, whose name is `teacher` here, or "
+        self.require_one_process("remember_teacher", config.remember_teacher, cache)
         kind = student_kind(config, encoder=self.target.has_encoder)
         if config.draft_vocabulary is not None or (
             config.weighted_loss.needs_teacher and config.teacher == "live"
@@ -94,6 +96,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
+        amount += self.idle_in_words(config.loop)
         ema = config.optimizer.ema is not None
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]

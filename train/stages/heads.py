@@ -94,6 +94,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
+        cache = "store them with a feature_cache stage, whose name is `features` here, or "
+        self.require_one_process("remember_features", config.remember_features, cache)
+        if config.backbone is not None:
+            remembered = config.backbone.remember_teacher
+            self.require_one_process(f"{PREFIX}remember_teacher", remembered, "")
         if target.has_encoder:
             require_decoder_only_parts(config)
         else:
@@ -144,7 +149,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs, "
-            f"{steps_in_words(tokens, loop, config.optimizer)}",
+            f"{steps_in_words(tokens, loop, config.optimizer)}{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=tokens,
             memory=memory,

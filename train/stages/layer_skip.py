@@ -87,6 +87,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model
+        self.require_one_process("remember_teacher", config.remember_teacher, "")
         layers = self._layers
         Sublayers.later(config.exit_layer, layers)
         require_linear_logits(model)
@@ -112,7 +113,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "
             f"({'LoRA' if config.lora else 'all weights'}); {config.losses_in_words}; "
-            f"{loop.epochs} epochs",
+            f"{loop.epochs} epochs{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory=memory,
