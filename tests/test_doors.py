@@ -20,16 +20,23 @@ from torch import nn
 
 from decode.base.errors import UserError
 from decode.model.loading import load_target
-from distill.distillation_loss import Distillation
-from distill.losses import WeightedLoss
+from distill.trainable_model import LoraConfig, Trainable
 from tests.stages import LOOP, make_stage, run_stage, stage_context
-from tests.test_world_size import FSDP, alone_under_a_launcher
-from tests.tiny import save_tiny
-from tests.training import begin_anew, forked, in_new_process, status_of, tiny_student
-from tests.training import tiny_trainer as trainer_of
-from tests.training import two_ranks
+from tests.test_world_size import FSDP
+from tests.tiny import save_tiny, tiny_llama
+from tests.training import (
+    Lines,
+    assert_equal,
+    begin_anew,
+    forked,
+    in_new_process,
+    status_of,
+    tiny_trainer,
+    two_ranks,
+)
 from train.data.batches import collate, inputs
 from train.loop.accelerator import launched_accelerator
+from train.loop.rank_weights import RankWeights
 from train.loop.trainer import Trainer
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -70,7 +77,7 @@ ENGINES: dict[str, dict[str, str]] = {
 
 
 def last_loss(trainer: Trainer) -> float:
-    """The loss of the weights that are saved on the first samples, computed by the module itself."""
+    """The loss of the weights that are saved, on the first samples, computed by the module."""
     torch.manual_seed(0)
     trainer.total_steps = 3  # of SETTINGS, before `fit` knows it
     samples = trainer.task.text.round(0, trainer.weights)
@@ -196,3 +203,84 @@ def test_the_written_drafter_is_the_module_of_the_last_step(
         written = json.loads((place / f"{kind}-read.json").read_text())
         assert abs(last - first) > 0.01 * abs(first), kind
         assert written == pytest.approx(last, rel=1e-4), kind
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+def test_an_engine_that_gives_the_weights_other_names_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    weights = RankWeights(Accelerator(cpu=True), module)
+    with pytest.raises(UserError, match=r"of which 0 have a known name; expected all 2, such as"):
+        weights.follow(nn.ModuleDict({"other": module}))
+    with pytest.raises(UserError, match=r"trains 4 weights, of which 2 have"):
+        weights.follow(nn.Sequential(*module).requires_grad_(True))
+
+
+def detached(directory: Path, lr: float) -> Trainer:
+    """A training whose optimizer has other weights than the module."""
+    trainer = tiny_trainer(directory, 2, optimizer={"lr": lr, "warmup_steps": 0})
+    for group in trainer.optimizer.param_groups:
+        group["params"] = [p.detach().clone() for p in group["params"]]
+    trainer.fit()
+    return trainer
+
+
+def test_a_start_is_not_written_for_a_trained_drafter(tmp_path: Path) -> None:
+    trainer = detached(tmp_path / "lost", lr=1e-2)
+    with pytest.raises(UserError, match=r"tiny: no weight changed in 2 steps, although"):
+        trainer.drafter_weights()
+    # Nothing is known to be lost where nothing had to change.
+    still = detached(tmp_path / "still", lr=1e-9)
+    assert still.drafter_weights()
+    assert isinstance(still.reporter, Lines)
+    assert "no weight changed in 2 steps: the drafter is its start" in str(still.reporter)
+
+
+def test_a_training_that_had_ended_gives_its_weights(tmp_path: Path) -> None:
+    torch.manual_seed(1)
+    first = tiny_trainer(tmp_path, 2)
+    first.fit()
+    torch.manual_seed(1)
+    again = tiny_trainer(tmp_path, 2)
+    again.fit()
+    assert_equal(again.drafter_weights(), first.drafter_weights())
+
+
+def test_a_checkpoint_of_a_compiled_module_is_continued_by_one(tmp_path: Path) -> None:
+    """Its weights have other names there."""
+    tiny_trainer(tmp_path, 1, accelerator=Accelerator(cpu=True, dynamo_backend="eager")).fit()
+    begin_anew()
+    with pytest.raises(UserError, match="step-1 was made with dynamo_backend, and now there is no"):
+        tiny_trainer(tmp_path, 2).fit()
+
+
+def test_a_plain_model_takes_all_weights_or_none() -> None:
+    trained = Trainable(tiny_llama(layers=1))
+    weights = trained.weights()
+    wrong = {name.replace("model.", "_orig_mod.", 1): x for name, x in weights.items()}
+    with pytest.raises(UserError, match=r"not the weights of the model in training: \d+ are"):
+        trained.plain(wrong)
+    assert_equal(dict(trained.plain(weights)[0].named_parameters()), weights)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_adapters_that_cannot_be_merged_are_refused(target: str) -> None:
+    """A merge would change the tied layer too; losses read the output layer without its adapter."""
+    lora = LoraConfig(r=2, targets=[target])
+    message = "output layer lm_head" if target == "lm_head" else "weight is tied to lm_head"
+    with pytest.raises(UserError, match=message):
+        Trainable(tiny_llama(layers=1, tie_word_embeddings=True), lora=lora)
+    untied = tiny_llama(layers=1, tie_word_embeddings=False)
+    if target == "lm_head":
+        with pytest.raises(UserError, match=message):
+            Trainable(untied, lora=lora)
+        return
+    trained = Trainable(untied, lora=lora)
+    ids = torch.arange(5, 12)[None]
+    with torch.no_grad():
+        for name, p in trained.model.named_parameters():
+            if "lora_" in name:
+                p.normal_(std=0.3)
+        before = untied.eval()(ids).logits
+        torch.testing.assert_close(trained.plain(trained.weights())[0](ids).logits, before)
