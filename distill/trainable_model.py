@@ -194,14 +194,12 @@ def _require_linear(model: Any, lora: DrafterLora) -> None:
     """Raise UserError if a layer would get an adapter that cannot be kept apart."""
     if lora.targets == "all-linear":
         return
-    output = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
     for name in lora.layers(modules):
-        if modules[name] is output or isinstance(modules[name], nn.Embedding):
+        if isinstance(modules[name], nn.Embedding):
             raise UserError(
                 f"lora.targets gives {name} an adapter, but adapters that are kept (merge: false) "
-                "belong to linear layers other than the output layer; leave it out of the targets, "
-                "or set merge: true"
+                "belong to linear layers; leave it out of the targets, or set merge: true"
             )
 
 
