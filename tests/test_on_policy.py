@@ -211,7 +211,7 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
 def test_padding_is_never_written(context, target):
     """The target may have no embedding for it."""
     student = Student(replace(target, model=padded(target.model, 340)))
-    bare, _ = student.trainable.plain({})
+    bare, _ = student.trainable.plain(student.trainable.weights())
     assert bare(torch.arange(3, 9)[None]).logits.argmax(-1).max() >= 300
     samples = text_of(context, student, fraction=1.0).round(0, student.weights)
     assert max(token for sample in own(samples) for token in sample.tokens) < 300
