@@ -105,7 +105,7 @@ class LossyChoice(SpeculativeSampling):
     def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
         logits = scores.logits.float()
         eps = torch.finfo(torch.bfloat16).eps
-        allowance = 0.6 * ROUNDINGS * eps * logits.abs().amax(-1, keepdim=True)
+        allowance = 0.75 * ROUNDINGS * eps * logits.abs().amax(-1, keepdim=True)
         two, ids = logits.topk(2, dim=-1)
         gap = two[..., :1] - two[..., 1:]
         raised = torch.where(gap < allowance, 2 * gap + 1e-4, 0.0)
@@ -240,7 +240,7 @@ class ServedControl:
         options = AuditOptions(
             sampling=sampling,
             samples=samples,
-            max_new_tokens=32,
+            max_new_tokens=64 if self.half and sampling.greedy else 32,
             seed=seed,
             engine_dtype="bfloat16" if self.half else None,
         )

@@ -1,5 +1,6 @@
 """Greedy answers of an audit: what rounding explains, and what not. Nothing ends a report."""
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -145,16 +146,16 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
 ) -> None:
     answers = []
 
-    def ends_early(reply: dict[str, Any], number: int) -> None:
+    def breaks_off(reply: dict[str, Any], number: int) -> None:
         answers.append(number)
         if len(answers) == 1:
-            reply["choices"][0]["finish_reason"] = "stop"
+            reply["choices"][0]["finish_reason"] = "abort"
 
     def refused(self: Questions) -> list[Finding]:
         raise UserError("no streams here")
 
     monkeypatch.setattr(Questions, "contract", refused)
-    with served(AnswerEngine(change=ends_early).app()) as url:
+    with served(AnswerEngine(change=breaks_off).app()) as url:
         options = AuditOptions(max_new_tokens=8, samples=2)
         found = draftsmith.audit(f"{url}/v1/", TARGET, PROMPTS[:3], options)
     by_name = {f"{x.group} {x.name}": x for x in found.findings}
@@ -243,7 +244,7 @@ def test_nothing_that_a_server_says_ends_a_report(tmp_path: Path) -> None:
     finding = Finding("contract", f"template {said}", Verdict.WRONG, said, 0.5, said)
     subject = {"url": "http://[::1]:8", "target": said, "seconds": 1.0}
     found = Audit(subject, [finding, Finding("greedy", "x", Verdict.EQUAL, said)])
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(report.terminal_table(found))
     assert "[/INST] [bold red \\x1b[31m" in console.export_text()
     console.print(report.headline(found), markup=False)
