@@ -47,6 +47,7 @@ from benchmarks.common import (
     RunsOption,
     TargetOption,
     describe_machine,
+    end_benchmark,
     execute_run,
     format_figure,
     rows_table,
@@ -213,6 +214,7 @@ def main(
             "profile": profiles,
         }
         write_json(json_file, figures)
+    end_benchmark({NAMES[name]: how for one in contests for name, how in one.broken.items()})
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:

@@ -44,3 +44,10 @@ class Visit:
         )
         self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
         self.page.goto(url)
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def until_answered(self) -> None:
+        self.page.wait_for_selector("#stop[disabled]")

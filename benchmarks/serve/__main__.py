@@ -48,6 +48,7 @@ from benchmarks.common import (
     PromptsOption,
     TargetOption,
     describe_machine,
+    end_benchmark,
     rows_table,
     run_command,
     save_figure,
@@ -133,7 +134,9 @@ def main(
             contestants, unable = enter_contestants(
                 loaded, drafter, options, settings, Path(directory), stack, max(counts)
             )
-            turns = hold_turns(contestants, loaded, examples, counts, unable, reporter, quick=quick)
+            broken: dict[str, str] = {}
+            turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
+        unable |= broken
         for name, reason in unable.items():
             reporter.say(f"not available: {NAMES[name]}: {reason}")
         figures |= {
@@ -157,6 +160,8 @@ def main(
         write_json(json_file, {**figures, "process": machine})
     if soak_seconds is not None and result.faults:
         raise typer.Exit(1)
+    if soak_seconds is None:
+        end_benchmark({NAMES[name]: how for name, how in broken.items()})
 
 
 def enter_contestants(
@@ -218,12 +223,12 @@ def hold_turns(
     target: Target,
     examples: Sequence[Example],
     clients: Sequence[int],
-    unable: dict[str, str],
+    broken: dict[str, str],
     reporter: Reporter,
     *,
     quick: bool,
 ) -> Turns:
-    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `unable`."""
+    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `broken`."""
     tokens, rounds = (32, 2) if quick else (96, 4)
     turns: Turns = {}
     sent = 0
@@ -244,7 +249,7 @@ def hold_turns(
         except Exception as error:  # of another package; ours fails the benchmark
             if name in ("served", "plain_served", "alone"):
                 raise
-            unable[name] = f"{type(error).__name__}: {error}"
+            broken[name] = f"{type(error).__name__}: {error}"
             del contestants[name]
             return None
 

@@ -120,4 +120,4 @@ def _write(folder: Path, model: PreTrainedModel, spec: str) -> None:
     described = metadata(config, name, dtype)
     tensors = gguf_tensors(config, own_weights(model))
     copied = tokenizer_keys(target_gguf(spec), config.vocab_size)
-    write_gguf(folder, name, described, copied, tensors, dtype)
+    write_gguf(folder / FILE, name, described, copied, tensors, dtype)

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.auditing.findings import Audit, Finding, Verdict
@@ -54,7 +55,7 @@ def audit(
     """
     options = options or AuditOptions()
     if find_spec("httpx2") is None:
-        raise UserError("an audit needs httpx2; run pip install 'draftsmith[serve]'")
+        raise UserError(f"an audit needs httpx2; run {install_command('serve')}")
     try:
         config = ServerConfig(
             url=[_root(address) for address in (url, baseline) if address is not None],

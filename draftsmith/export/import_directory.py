@@ -134,7 +134,7 @@ def claimed_tokens(directory: Path) -> float | None:
         if name in CLAIM_NAMES and isinstance(value, (int, float)):
             return float(value)
     try:
-        rows = json.loads((directory / EXPORT_FILE).read_text())["acceptance"]
+        rows = json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["acceptance"]
         figures = [row["tokens_per_step"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -144,7 +144,7 @@ def claimed_tokens(directory: Path) -> float | None:
 def _card_metrics(card: Path) -> list[dict[str, Any]]:
     """Return the metrics of a card's front matter, in the hub's `model-index`."""
     try:
-        front = yaml.safe_load(card.read_text().split("---")[1])
+        front = yaml.safe_load(card.read_text(encoding="utf-8").split("---")[1])
         results = [result for model in front["model-index"] for result in model["results"]]
         return [metric for result in results for metric in result["metrics"]]
     except (OSError, ValueError, KeyError, TypeError, IndexError, yaml.YAMLError):

@@ -112,19 +112,19 @@ def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
 def for_older_readers(directory: Path, dtype: str) -> None:
     """Add to a model directory the names that transformers 4 and engines built on it need."""
     file = directory / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     # This is an old name of the target. It says nothing about the drafter.
     config.pop("_model_name_or_path", None)
     config["dtype"] = config["torch_dtype"] = dtype
     config |= older_names(config)
-    file.write_text(json.dumps(config, indent=2))
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     file = directory / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
+    settings = json.loads(file.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     for local in ("is_local", "local_files_only"):
         settings.pop(local, None)
-    file.write_text(json.dumps(settings, indent=2))
+    file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def find_backbone(drafter: Path, target: str | None) -> Path:
@@ -153,6 +153,6 @@ def write_backbone(backbone: Path, out: Path, card: str) -> None:
                 shutil.copyfile(file, directory / file.name)
         config: Any = read_json(directory / "config.json")
         for_older_readers(directory, config["dtype"])
-        (directory / README).write_text(card)
+        (directory / README).write_text(card, encoding="utf-8")
 
     write_directory(out, fill)

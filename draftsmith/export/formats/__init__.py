@@ -268,7 +268,7 @@ def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
 
 def export_facts(directory: Path) -> dict[str, Any]:
     """Return the facts that `Format.write` gave for `export.json`."""
-    return json.loads((directory / EXPORT_FILE).read_text())["facts"]
+    return json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["facts"]
 
 
 def format_for(name: str, kind: str) -> Format:

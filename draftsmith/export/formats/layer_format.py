@@ -140,7 +140,9 @@ class LayerFormat(TableFormat):
         return HeadOptions.of(options | named), ids, state
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
+        config = self.stored_settings(
+            json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        )
         require_fitting_target(config, directory, target)
         options, ids, state = self.rebuilt(
             config,

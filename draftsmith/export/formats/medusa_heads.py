@@ -124,7 +124,7 @@ class Medusa(TableFormat):
         ]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         require_fitting_target(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         state = read_state(self.table(config), load_file(directory / self.weights))

@@ -180,18 +180,18 @@ def _write_tensors(
         about = index.setdefault("metadata", {})
         if "total_size" in about:
             about["total_size"] += sum(tensors[name].nbytes for name in added)
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _name_layers(directory: Path, layout: Layout, layers: int) -> None:
     """Have config.json say how many layers the module has, if the family says so there."""
     if layout.count is None:
         return
-    config = json.loads((directory / CONFIG).read_text())
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     if text.get(layout.count) != layers:
         text[layout.count] = layers
-        (directory / CONFIG).write_text(json.dumps(config, indent=2))
+        (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 FORMATS.register("mtp")(MtpModule())
