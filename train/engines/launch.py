@@ -182,7 +182,7 @@ def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
     """directory: for the target, if it is neither a model directory nor a hub id."""
     name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
     if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
-        name, revision = str(model_directory(target, name, directory)), []
+        name, revision = str(model_directory(target, directory)), []
     return [
         # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
         "-m", "vllm.entrypoints.openai.api_server",
