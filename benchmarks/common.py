@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIB = 2**20
+
+
+class Unable(UserError):
+    """A contestant cannot take part: what it needs is not installed, or it does not have the
+    setting. Any other error of a contestant fails the benchmark."""
+
+
 # The `evaluation` of a run whose drafters the benchmark measures itself: as short as possible.
 UNJUDGED = {
     "prompts": 1,
@@ -116,9 +123,9 @@ def read_summary(run: Run, stage: str) -> dict[str, Any]:
 
 
 def require(package: str, requirement: str, what: str) -> None:
-    """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
+    """Raise Unable with the pip command unless `package` is installed. what: what needs it."""
     if version_of(package) is None:
-        raise UserError(
+        raise Unable(
             f"{what} needs {package}, which is not installed. To install it: "
             f'pip install "{requirement}", or for all benchmarks: '
             'pip install "draftsmith[benchmarks]"'

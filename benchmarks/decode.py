@@ -170,6 +170,8 @@ def main(
         reporter.table(contest_table(contest, gamma))
         for name, reason in contest.unable.items():
             reporter.say(f"  not available: {NAMES[name]}: {reason}")
+        for name, reason in contest.failed.items():
+            reporter.say(f"  failed: {NAMES[name]}: {reason}")
 
     with models.closing:
         for setting in settings:
@@ -180,7 +182,8 @@ def main(
             report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
-    cold = cold_starts(COLD[:3] if quick else COLD, models_of_all, texts[0], gamma, reporter)
+    taking_part = [name for name in (COLD[:3] if quick else COLD) if name in contests[0].seconds]
+    cold = cold_starts(taking_part, models_of_all, texts[0], gamma, reporter)
     profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
 
     time_ratios = ratios(contests)
@@ -206,6 +209,7 @@ def main(
                     **asdict(contest.setting),
                     "contestants": {name: contest.figures(name) for name in contest.seconds},
                     "unable": contest.unable,
+                    "failed": contest.failed,
                 }
                 for contest in contests
             ],
@@ -213,6 +217,8 @@ def main(
             "profile": profiles,
         }
         write_json(json_file, figures)
+    if any(contest.failed for contest in contests):
+        raise typer.Exit(1)
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:

@@ -153,6 +153,8 @@ def main(
                 "machine": describe_machine(),
             },
         )
+    if failed:
+        raise typer.Exit(1)
 
 
 def compare(

@@ -47,6 +47,7 @@ from benchmarks.common import (
     JsonOption,
     PromptsOption,
     TargetOption,
+    Unable,
     describe_machine,
     rows_table,
     run_command,
@@ -130,15 +131,19 @@ def main(
         counts = sorted(set(clients or CLIENTS))
         settings = DecodeSettings(gamma=gamma)
         with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
+            failed: dict[str, str] = {}
             contestants, unable = enter_contestants(
-                loaded, drafter, options, settings, Path(directory), stack, max(counts)
+                loaded, drafter, options, settings, Path(directory), stack, max(counts), failed
             )
-            turns = hold_turns(contestants, loaded, examples, counts, unable, reporter, quick=quick)
+            turns = hold_turns(contestants, loaded, examples, counts, failed, reporter, quick=quick)
         for name, reason in unable.items():
             reporter.say(f"not available: {NAMES[name]}: {reason}")
+        for name, reason in failed.items():
+            reporter.say(f"failed: {NAMES[name]}: {reason}")
         figures |= {
             "ratios": ratios(turns),
             "unable": unable,
+            "failed": failed,
             "contests": [
                 {
                     "clients": count,
@@ -155,7 +160,7 @@ def main(
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if json_file is not None:
         write_json(json_file, {**figures, "process": machine})
-    if soak_seconds is not None and result.faults:
+    if result.faults if soak_seconds is not None else failed:
         raise typer.Exit(1)
 
 
@@ -167,9 +172,11 @@ def enter_contestants(
     directory: Path,
     stack: ExitStack,
     clients: int,
+    failed: dict[str, str],
 ) -> tuple[dict[str, Contestant], dict[str, str]]:
     """Start the services, which end with the stack, and return all contestants, and why others
-    cannot take part. clients: the most that ask at once; those without a row wait."""
+    cannot take part. clients: the most that ask at once; those without a row wait. failed: gets why
+    others did not start."""
     waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
@@ -207,8 +214,10 @@ def enter_contestants(
     }.items():
         try:
             contestants[name] = theirs(*more)
-        except (UserError, RuntimeError) as error:
+        except Unable as error:
             unable[name] = str(error)
+        except (UserError, RuntimeError) as error:
+            failed[name] = str(error)
     contestants |= {"generate_batch": generate_batch(model), "generate": generate(model)}
     return contestants, unable
 
@@ -218,12 +227,12 @@ def hold_turns(
     target: Target,
     examples: Sequence[Example],
     clients: Sequence[int],
-    unable: dict[str, str],
+    failed: dict[str, str],
     reporter: Reporter,
     *,
     quick: bool,
 ) -> Turns:
-    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `unable`."""
+    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `failed`."""
     tokens, rounds = (32, 2) if quick else (96, 4)
     turns: Turns = {}
     sent = 0
@@ -244,7 +253,7 @@ def hold_turns(
         except Exception as error:  # of another package; ours fails the benchmark
             if name in ("served", "plain_served", "alone"):
                 raise
-            unable[name] = f"{type(error).__name__}: {error}"
+            failed[name] = f"{type(error).__name__}: {error}"
             del contestants[name]
             return None
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.common import in_fresh_process
+from benchmarks.common import Unable, in_fresh_process
 from benchmarks.shared.decode_contestants import (
     NAMES,
     Contestant,
@@ -64,7 +64,7 @@ class Setting:
 @dataclass
 class Contest:
     """The results of one setting. By contestant: seconds and outputs by job, and passes. `unable`
-    has the reason why a contestant does not take part."""
+    has the reason why a contestant does not take part, `failed` the error of one that did."""
 
     setting: Setting
     dtype: str
@@ -72,6 +72,7 @@ class Contest:
     outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     passes: dict[str, Passes] = field(default_factory=dict)
     unable: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
     equal: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -89,7 +90,9 @@ class Contest:
         except Exception as error:
             if name in (*OURS, "generate"):
                 raise
-            self.unable[name] = _reason(error)
+            missing = isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
+            found = self.unable if missing or isinstance(error, Unable) else self.failed
+            found[name] = _reason(error)
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
 
@@ -192,7 +195,7 @@ def hold_contest(
         reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
         turn = len(order) * number // len(jobs)
         for name in order[turn:] + order[:turn]:
-            if name in contest.unable:
+            if name in contest.unable or name in contest.failed:
                 continue
             with contest.excusing(name):
                 answer, prompt = ready[name], 0.0
@@ -241,16 +244,13 @@ def cold_starts(
     seconds = {}
     for name in names:
         reporter.say(f"cold start: {NAMES[name]}")
-        try:
-            seconds[name] = in_fresh_process(
-                "benchmarks.shared.decode_measurements:first_token",
-                name=name,
-                prompt=list(prompt),
-                gamma=gamma,
-                **models,
-            )
-        except RuntimeError as error:
-            reporter.say(f"  not available: {str(error).splitlines()[-1]}")
+        seconds[name] = in_fresh_process(
+            "benchmarks.shared.decode_measurements:first_token",
+            name=name,
+            prompt=list(prompt),
+            gamma=gamma,
+            **models,
+        )
     return seconds
 
 

@@ -279,7 +279,13 @@ class _FixedBatches(Batches):
     """A fixed list of batches."""
 
     def __init__(self, batches: list[list[int]]) -> None:
-        self._batches = batches
+        self._fixed = batches
+
+    def __len__(self) -> int:
+        return len(self._fixed)
+
+    def batch(self, i: int) -> list[int]:
+        return self._fixed[i]
 
 
 class _MeteredReporter(Reporter):
