@@ -16,6 +16,7 @@ import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
@@ -34,13 +35,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MIB = 2**20
-
-
-class Unable(UserError):
-    """A contestant cannot take part: what it needs is not installed, or it does not have the
-    setting. Any other error of a contestant fails the benchmark."""
-
-
 # The `evaluation` of a run whose drafters the benchmark measures itself: as short as possible.
 UNJUDGED = {
     "prompts": 1,
@@ -62,6 +56,11 @@ PromptsOption = Annotated[Path, typer.Option(help="held-out prompts")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
 
 
+class Unable(UserError):
+    """A contestant cannot take part: what it needs is not installed, or it does not have the
+    setting. Any other error of a contestant ends the benchmark with an error status."""
+
+
 def run_command(main: Callable[..., None]) -> None:
     """Run a benchmark's `main` with the options of the command line."""
     app = typer.Typer(pretty_exceptions_show_locals=False)
@@ -74,6 +73,14 @@ def start_benchmark() -> Reporter:
     quieten()
     torch.set_num_threads(cores())
     return Reporter()
+
+
+def end_benchmark(broken: Mapping[str, str]) -> None:
+    """End with an error status if contestants took part and broke, after all figures are written.
+    broken: by contestant, how."""
+    if broken:
+        told = "; ".join(f"{name}: {how}" for name, how in broken.items())
+        raise UserError(f"contestants broke: {told}")
 
 
 def start_process() -> None:
@@ -123,12 +130,12 @@ def read_summary(run: Run, stage: str) -> dict[str, Any]:
 
 
 def require(package: str, requirement: str, what: str) -> None:
-    """Raise Unable with the pip command unless `package` is installed. what: what needs it."""
+    """Raise UserError with the pip command unless `package` is installed. what: what needs it."""
     if version_of(package) is None:
-        raise Unable(
+        raise UserError(
             f"{what} needs {package}, which is not installed. To install it: "
             f'pip install "{requirement}", or for all benchmarks: '
-            'pip install "draftsmith[benchmarks]"'
+            f"{install_command('benchmarks')}"
         )
 
 
@@ -211,7 +218,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a benchmark's figures. Raises UserError if that fails."""
     make_directory(path.parent)
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n")
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -255,7 +262,7 @@ def _run_in_fresh_process() -> None:
         answer = {"value": value}
     except UserError as error:
         answer = {"error": str(error)}
-    Path(result).write_text(json.dumps(answer))
+    Path(result).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ from benchmarks.common import (
     RunsOption,
     TargetOption,
     describe_machine,
+    end_benchmark,
     execute_run,
     format_figure,
     rows_table,
@@ -170,8 +171,6 @@ def main(
         reporter.table(contest_table(contest, gamma))
         for name, reason in contest.unable.items():
             reporter.say(f"  not available: {NAMES[name]}: {reason}")
-        for name, reason in contest.failed.items():
-            reporter.say(f"  failed: {NAMES[name]}: {reason}")
 
     with models.closing:
         for setting in settings:
@@ -209,7 +208,6 @@ def main(
                     **asdict(contest.setting),
                     "contestants": {name: contest.figures(name) for name in contest.seconds},
                     "unable": contest.unable,
-                    "failed": contest.failed,
                 }
                 for contest in contests
             ],
@@ -217,8 +215,7 @@ def main(
             "profile": profiles,
         }
         write_json(json_file, figures)
-    if any(contest.failed for contest in contests):
-        raise typer.Exit(1)
+    end_benchmark({NAMES[name]: how for one in contests for name, how in one.broken.items()})
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:

@@ -46,10 +46,8 @@ class Visit:
         self.page.goto(url)
 
     def ask(self, text: str) -> None:
-        """Send a message."""
         self.page.fill("#prompt", text)
         self.page.press("#prompt", "Enter")
 
     def until_answered(self) -> None:
-        """Until nothing is left to stop."""
         self.page.wait_for_selector("#stop[disabled]")

@@ -1,7 +1,8 @@
 """What a run of tests says of tests that it did not run.
 
 The end of a run names what was skipped and what the marks left out, with what installs it. In the
-gate (`DRAFTSMITH_NO_SKIPS=1`) a skip is a failure, unless its reason is in ALLOWED. This works in each process of pytest-xdist: a failure is made where the test runs.
+gate (`DRAFTSMITH_NO_SKIPS=1`) a skip is a failure, unless its reason is in ALLOWED. This works in
+each process of pytest-xdist: a failure is made where the test runs.
 """
 
 import os

@@ -1,8 +1,9 @@
 """The decoding loops that `benchmarks.decode` compares, each as a call: prompts in, new tokens out.
 
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
-all emit the same number of tokens. A contestant that does not support a setting raises
-`Unable`, and the benchmark reports it; any other error is a failure of the benchmark. `Passes` has the passes of a loop, reported by the
+all emit the same number of tokens. A contestant that does not support a setting raises `Unable`,
+and the benchmark reports it. Any other error ends the benchmark with an error status.
+`Passes` has the passes of a loop, reported by the
 loop or observed from outside.
 """
 
@@ -28,6 +29,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
+from decode.model.cache_names import given_cache
 from decode.model.forward.prepare_model import can_pack, packed_copy
 from decode.model.generation_config import nothing_filled_in
 from decode.model.loading import Target
@@ -129,7 +131,7 @@ def watched(target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterato
     def begin(spans: list[list[float]]) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if spans is watch.target_spans:
-                past = kwargs.get("past_key_values")
+                past = given_cache(kwargs)
                 ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 watch.inputs.append(
                     (past.get_seq_length() if past is not None else 0, ids.shape[1])
@@ -308,7 +310,7 @@ def _transformers(
 
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         if drafting is not None and len(prompts) > 1:
-            raise Unable("transformers drafts for a batch of 1 only")
+            raise Unable("it drafts for a batch of 1 only")
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=sampled, pad_token_id=pad, **sampling, **lookup
         )

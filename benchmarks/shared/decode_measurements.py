@@ -22,6 +22,7 @@ from benchmarks.shared.decode_contestants import (
 )
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
@@ -64,7 +65,8 @@ class Setting:
 @dataclass
 class Contest:
     """The results of one setting. By contestant: seconds and outputs by job, and passes. `unable`
-    has the reason why a contestant does not take part, `failed` the error of one that did."""
+    has the reason why a contestant does not take part, and `broken` those of them that are
+    installed and failed."""
 
     setting: Setting
     dtype: str
@@ -72,7 +74,7 @@ class Contest:
     outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     passes: dict[str, Passes] = field(default_factory=dict)
     unable: dict[str, str] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
     equal: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -90,9 +92,9 @@ class Contest:
         except Exception as error:
             if name in (*OURS, "generate"):
                 raise
-            missing = isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
-            found = self.unable if missing or isinstance(error, Unable) else self.failed
-            found[name] = _reason(error)
+            self.unable[name] = _reason(error)
+            if not (isinstance(error, Unable) or _is_missing(error)):
+                self.broken[name] = self.unable[name]
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
 
@@ -195,7 +197,7 @@ def hold_contest(
         reporter.say(f"{contest.title}: {number + 1} of {len(jobs)}")
         turn = len(order) * number // len(jobs)
         for name in order[turn:] + order[:turn]:
-            if name in contest.unable or name in contest.failed:
+            if name in contest.unable:
                 continue
             with contest.excusing(name):
                 answer, prompt = ready[name], 0.0
@@ -226,9 +228,14 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
+def _is_missing(error: Exception) -> bool:
+    """Whether a package of a contestant is not installed."""
+    return isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-        return f'not installed (pip install "draftsmith[benchmarks]" installs {error.name})'
+    if isinstance(error, ModuleNotFoundError) and _is_missing(error):
+        return f"not installed ({install_command('benchmarks')} installs {error.name})"
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

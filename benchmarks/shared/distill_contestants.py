@@ -279,13 +279,13 @@ class _FixedBatches(Batches):
     """A fixed list of batches."""
 
     def __init__(self, batches: list[list[int]]) -> None:
-        self._fixed = batches
+        self._batches = batches
 
     def __len__(self) -> int:
-        return len(self._fixed)
+        return len(self._batches)
 
     def batch(self, i: int) -> list[int]:
-        return self._fixed[i]
+        return self._batches[i]
 
 
 class _MeteredReporter(Reporter):

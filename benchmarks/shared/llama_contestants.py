@@ -105,7 +105,7 @@ def _written(models: "Models", kind: str) -> Path:
     program = _program()
     folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
     model = models.assistant if kind == "drafter" else models.target.model
-    _write(folder / FILE, model, models.target.name)
+    _write(folder, model, models.target.name)
     if kind in ("target", "drafter"):
         return folder / FILE
     quantise, found = program.with_name("llama-quantize"), folder / f"{kind}.gguf"
@@ -113,8 +113,7 @@ def _written(models: "Models", kind: str) -> Path:
     return found
 
 
-def _write(file: Path, model: PreTrainedModel, spec: str) -> None:
-    """A model with the tokenizer of the target that `spec` names, as a GGUF file."""
+def _write(folder: Path, model: PreTrainedModel, spec: str) -> None:
     config: Any = model.config
     if config.model_type not in ARCHITECTURES:
         raise Unable(f"a {config.model_type} model is not written as GGUF here")
@@ -126,4 +125,4 @@ def _write(file: Path, model: PreTrainedModel, spec: str) -> None:
     except UserError as error:
         raise Unable(str(error)) from error
     copied = tokenizer_keys(stored, config.vocab_size)
-    write_gguf(file, name, described, copied, tensors, dtype)
+    write_gguf(folder / FILE, name, described, copied, tensors, dtype)
