@@ -23,12 +23,20 @@ class TextStream:
     same however many tokens a call brings. A call decodes only the last piece's tokens and the
     tokens since then.
 
+    skip_special_tokens: these have no text, except those in `shown`.
     held: the text that is held back, as it would be if the sequence ended here.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._hidden = special_ids(tokenizer) - shown if skip_special_tokens and shown else None
         # The last piece is needed because some tokenizers write the space of a token only if
         # another token precedes it.
         self._last: list[int] = []
@@ -77,7 +85,16 @@ class TextStream:
         return after if whole.startswith(self._last_text) and alone.endswith("�") else alone
 
     def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids, skip_special_tokens=self._skip) if ids else ""
+        if self._hidden is not None:
+            ids = [i for i in ids if i not in self._hidden]
+        skip = self._skip and self._hidden is None
+        return decode(self._tokenizer, ids, skip_special_tokens=skip) if ids else ""
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that have no text where special tokens are skipped."""
+    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset((*tokenizer.all_special_ids, *added))
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -94,6 +111,54 @@ def decode(
         list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
     )
     return text
+
+
+class AnswerText:
+    """The text of one growing sequence, in pieces, without the stop string that ends it. What may
+    be the beginning of a stop string is held back.
+
+    stops: none of them is empty. The other arguments are those of `TextStream`. stopped: a stop
+    string has ended the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def add(self, tokens: Sequence[int], *, ended: bool) -> str:
+        """The next piece, or ''. ended: these are the last tokens."""
+        if self.stopped:
+            return ""
+        text = self._held + self._stream.add(tokens)
+        if ended:
+            text += self._stream.end()
+        whole = text + self._stream.held
+        ends = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        if ends:
+            self.stopped, self._held = True, ""
+            return whole[: min(ends)]
+        kept = 0 if ended else max((begun(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+
+def begun(text: str, string: str) -> int:
+    """The length of the longest end of a text that a string begins with.
+
+    >>> begun("to be or", "or not")
+    2
+    """
+    longest = min(len(string) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
 
 
 class Stop(ABC):
@@ -138,37 +203,24 @@ class StopStrings(Stop):
         others = [string for string in self.strings if string not in written]
         # Whether special tokens are left out, and the strings to search for.
         self._searched = [(skip, some) for skip, some in ((True, others), (False, written)) if some]
-        self._searches: dict[int, list[_Search]] = {}
+        self._texts: dict[int, list[AnswerText]] = {}
 
     def start(self) -> None:
-        self._searches = {}
+        self._texts = {}
 
     def leave(self, row: int) -> None:
-        self._searches.pop(row, None)
+        self._texts.pop(row, None)
 
     def cut(self, row: int, tokens: list[int]) -> int | None:
-        if row not in self._searches:
-            self._searches[row] = [
-                _Search(TextStream(self._tokenizer, skip_special_tokens=skip), strings)
+        if row not in self._texts:
+            self._texts[row] = [
+                AnswerText(self._tokenizer, strings, skip_special_tokens=skip)
                 for skip, strings in self._searched
             ]
-        found = [count for search in self._searches[row] if (count := search.cut(tokens))]
-        return min(found, default=None)
-
-
-class _Search:
-    """Searches one text for strings."""
-
-    def __init__(self, stream: TextStream, strings: Sequence[str]) -> None:
-        self._stream, self._strings = stream, strings
-        self._reach = max(map(len, strings)) - 1  # how many characters back a string may begin
-        self._tail = ""
-
-    def cut(self, tokens: Sequence[int]) -> int | None:
-        """How many of the new tokens complete one of the strings. None: it is in none of them."""
+        texts = self._texts[row]
         for count, token in enumerate(tokens, 1):
-            text = self._tail + self._stream.add([token])
-            if any(string in text + self._stream.held for string in self._strings):
+            for text in texts:
+                text.add([token], ended=False)
+            if any(text.stopped for text in texts):
                 return count
-            self._tail = text[max(len(text) - self._reach, 0) :]
         return None

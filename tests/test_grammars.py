@@ -398,7 +398,20 @@ def _added(*, special: bool) -> Any:
     return tokenizer
 
 
-MARKS = "<tool_call>|<think>|</think>|<|im_start|>|<|im_end|>|</s>|[CALL]|é the".split("|")
+MARKS = [
+    "<tool_call>",
+    "<think>",
+    "</think>",
+    "<",
+    "im_start",
+    ">",
+    "<",
+    "im_end",
+    ">",
+    "</s>",
+    "[CALL]",
+    "é the",
+]
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "byte level": tiny_tokenizer,
     "added": lambda: _added(special=False),

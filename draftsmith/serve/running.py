@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
-from decode.text_stream import decode
+from decode.text_stream import AnswerText, decode
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.serve.batching.request_batcher import RequestBatcher
@@ -25,7 +25,7 @@ from draftsmith.serve.batching.requests import (
     Refusal,
 )
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
-from draftsmith.serve.openai.answers import AnswerText, ApiAnswer, Piece
+from draftsmith.serve.openai.answers import ApiAnswer, Piece
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.reading import Read
 
@@ -73,14 +73,15 @@ class Running:
                 loop.call_soon_threadsafe(self._take, new)
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
-        self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        shown = frozenset[int]() if read.calls is None else read.calls.shown
+        self._texts = [AnswerText(tokenizer, asked.stops, shown=shown) for _ in self.choices]
         self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
         # By choice: the sum of its tokens' log-probabilities.
         self._likelihoods = [0.0] * len(self.choices)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
-            self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
+            self._tokens = [AnswerTokens(tokenizer, token_bytes, shown) for _ in self.choices]
         self._request = DecodeRequest(
             self.choices,
             read.new_tokens,
