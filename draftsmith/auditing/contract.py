@@ -15,6 +15,7 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import AuditedServer, asking
 from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, Row
 from train.engines.server_config import ServerConfig
@@ -44,12 +45,12 @@ class Said:
         return cls(text, choice.get("token_ids"), choice.get("finish_reason"))
 
     @classmethod
-    def streamed(cls, body: str) -> "Said":
+    def streamed(cls, body: bytes) -> "Said":
         """From the body of server-sent events."""
-        events = [line[5:].strip() for line in body.splitlines() if line.startswith("data:")]
+        events = [event.strip() for event in read_events(body)]
         text, reason = "", None
         tokens: list[int] = []
-        for reply in (json.loads(event) for event in events if event != "[DONE]"):
+        for reply in (json.loads(event) for event in events if event != DONE):
             if reply.get("choices") == []:  # The last event of some servers counts tokens only.
                 continue
             piece = cls.whole(reply)
@@ -156,7 +157,7 @@ async def _streams(
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
         response = await server.send("POST", server.protocol.path, body | {"stream": True})
-        said = Said.streamed(server.accepted(response).text)
+        said = Said.streamed(server.accepted(response).content)
         compared.count += 1
         if not said.same_tokens(whole):
             compared.left_out += 1

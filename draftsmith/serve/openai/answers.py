@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draftsmith.net.events import event
+from draftsmith.net.events import DONE, event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
@@ -307,4 +307,4 @@ def written(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-END = b"data: [DONE]\n\n"
+END = b"data: %b\n\n" % DONE
