@@ -108,10 +108,17 @@ class _Vocabulary:
         self.eos_token_id = min(ends)
         missing = max(vocab_size, max(ends) + 1) - len(rows)
         self.tokens = [*map(texts.shown, rows), *[b""] * missing]
+        self._fast = getattr(texts.tokenizer, "backend_tokenizer", None)  # spells most texts itself
         # Else a tokenizer that begins each text with a space would begin the part with one.
         self._before = b"\n" if texts.spelling == "sentencepiece" else b""
 
     def __call__(self, text: str) -> list[int]:
+        """Tokens that spell this text."""
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            known = self._texts.texts
+            if b"".join(known[i] for i in ids if i < len(known)) == text.encode():
+                return ids
         return self._texts.encode(text.encode(), self._before)
 
 

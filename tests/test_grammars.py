@@ -462,6 +462,28 @@ def test_a_text_with_marks_is_written_with_any_tokenizer(kind: str) -> None:
     assert first.forced()[0] in may_begin
 
 
+def test_commands_hold_answers_to_texts_of_added_tokens(tmp_path: Path) -> None:
+    """`generate` and `evaluate`, with a target as Qwen's: its tokenizer has the marks as tokens."""
+    tokenizer, model = _added(special=False), copy.deepcopy(tiny_target().model)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    schema = {"const": "<think> <|im_start|>"}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "json_schema": schema}))
+    words = ["--target", str(tmp_path / "target"), "--device", "cpu", "--drafter", "grammar"]
+    more = ["the dog", "--schema", str(tmp_path / "schema.json")]
+    found = CliRunner().invoke(app, ["generate", *words, *more])
+    assert (found.exit_code, found.stdout.strip()) == (0, json.dumps(schema["const"]))
+    more = ["--prompts", str(tmp_path / "prompts.jsonl"), "--timed-prompts", "1"]
+    found = CliRunner().invoke(
+        app, ["evaluate", *words, *more, "--json", str(tmp_path / "figures.json")]
+    )
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert row["evaluation"]["structured"]["complete"] == 1
+
+
 def test_a_lark_grammar_names_a_special_token() -> None:
     tokenizer = _added(special=True)
     token = tokenizer.convert_tokens_to_ids("[CALL]")

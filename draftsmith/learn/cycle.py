@@ -118,7 +118,7 @@ class TenantLearner:
             f"{self.config.trigger.records}",
             f"accepted ÷ drafted: {_rate(window.first)} in the first window, "
             f"{_rate(window.newest)} in the newest; the best version had "
-            f"{_rate(state.best and state.best.rate)}, and a cycle begins at a drop of "
+            f"{_rate(None if state.best is None else state.best.rate)}, and a cycle begins at a drop of "
             f"{self.config.trigger.drop}",
             f"next step: {figures['step']}",
         ]
@@ -137,7 +137,7 @@ class TenantLearner:
             "drafter": str(self._drafter(state.serving)),
             "new_records": len(new),
             "left_out": dict(left_out),
-            "best": state.best and state.best.model_dump(),
+            "best": None if state.best is None else state.best.model_dump(),
             "first_window": window.first,
             "newest_window": window.newest,
             "step": state.step,

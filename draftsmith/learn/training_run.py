@@ -120,8 +120,8 @@ class Gain:
         gains = _rate(after[drawn].sum(1)) - _rate(before[drawn].sum(1))
         rest = (1 - CERTAINTY) / 2
         low, high = np.quantile(gains, (rest, 1 - rest))
-        whole = (float(_rate(counts.sum(0))) for counts in (before, after))
-        return cls(*whole, float(low), float(high))
+        whole = [float(_rate(counts.sum(0))) for counts in (before, after)]
+        return cls(whole[0], whole[1], float(low), float(high))
 
     def __str__(self) -> str:
         return (
