@@ -112,14 +112,14 @@ class TenantLearner:
         """What the next step would be, and why, in lines. Changes nothing."""
         state, window = self.state, self.state.window
         figures = self.figures()
+        best = None if state.best is None else state.best.rate
         lines = [
             f"serving: version {figures['serving']}, {figures['drafter']}",
             f"records: {figures['new_records']} new; a cycle begins at "
             f"{self.config.trigger.records}",
             f"accepted ÷ drafted: {_rate(window.first)} in the first window, "
-            f"{_rate(window.newest)} in the newest; the best version had "
-            f"{_rate(None if state.best is None else state.best.rate)}, and a cycle begins at a drop of "
-            f"{self.config.trigger.drop}",
+            f"{_rate(window.newest)} in the newest; the best version had {_rate(best)}, and a "
+            f"cycle begins at a drop of {self.config.trigger.drop}",
             f"next step: {figures['step']}",
         ]
         lines += [f"not learnt from: {x}: {n} records" for x, n in figures["left_out"].items()]
