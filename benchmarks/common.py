@@ -16,6 +16,7 @@ import typer
 from accelerate import Accelerator
 
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
 from decode.measure.intervals import ratio_of_totals
@@ -121,7 +122,7 @@ def require(package: str, requirement: str, what: str) -> None:
         raise UserError(
             f"{what} needs {package}, which is not installed. To install it: "
             f'pip install "{requirement}", or for all benchmarks: '
-            'pip install "draftsmith[benchmarks]"'
+            f"{install_command('benchmarks')}"
         )
 
 
@@ -204,7 +205,7 @@ def write_json(path: Path, value: Any) -> None:
     """Write a benchmark's figures. Raises UserError if that fails."""
     make_directory(path.parent)
     try:
-        path.write_text(json.dumps(value, indent=2) + "\n")
+        path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
@@ -248,7 +249,7 @@ def _run_in_fresh_process() -> None:
         answer = {"value": value}
     except UserError as error:
         answer = {"error": str(error)}
-    Path(result).write_text(json.dumps(answer))
+    Path(result).write_text(json.dumps(answer), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def make_text(text: str, samples: str, count: int) -> None:
         " ".join(words[i] for i in rng.integers(0, WORDS, 8 + number % 9))
         for number in range(SENTENCES)
     ]
-    with open(text, "w") as file:
+    with open(text, "w", encoding="utf-8") as file:
         for row in range(count):
             chosen = rng.integers(0, SENTENCES, 4 + min(40, int(rng.lognormal(2.3, 0.7)))).tolist()
             asked, answer, again, *rest = (sentences[i] for i in chosen)

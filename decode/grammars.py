@@ -1,6 +1,6 @@
 """Grammars of a target's texts: JSON Schema, regular expressions, choices and Lark grammars.
 
-llguidance (`pip install 'draftsmith[structured]'`) computes the masks. Each is a function of the
+llguidance (the extra `structured`) computes the masks. Each is a function of the
 text so far: a token may follow if the text with it is the beginning of a text of the grammar.
 """
 
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.drafters.tokenizers.token_texts import TokenTexts
 from decode.draw.constraint import Matcher
 from decode.model.loading import Target
@@ -143,7 +144,7 @@ class Grammars:
             from llguidance import LLMatcher, LLTokenizer
         except ImportError as error:
             raise UserError(
-                "a grammar needs llguidance; run pip install 'draftsmith[structured]'"
+                f"a grammar needs llguidance; run {install_command('structured')}"
             ) from error
         self.ends = frozenset(eos_token_ids)
         if not self.ends:

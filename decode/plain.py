@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from decode.model.cache_names import with_cache
+
 
 @dataclass(frozen=True)
 class Written:
@@ -83,7 +85,7 @@ class Reader:
     def after(self, text: Sequence[int]) -> Tensor:
         """Read what is new of a text. Returns the distribution after each new token, [n, V]."""
         new = torch.tensor([text[self.read :]], device=self.model.device)
-        logits = self.model(input_ids=new, past_key_values=self.cache).logits[0].float()
+        logits = self.model(input_ids=new, **with_cache(self.model, self.cache)).logits[0].float()
         self.read = len(text)
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).float()

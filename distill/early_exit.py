@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
 from decode.model.hidden_states import Recorder, layer_list_name
-from distill.chunked_loss import chunked_loss
+from distill.chunked_loss import LossSum
 from distill.losses import WeightedLoss
 from distill.teacher.teacher_signal import Teacher
 
@@ -115,23 +115,21 @@ class EarlyExitTraining(nn.Module):
         output: Any = self.backbone.get_output_embeddings()
         count = len(self.weighted_loss.names) + 1
         sums = torch.zeros(2 * count, dtype=torch.float64, device=input_ids.device)
-        total = torch.zeros((), device=input_ids.device)
+        loss = LossSum(self.weighted_loss, chunk=self.chunk)
         for layer, weight in exits.items():
             is_last = layer == len(self._layers) - 1
             hidden = final if is_last else self._norm[0](states[layer])
-            loss, terms = chunked_loss(
+            terms = loss.add(
                 hidden[:, :-1][predicted],
                 output.weight,
                 output.bias,
                 teacher,
                 labels,
-                self.weighted_loss,
-                chunk=self.chunk,
+                scale=weight,
             )
-            total = total + weight * loss
             begin = 0 if is_last else count
             sums[begin : begin + count] += torch.cat([terms.new_tensor([len(labels)]), terms])
-        return total, sums
+        return loss.total, sums
 
     def figures(self, sums: Mapping[str, float], tokens: int = 0) -> dict[str, float]:
         """The mean of each term after the last layer, and over the earlier layers that counted."""

@@ -17,7 +17,7 @@ from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
 from decode.model.pretrained import replaced
 from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import chunked_loss
+from distill.chunked_loss import LossSum
 from distill.losses import WeightedLoss
 from distill.place_weights import label_shares, place_weights
 from distill.teacher.live_teacher import output_rows
@@ -118,7 +118,9 @@ class HeadTraining(nn.Module):
         sums = torch.zeros(
             self.heads.depth * sums_per_head + 2, dtype=torch.float64, device=input_ids.device
         )
-        total: Tensor | None = None
+        # One gradient for an output layer that several heads read.
+        loss = LossSum(self.weighted_loss, chunk=self.chunk)
+        further = torch.zeros((), dtype=torch.float64, device=input_ids.device)
         right: dict[int, Tensor] = {}  # bool [B, T] by depth
         predictions: Iterable[Prediction] = self.heads.predictions(batch, sorted(losses))
         dynamic: dict[int, Tensor] = {}
@@ -129,9 +131,10 @@ class HeadTraining(nn.Module):
         for prediction in predictions:
             depth, positions = prediction.depth, prediction.positions
             weights = dynamic[depth][positions] if dynamic else None
-            loss, head_sums, guessed = self._head(prediction, batch, weights)
-            loss = loss if dynamic else loss * losses[depth]
-            total = loss if total is None else total + loss
+            scale = 1.0 if dynamic else losses[depth]
+            extra, head_sums, guessed = self._head(prediction, batch, weights, loss, scale)
+            if extra is not None:
+                further = further + scale * extra
             begin = (depth - 1) * sums_per_head
             sums[begin : begin + sums_per_head] = head_sums
             if depth == 1:
@@ -141,42 +144,48 @@ class HeadTraining(nn.Module):
         if len(right) == self.heads.depth and self.heads.trains_all:
             in_a_row = torch.stack([right[d] for d in sorted(right)]).long().cumprod(0).sum()
             sums[-2:] = torch.stack([drafts, in_a_row])
-        assert total is not None
-        return total, sums
+        return loss.total + further, sums
 
     def _head(
-        self, prediction: Prediction, batch: HeadBatch, weights: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss of one head summed over its n tokens; its part of `sums`; and bool [n], whether
-        its likeliest token is the right one. weights: float32 [n], of the tokens' losses."""
+        self,
+        prediction: Prediction,
+        batch: HeadBatch,
+        weights: Tensor | None,
+        losses: LossSum,
+        scale: float,
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Add the loss of one head, summed over its n tokens, to `losses` with the factor `scale`.
+        Returns what there is of other losses, without the factor; its part of `sums`; and bool [n],
+        whether its likeliest token is the right one. weights: float32 [n], of the tokens' losses.
+        """
         labels = self._labels(prediction, batch.input_ids)
         ranks = torch.zeros_like(labels)
         values: Tensor | None = None
         if prediction.confidence is not None:
             shape = len(labels), len(self.weighted_loss.names)
             values = torch.zeros(shape, device=labels.device)
-        loss, term_sums = chunked_loss(
+        term_sums = losses.add(
             *self.heads.output.last_product(prediction.depth, prediction.states),
             self._teacher(batch, prediction.depth, prediction.positions),
             labels,
-            self.weighted_loss,
-            chunk=self.chunk,
+            scale=scale,
             ranks=ranks,
             weights=weights,
             added=prediction.added,
             values=values,
         )
+        extra: list[Tensor] = []  # [n] each
         if prediction.confidence is not None and values is not None:
             accepted = self._accepted(prediction, batch, values)
             errors = self._confidence_errors(prediction.confidence, accepted)
-            loss = loss + (errors if weights is None else errors * weights).sum()
+            extra.append(errors)
             term_sums = torch.cat([term_sums, errors.detach().sum().double()[None]])
         if prediction.extra_loss is not None:
-            extra = prediction.extra_loss
-            loss = loss + (extra if weights is None else extra * weights).sum()
+            extra.append(prediction.extra_loss)
+        weighted = [(x if weights is None else x * weights).sum() for x in extra]
         counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
         sums = [torch.stack([count.sum() for count in counts]).double(), term_sums]
-        return loss, torch.cat(sums), ranks == 0
+        return sum(weighted) if weighted else None, torch.cat(sums), ranks == 0
 
     def _confidence_errors(self, logits: Tensor, accepted: Tensor) -> Tensor:
         """float32 [n]: the cross-entropy of the estimated acceptance, whose logits are [n], with

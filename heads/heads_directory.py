@@ -117,7 +117,7 @@ def write_heads(directory: Path, heads: Heads, target: Target, tree: Structure |
     weights[SAMPLE] = sample_weights(target.model)
     if heads.vocabulary is not None:
         weights[IDS] = heads.vocabulary.cpu()
-    (directory / CONFIG).write_text(json.dumps(config, indent=2))
+    (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file(weights, directory / WEIGHTS)
     if tree is not None:
         tree.save(directory / TREE)
@@ -130,7 +130,7 @@ def stored_options(path: Path) -> HeadOptions:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         return {
             "options": dict(config["options"]),
             "hidden_size": int(config["hidden_size"]),

@@ -26,7 +26,7 @@ from decode.drafters.trained import require_weights
 from decode.model.loading import Target
 from decode.shapes.structure import Structure
 from distill.choose_vocabulary import rows_of_tokens
-from distill.chunked_loss import chunked_loss
+from distill.chunked_loss import LossSum
 from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, require_same_ids
 from distill.replay.replay_buffer import (
@@ -72,7 +72,8 @@ class DraftLoss:
         device = input_ids.device
         signal = recorded_signal(records, device)
         signal_depths = torch.cat([torch.as_tensor(d.depths) for d in _head_drafts(records)])
-        total = torch.zeros((), device=device)
+        loss = LossSum(weighted_loss, chunk=self.chunk)
+        extra = torch.zeros((), dtype=torch.float64, device=device)
         sums = torch.zeros(len(weighted_loss.names), dtype=torch.float64, device=device)
         for depth in sorted(set(signal_depths.tolist())):
             # Only the positions that this head drafted.
@@ -83,18 +84,15 @@ class DraftLoss:
             labels = labels if self._label_rows is None else self._label_rows[labels]
             of_depth = (signal_depths == depth).to(device)
             teacher = signal[of_depth]
-            loss, values = chunked_loss(
+            sums += loss.add(
                 *self.heads.output.last_product(depth, prediction.states),
                 teacher.__getitem__,
                 labels,
-                weighted_loss,
-                chunk=self.chunk,
                 added=prediction.added,
             )
-            extra = 0.0 if prediction.extra_loss is None else prediction.extra_loss.sum()
-            total = total + loss + extra
-            sums += values
-        return total, sums
+            if prediction.extra_loss is not None:
+                extra = extra + prediction.extra_loss.sum()
+        return loss.total + extra, sums
 
     def batch(
         self, records: Sequence[Record]

@@ -25,6 +25,7 @@ from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.cache.requirements import require_trees
+from decode.model.cache_names import with_cache
 from decode.model.forward.sublayers import Sublayers
 from decode.model.hidden_states import FINAL
 from decode.model.kinds.layer_kinds import require_no_states
@@ -161,16 +162,16 @@ class PassHeads(Heads):
             model.base_model(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
                 use_cache=True,
+                **with_cache(model.base_model, cache),
             )
         visible = masks.visible(torch.ones_like(ids))[:, :, length:]
         states: Tensor = model.base_model(
             inputs_embeds=self.lookahead.to(model.dtype)[masks.copies - 1],
             attention_mask=taken_mask(model, visible),
             position_ids=masks.positions(length)[:, length:],
-            past_key_values=cache,
             use_cache=True,
+            **with_cache(model.base_model, cache),
         ).last_hidden_state
         return states.to(self.dtype)
 

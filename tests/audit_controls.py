@@ -28,6 +28,7 @@ from decode.drafters.sparse import SparseDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling, argmax, draw
 from decode.loop.rows import RowSettings
+from decode.model.loading import Target
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.settings import DecodeSettings
@@ -36,6 +37,8 @@ from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.report import written_p
+from draftsmith.auditing.texts import ROUNDINGS
+from draftsmith.auditing.tiny import tiny_model as calm_model
 from draftsmith.serve import running
 from draftsmith.serve.batching.requests import DecodeRequest
 from tests.audit_laws import LAW_CONTROLS
@@ -55,7 +58,7 @@ from tests.mutants import (
     processors_see_the_row,
 )
 from tests.service import serving
-from tests.tiny import near_drafter, tiny_target
+from tests.tiny import as_target, moved, near_drafter, tiny_target
 
 PROMPTS = np.random.default_rng(0).integers(3, 300, (16, 6)).tolist()
 PENALISED = Sampling(1.0, repetition_penalty=1.8)
@@ -91,6 +94,30 @@ class SwappingDrafter(SmallLMDrafter):
         for weights in self.versions:
             self.take_weights(weights)
         return super().draft(contexts, limits, sampling, rng)
+
+
+class LossyChoice(SpeculativeSampling):
+    """Accepts a greedy draft token that is almost as likely as the likeliest: by less than what the
+    audit allows for rounding in bfloat16."""
+
+    def decide(self, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:
+        logits = scores.logits.float().clone()
+        tokens = draft.tokens[..., None]
+        allowance = 0.9 * ROUNDINGS * torch.finfo(torch.bfloat16).eps * logits.abs().amax(-1)
+        ahead = logits[:, :-1]
+        gap = ahead.amax(-1) - ahead.gather(-1, tokens)[..., 0]
+        near = gap < allowance[:, :-1]
+        ahead.scatter_add_(-1, tokens, torch.where(near, 2 * gap, 0.0)[..., None])
+        return super().decide(draft, Scores(logits, scores.sampling), rng)
+
+
+def calm_target() -> Target:
+    """A tiny target that rounding to 16 bits moves as little as it moves real models."""
+    return as_target(calm_model(vocab_size=300, initializer_range=0.05, eos_token_id=2))
+
+
+def calm_drafter() -> Drafter:
+    return SmallLMDrafter(moved(calm_target().model, 0.02, seed=3))
 
 
 def _old_q() -> Drafter:
@@ -182,7 +209,8 @@ def rule(name: str, kind: type[Rule]) -> Iterator[None]:
 @dataclass(frozen=True)
 class ServedControl:
     """sound, faulty: what drafts without and with the error. counted: whether our own loop's
-    acceptance, without the error, is compared. ends: whether texts end at their end."""
+    acceptance, without the error, is compared. ends: whether texts end at their end. half: whether
+    the server computes in bfloat16."""
 
     name: str
     breaking: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -192,23 +220,38 @@ class ServedControl:
     settings: DecodeSettings = CHAIN
     counted: bool = False
     ends: bool = True
+    half: bool = False
 
     def audit(self, texts: int, *, broken: bool, seed: int = 0) -> Audit:
         """An audit with this number of sampled answers of 32 tokens. broken: with the error."""
-        target = tiny_target()
+        target = calm_target() if self.half else tiny_target()
         served = target if self.ends or not broken else replace(target, eos_token_ids=())
+        if self.half:
+            served = replace(target, model=copy.deepcopy(target.model).bfloat16())
         drafter = self.faulty() if broken else self.sound()
         own = self.sound() if self.counted else None
         sampling = self.sampling if texts else replace(self.sampling, temperature=0.0)
         samples = max(1, texts // len(PROMPTS))
-        options = AuditOptions(sampling=sampling, samples=samples, max_new_tokens=32, seed=seed)
+        # Other prompts too, for other greedy answers.
+        rng = np.random.default_rng(seed)
+        prompts = rng.integers(3, 300, (32, 6)).tolist() if self.half else PROMPTS
+        options = AuditOptions(
+            sampling=sampling,
+            samples=samples,
+            max_new_tokens=64 if self.half else 32,
+            seed=seed,
+            engine_dtype="bfloat16" if self.half else None,
+        )
         with (
             self.breaking() if broken else nullcontext(),
             serving(served, drafter, self.settings, max_rows=ROWS) as running,
         ):
             return audit(
-                running.url, target, PROMPTS, options, drafter=own, gamma=3, concurrency=ROWS
+                running.url, target, prompts, options, drafter=own, gamma=3, concurrency=ROWS
             )
+
+
+HALF = {"half": True, "sound": calm_drafter, "faulty": calm_drafter}
 
 
 def _rule(name: str, kind: type[Rule], of: str = "speculative") -> ServedControl:
@@ -264,7 +307,15 @@ CONTROLS = [
     ServedControl("one seed for all requests", one_seed),
     ServedControl("top-p before temperature", filters_before_temperature, sampling=FILTERED),
     ServedControl("text after its end", ends=False),
+    ServedControl(
+        "tokens within the rounding of bfloat16 chosen by the drafter",
+        partial(rule, "speculative", LossyChoice),
+        sampling=Sampling(),
+        **HALF,
+    ),
 ]
+# An honest engine with numbers of 16 bits, whose texts rounding moves.
+HALF_HONEST = ServedControl("honest in bfloat16", counted=True, **HALF)
 
 
 def found_by(audited: Audit) -> list[Finding]:
@@ -304,16 +355,19 @@ def main() -> None:
             broken = by_law.audit(broken=True)
             _print(by_law.name, by_law.audit(broken=False), broken, time.monotonic() - start)
     if chosen.only in "honest":
-        _print_honest(list(honest(chosen.seeds)))
+        _print_honest("honest servers", list(honest(chosen.seeds)))
+    if chosen.only in HALF_HONEST.name:
+        audits = [HALF_HONEST.audit(96, broken=False, seed=seed) for seed in range(chosen.seeds)]
+        _print_honest("honest servers in bfloat16", audits)
     print(f"{time.monotonic() - begin:.0f} seconds in all")
 
 
-def _print_honest(audits: Sequence[Audit]) -> None:
+def _print_honest(name: str, audits: Sequence[Audit]) -> None:
     passed = [found.verdict is Verdict.EQUAL for found in audits]
     tests = [x for found in audits for x in found.findings if x.p is not None]
     least = min(tests, key=lambda finding: finding.p or 0.0)
     print(
-        f"honest servers that pass: {sum(passed)} of {len(passed)}; the smallest p of "
+        f"{name} that pass: {sum(passed)} of {len(passed)}; the smallest p of "
         f"{len(tests)} tests is {written_p(least)}, {least.group} {least.name}",
         flush=True,
     )

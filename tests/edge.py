@@ -18,6 +18,7 @@ from draftsmith.edge.server import VerifyServer
 from draftsmith.edge.sessions import SessionBounds
 from draftsmith.edge.verifier import Verifier
 from draftsmith.net.access import Guard
+from draftsmith.net.limits import Limits
 from draftsmith.net.listen import bind
 from tests.tiny import near_drafter, tiny_target
 
@@ -50,12 +51,13 @@ def serving(
     served: Target | None = None,
     key: str | None = None,
     port: int = 0,
+    limits: Limits | None = None,
     **bounds: Any,
 ) -> Iterator[Serving]:
     """Raises at its end what the server ended of."""
     with bind("127.0.0.1", port) as bound:
         verifier = Verifier(served or target(), rule, SessionBounds(**bounds))
-        server = VerifyServer(verifier, bound, Guard(key=key))
+        server = VerifyServer(verifier, bound, Guard(key=key), limits)
         started = threading.Event()
         done = run_in_thread(lambda: server.run(started.set), "server")
         done.add_done_callback(lambda _: started.set())

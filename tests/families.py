@@ -180,7 +180,10 @@ def in_own_process(name: str, seconds: float) -> dict[str, str]:
 
 
 def _child(name: str, sender: Connection) -> None:
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    used = (
+        int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+        * resource.getpagesize()
+    )
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
     sender.send(try_family(name))
 

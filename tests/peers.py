@@ -127,7 +127,7 @@ def main(write: bool) -> int:
         machine = describe_machine()["machine"]
         processor = f"{machine['cores']} cores of an {machine['processor']}"
         head = HEAD.format(day=datetime.date.today().isoformat(), machine=processor)
-        PAGE.write_text(head + table + CONVENTIONS)
+        PAGE.write_text(head + table + CONVENTIONS, encoding="utf-8")
     return len(bad)
 
 

@@ -74,7 +74,7 @@ PEERS: dict[str, Loss] = {
 
 
 def main(job_file: str, answer_file: str, _: str) -> None:
-    job: dict[str, Any] = json.loads(Path(job_file).read_text())
+    job: dict[str, Any] = json.loads(Path(job_file).read_text(encoding="utf-8"))
     logits = load_file(job["logits"])
     results: dict[str, Tensor] = {}
     for number, case in enumerate(job["cases"]):
@@ -83,7 +83,7 @@ def main(job_file: str, answer_file: str, _: str) -> None:
         (gradient,) = torch.autograd.grad(loss, student)
         results[f"loss{number}"], results[f"gradient{number}"] = loss.detach().double(), gradient
     save_file(results, job["results"])
-    Path(answer_file).write_text("{}")
+    Path(answer_file).write_text("{}", encoding="utf-8")
 
 
 if __name__ == "__main__":

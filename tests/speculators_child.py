@@ -28,7 +28,7 @@ LAYERS = {
 
 
 def main(job_file: str, answer_file: str, _: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     # An export names its target by the last part of its path.
     os.chdir(job["directory"])
     for directory, options in job["save"].items():
@@ -40,8 +40,12 @@ def main(job_file: str, answer_file: str, _: str) -> None:
         save_file(stored, file)
         classes[directory] = type(model).__name__
         model.save_pretrained(f"{file}-saved")
-        settings[directory] = json.loads(Path(f"{file}-saved", "config.json").read_text())
-    Path(answer_file).write_text(json.dumps({"classes": classes, "settings": settings}))
+        settings[directory] = json.loads(
+            Path(f"{file}-saved", "config.json").read_text(encoding="utf-8")
+        )
+    Path(answer_file).write_text(
+        json.dumps({"classes": classes, "settings": settings}), encoding="utf-8"
+    )
 
 
 def save(directory: str, target: str, algorithm: str, **options: Any) -> None:

@@ -62,7 +62,7 @@ class StatesEngine:
         tokens = body["prompt"]
         name = f"cmpl-{request.headers['x-request-id']}-0-abc.safetensors"
         path = self.directory / name
-        lock = open(f"{path}.lock", "w")  # noqa: SIM115  # held until the file is written
+        lock = open(f"{path}.lock", "w", encoding="utf-8")  # noqa: SIM115  # held until the file is written
         fcntl.flock(lock, fcntl.LOCK_EX)
         self.asked[tuple(tokens)] += 1
         await asyncio.sleep(self.delays.pop(0) if self.delays else 0)

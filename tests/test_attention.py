@@ -224,7 +224,7 @@ def test_greedy_chains_in_bfloat16_are_plain_decoding_to_the_bit() -> None:
     real = real_target()
     model = copy.deepcopy(real.model).to(torch.bfloat16)
     target = dataclasses.replace(real, model=model)
-    lines = Path("configs/prompts/test.jsonl").read_text().splitlines()
+    lines = Path("configs/prompts/test.jsonl").read_text(encoding="utf-8").splitlines()
     prompts = [chat(target, json.loads(line)) for line in lines[::42]]
     plain = Decoder(model, DRAFTERS["none"](), eos_token_ids=target.eos_token_ids)
     require_equal_products(plain.lm)

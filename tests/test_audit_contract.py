@@ -103,7 +103,15 @@ def test_each_fault_of_the_contract_is_named(fault: str, protocol: Any) -> None:
     with served(Letters(fault).app()) as url:
         config = ServerConfig(url=url, protocol=protocol)
         findings = contract_findings(
-            url, TARGET, PROMPTS, Sampling(1.0), config, max_new_tokens=24, seed=1
+            url,
+            TARGET,
+            PROMPTS,
+            Sampling(1.0),
+            config,
+            max_new_tokens=24,
+            seed=1,
+            level=1e-4,
+            repeats=True,
         )
     assert len(findings) == 5
     assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == {fault} - {""}

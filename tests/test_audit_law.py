@@ -230,5 +230,6 @@ def _random_text(number: int, rng: np.random.Generator) -> JudgedText:
     hit = (rng.random((4, count)) < 0.3).astype(float)
     return JudgedText(
         EngineText(number, (), ()), nothing, nothing, nothing, nothing > 0,
-        rng.random((3, count)) ** 1.5, hit, hit, rng.normal(size=count), nothing, nothing,
+        rng.random((3, count)) ** 1.5, hit, hit, rng.normal(size=count), nothing, nothing, nothing,
+        nothing,
     )  # fmt: skip

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3Decode
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
+from decode.model.cache_names import with_cache
 from decode.model.features import Features
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
@@ -443,7 +444,8 @@ def sampled_text(rows: int, length: int) -> tuple[Target, Tensor]:
         other.model.get_output_embeddings().weight *= 12
         ids, cache = torch.randint(3, VOCAB - 4, (rows, 1), generator=generator), DynamicCache()
         for _ in range(length - 1):
-            logits = other.model(ids[:, -1:], past_key_values=cache).logits[:, -1, : VOCAB - 4]
+            logits = other.model(ids[:, -1:], **with_cache(other.model, cache)).logits
+            logits = logits[:, -1, : VOCAB - 4]
             drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator)
             ids = torch.cat([ids, drawn], 1)
     return other, ids

@@ -115,7 +115,9 @@ def evaluate(base: Path, drafter: Path | str, file: Path, *more: str) -> tuple[s
         "evaluate", base, drafter, *few, "--timed-prompts", "2", "--json", str(file), *more
     )
     assert found.exit_code == 0, found.output
-    return " ".join(found.output.split()), json.loads(file.read_text())["rows"][0]["evaluation"]
+    return " ".join(found.output.split()), json.loads(file.read_text(encoding="utf-8"))["rows"][0][
+        "evaluation"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def pinned(client: Client) -> str:
 
 
 def test_the_page_names_every_client_and_its_pinned_version() -> None:
-    rows = Path("docs/clients.md").read_text().splitlines()
+    rows = Path("docs/clients.md").read_text(encoding="utf-8").splitlines()
     for client in CLIENTS:
         assert (PLACE / client.script).is_file()
         row = f"| `{client.package}` {pinned(client)} "

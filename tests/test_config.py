@@ -422,4 +422,4 @@ def test_differences_of_stages_are_listed_by_name():
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_config_is_valid(path: Path):
     config = load_config(path)
-    assert yaml.safe_load(path.read_text())["name"] == config.name
+    assert yaml.safe_load(path.read_text(encoding="utf-8"))["name"] == config.name

@@ -66,7 +66,7 @@ def test_the_columns_say_what_a_row_is(tmp_path: Path, wrap: str) -> None:
 
 
 def rows_of(path: Path, *rows: Any, **settings: Any) -> list[Example]:
-    path.write_text("\n".join(map(json.dumps, rows)))
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return list(read_examples(str(path), **settings)[0])
 
 

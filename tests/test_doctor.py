@@ -17,6 +17,7 @@ from decode.measure.check_lossless import SHAPE, check_loop, distance, random_ll
 from decode.measure.time_passes import pass_seconds, weight_bytes
 from decode.model import trials
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache_names import given_cache
 from decode.model.forward import prepare_model
 from decode.model.forward.prepare_model import has_products, reason_against_packing
 from decode.model.loading import EMBEDDED, EmbeddedModel
@@ -35,9 +36,9 @@ bfloat16_kernels = pytest.mark.skipif(
 class WrongForSeveral(LlamaForCausalLM):
     """Says something else after the first of several tokens that follow a past."""
 
-    def forward(self, input_ids: Any = None, past_key_values: Any = None, **more: Any) -> Any:
-        output = super().forward(input_ids=input_ids, past_key_values=past_key_values, **more)
-        if past_key_values is not None and input_ids.shape[1] > 1 and self.wrong:
+    def forward(self, input_ids: Any = None, **more: Any) -> Any:
+        output = super().forward(input_ids=input_ids, **more)
+        if given_cache(more) is not None and input_ids.shape[1] > 1 and self.wrong:
             output.logits[:, 1:] = output.logits[:, 1:].roll(1, -1)
         return output
 

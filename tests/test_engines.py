@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from decode.base.install_command import install_command
 from tests.tiny import VOCAB, save_tiny
 from tests.training import in_new_process
 
@@ -277,7 +278,7 @@ def stage_directories(run: Path) -> dict[str, Path]:
 def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine, few):
     _, kind, share, resident, file = ENGINES[engine]
     if kind == "DEEPSPEED" and importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("needs DeepSpeed: pip install 'draftsmith[deepspeed]'")
+        pytest.skip(f"needs DeepSpeed: {install_command('deepspeed')}")
     run = base / "runs" / engine
     shutil.rmtree(run, ignore_errors=True)
     path, directory = config(base, engine, few), found(base, engine)

@@ -80,7 +80,7 @@ def test_a_run_from_a_mapping_gives_its_report_and_a_drafter_that_decodes(
 
     # The same run, finished, from a file; then another one in bfloat16, in the same process.
     path = Path("config.yaml")
-    path.write_text(yaml.safe_dump(run.config.model_dump(mode="json")))
+    path.write_text(yaml.safe_dump(run.config.model_dump(mode="json")), encoding="utf-8")
     begun = (run.directory / "stages" / "00-heads" / "done.json").stat().st_mtime_ns
     again = draftsmith.train(path)
     assert "stage heads: done" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Exports: what is written reads back as the same model, and what cannot be is refused by name."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
+import transformers
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
@@ -28,6 +30,7 @@ from draftsmith.export.export_directory import (
 )
 from draftsmith.export.file_schema import StoredTensor, TensorSpec, key_problems, tensor_problems
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, format_for
+from draftsmith.export.formats.layer_format import llama_settings
 from draftsmith.export.model_card import drafter_card
 from draftsmith.export.trained_drafter import TrainedDrafter
 from tests.test_target import write_gguf
@@ -232,6 +235,48 @@ def test_the_hf_export_drafts_a_constant_number(tmp_path: Path, target: Target) 
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["torch_dtype"] == "float32"
+
+
+SCALED = {
+    "linear": {"factor": 4.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 20.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    },
+    "longrope": {
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 2.5, 3.0, 3.5],
+        "original_max_position_embeddings": 32,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", SCALED)
+def test_rotary_positions_are_written_for_transformers_4_too(
+    kind: str, tmp_path: Path, target: Target
+) -> None:
+    """Its `rope_theta` and `rope_scaling` are the numbers of `rope_parameters`, of a small LM and
+    of a layer. Read with 4.57.1 and 5.24.0, they gave the same frequencies."""
+    rope = {"rope_type": kind, "rope_theta": 5e5} | SCALED[kind]
+    make_drafter(tmp_path / "drafter", target, "llama", rope_parameters=rope)
+    export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    layer = llama_settings(transformers.LlamaConfig(**copy.deepcopy(written)), "Layer", "float32")
+    for config in (written, layer):
+        assert config["rope_parameters"].items() >= rope.items()
+        assert config["rope_scaling"] == {"rope_type": kind} | SCALED[kind]
+        outer = {"original_max_position_embeddings": 32} if kind == "longrope" else {}
+        assert config.items() >= ({"rope_theta": 5e5} | outer).items()
+        del config["rope_parameters"]
+        older = transformers.LlamaConfig(**copy.deepcopy(config)).rope_parameters
+        assert {key: older[key] for key in rope} == rope
+    written["rope_scaling"]["factor"] = 3.0
+    (tmp_path / "out" / "config.json").write_text(json.dumps(written | {"rope_parameters": rope}))
+    problems = FORMATS["hf"].problems(tmp_path / "out")
+    assert any("rope_scaling is" in problem for problem in problems)
 
 
 def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) -> None:

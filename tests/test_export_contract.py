@@ -278,7 +278,7 @@ FAULTS: dict[str, dict[str, Change]] = {
         "t2d does not mark the tokens of d2t": edit_weights(
             lambda found: found["t2d"].logical_not_()
         ),
-        "rope_theta is 0, which is not valid": settings(rope_theta=0),
+        "rope_theta is 0, expected 10000.0": settings(rope_theta=0),
     },
     "eagle3-gguf": {
         "d2t does not hold distinct token ids": edit_gguf(

@@ -218,15 +218,15 @@ answer.write_text(f'[{job.read_text()}, "{os.environ["GIVEN"]}"]')
 
 
 def test_a_child_answers(python: Path) -> None:
-    python.write_text(ECHO)
+    python.write_text(ECHO, encoding="utf-8")
     assert run_job("it", python, {"a": [1, 2]}, {"GIVEN": "x"}) == [{"a": [1, 2]}, "x"]
 
 
 def test_a_child_that_fails_says_why(python: Path) -> None:
-    python.write_text("raise SystemExit('no such head size')")
+    python.write_text("raise SystemExit('no such head size')", encoding="utf-8")
     with pytest.raises(UserError, match=r"it ended with exit status 1(?s:.)*no such head size"):
         run_job("it", python, {})
-    python.write_text("print('all is well')")
+    python.write_text("print('all is well')", encoding="utf-8")
     with pytest.raises(UserError, match=r"it wrote no valid answer(?s:.)*all is well"):
         run_job("it", python, {})
 
@@ -239,7 +239,8 @@ def test_a_child_that_hangs_is_ended_with_its_own(
         "import os, pathlib, time\n"
         "child = os.fork()\n"
         "if child: pathlib.Path(os.environ['FILE']).write_text(str(child))\n"
-        "time.sleep(60)"
+        "time.sleep(60)",
+        encoding="utf-8",
     )
     file = python.with_name("pid")
     with pytest.raises(UserError, match="it made no progress for 6 s"):
@@ -296,7 +297,7 @@ def test_a_guarded_process_does_not_outlive_ours(tmp_path: Path) -> None:
 
 
 def _script(path: Path, body: str) -> list[str]:
-    path.write_text(body)
+    path.write_text(body, encoding="utf-8")
     return [sys.executable, str(path), "{port}"]
 
 

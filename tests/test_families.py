@@ -15,6 +15,7 @@ from decode.model import small_copy
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache
 from decode.model.cache.requirements import require_trees
+from decode.model.cache_names import given_cache
 from decode.model.forward import recognition
 from decode.model.kinds.layer_kinds import attention_sizes, layer_windows
 from decode.model.memory import slot_bytes
@@ -112,10 +113,8 @@ class _Positions(LlamaForCausalLM):
 
 
 class _NoCache(LlamaForCausalLM):
-    def forward(
-        self, past_key_values: Any = None, attention_mask: Any = None, **inputs: Any
-    ) -> Any:
-        return super().forward(**inputs)
+    def forward(self, input_ids: Any, position_ids: Any = None, **inputs: Any) -> Any:
+        return super().forward(input_ids=input_ids, position_ids=position_ids)
 
 
 class _CountsKeys(LlamaForCausalLM):
@@ -131,12 +130,12 @@ class _CountsKeys(LlamaForCausalLM):
 class _ForgetsWindow(LlamaForCausalLM):
     """It has a window that no config names, and only without a cache."""
 
-    def forward(self, past_key_values: Any = None, **inputs: Any) -> Any:
-        if past_key_values is None:
+    def forward(self, **inputs: Any) -> Any:
+        if given_cache(inputs) is None:
             apart = torch.arange(inputs["input_ids"].shape[1])
             apart = apart[:, None] - apart
             inputs["attention_mask"] = ((apart >= 0) & (apart < small_copy.WINDOW))[None, None]
-        return super().forward(past_key_values=past_key_values, **inputs)
+        return super().forward(**inputs)
 
 
 class _KeepsTokens(LlamaForCausalLM):
@@ -144,12 +143,12 @@ class _KeepsTokens(LlamaForCausalLM):
 
     fed: torch.Tensor | float = 0.0
 
-    def forward(self, input_ids: Any, past_key_values: Any = None, **inputs: Any) -> Any:
-        output = super().forward(input_ids, past_key_values=past_key_values, **inputs)
+    def forward(self, input_ids: Any, **inputs: Any) -> Any:
+        output, cache = super().forward(input_ids, **inputs), given_cache(inputs)
         states = self.get_input_embeddings()(input_ids).cumsum(1)
-        if past_key_values is not None and past_key_values.layers[0].window.begin != 0:
+        if cache is not None and cache.layers[0].window.begin != 0:
             states = states + self.fed
-        if past_key_values is not None:
+        if cache is not None:
             self.fed = states[:, -1:]
         output.logits = output.logits + self.lm_head(states)
         return output
@@ -175,7 +174,7 @@ class _PrefersNearSlots(LlamaForCausalLM):
     """ALiBi with the distance between slots."""
 
     def forward(self, attention_mask: Any = None, position_ids: Any = None, **inputs: Any) -> Any:
-        n, cache = inputs["input_ids"].shape[1], inputs.get("past_key_values")
+        n, cache = inputs["input_ids"].shape[1], given_cache(inputs)
         if attention_mask is None:
             keys = n if cache is None else cache.get_mask_sizes(n, 0)[0]
             later = ~torch.ones(n, keys, dtype=torch.bool).tril(keys - n)

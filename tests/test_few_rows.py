@@ -69,11 +69,11 @@ def test_a_product_is_that_of_float64_and_a_row_has_its_bits_alone(
     product = PackedLinear(*layers)
     assert product.has_blocks
     # Weights that are numbers of bfloat16 are kept as such.
-    assert product.blocks[0].dtype == (torch.bfloat16 if stored == "rounded" else dtype)
+    assert product.blocks[0].data.dtype == (torch.bfloat16 if stored == "rounded" else dtype)
     weights = [layer.weight.double() for layer in layers]
     if stored == "bytes":
         assert use_bytes(product) == 1
-        assert product.blocks[0].nbytes == 192 * (size + 4)
+        assert product.blocks[0].data.nbytes == 192 * (size + 4)
         floats = [layer.weight.float() for layer in layers]
         steps = [x.abs().amax(1, keepdim=True) / MOST[dtype] for x in floats]
         weights = [(x / y).round() * y.double() for x, y in zip(floats, steps, strict=True)]
@@ -295,7 +295,7 @@ def test_a_model_can_keep_only_the_packed_weights(
     packed = [x for x in forward.layers.modules() if isinstance(x, PackedLinear)]  # type: ignore[union-attr]
     held = {x.untyped_storage().data_ptr() for x in model.base_model.layers.parameters()}
     norms = {x.data_ptr() for x in model.base_model.layers.parameters() if x.ndim == 1}
-    assert held - norms <= {x.blocks[0].untyped_storage().data_ptr() for x in packed}
+    assert held - norms <= {x.blocks[0].data.untyped_storage().data_ptr() for x in packed}
 
 
 def test_a_model_without_packed_products_keeps_its_weights() -> None:

@@ -1,11 +1,16 @@
 """Who may call a server: hosts, origins, content types and keys."""
 
+import json
+
 import pytest
 
-from draftsmith.net.access import Guard
+from draftsmith.net.access import Guard, Paths
 
 HERE = {"Host": "127.0.0.1:8000"}
-OPEN = frozenset({"/health"})
+OPEN = {"/health": "it says nothing"}
+ADMIN = Paths(admin=frozenset({"/admin/", "/v1/switch"}))
+# urlsplit raises for the first three. The others are no ASCII, also as websockets 15 decodes them.
+ODD = ("http://[", "http://[::1", "http://\u2100", "http://\xff", "\udcff", "//")
 
 
 @pytest.mark.parametrize(
@@ -18,13 +23,16 @@ OPEN = frozenset({"/health"})
         (Guard(), "GET", "/x", {"Host": "evil.example"}, 403),
         (Guard(), "GET", "/x", {"Host": "127.0.0.1.evil.example"}, 403),
         (Guard(), "GET", "/x", {"Host": "[oops"}, 403),
-        (Guard(open_paths=OPEN), "GET", "/health", {"Host": "evil.example"}, None),
+        (Guard(paths=Paths(OPEN)), "GET", "/health", {"Host": "evil.example"}, None),
         (Guard(frozenset({"mine"})), "GET", "/x", {"Host": "Mine:80"}, None),
         # The site's own page; others only if they are allowed.
         (Guard(), "POST", "/x", HERE | {"Origin": "http://127.0.0.1:8000"}, None),
         (Guard(), "POST", "/x", HERE | {"Origin": "http://127.0.0.1:9"}, 403),
         (Guard(), "POST", "/x", HERE | {"Origin": "null"}, 403),
         (Guard(), "GET", "/x", {"Origin": "null"}, 403),
+        (Guard(), "GET", "/x", {"Host": "", "Origin": ""}, 403),
+        *[(Guard(), "GET", "/x", HERE | {"Origin": odd}, 403) for odd in ODD],
+        *[(Guard(), "GET", "/x", {"Host": odd}, 403) for odd in ODD],
         (Guard(), "GET", "/x", {"Host": "e.example", "Origin": "http://e.example"}, 403),
         (Guard(origins=frozenset({"http://a"})), "GET", "/x", HERE | {"Origin": "http://a"}, None),
         (Guard(origins=frozenset({"http://a"})), "GET", "/x", HERE | {"Origin": "http://b"}, 403),
@@ -47,9 +55,14 @@ OPEN = frozenset({"/health"})
         (Guard(key="k"), "GET", "/x", HERE | {"Authorization": "Basic k"}, 401),
         (Guard(key="k"), "GET", "/x", HERE, 401),
         (Guard(key="ü"), "GET", "/x", HERE | {"Authorization": "Bearer \xc3\xbc"}, None),
-        (Guard(key="k"), "GET", "/admin/x", HERE, None),
-        (Guard(admin_key="k"), "GET", "/x", HERE, None),
-        (Guard(admin_key="k"), "GET", "/admin/x", HERE, 401),
+        # Each path asks for one key: that of the administrator, the server's, or none.
+        (Guard(key="k"), "GET", "/admin/x", HERE, 401),
+        (Guard(key="k", paths=ADMIN), "GET", "/admin/x", HERE, None),
+        (Guard(admin_key="k", paths=ADMIN), "GET", "/x", HERE, None),
+        (Guard(admin_key="k", paths=ADMIN), "GET", "/admin/x", HERE, 401),
+        (Guard(admin_key="k", paths=ADMIN), "GET", "/v1/switch", HERE, 401),
+        (Guard(admin_key="k", paths=ADMIN), "GET", "/v1/switchboard", HERE, None),
+        (Guard(key="k", paths=Paths(others="it is said")), "GET", "/x", HERE, None),
     ],
 )
 def test_who_is_let_in(
@@ -57,3 +70,5 @@ def test_who_is_let_in(
 ) -> None:
     fault = guard.fault(method, path, headers.items())
     assert (fault and fault.status) == status
+    if fault is not None:
+        assert json.loads(fault.response().body)["error"]["message"].isascii()

@@ -37,7 +37,7 @@ IMPLIED = ("embed_tokens.weight", "d2t", "t2d")
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Eight layers, so that the inputs of 2, 4 and 7 are not those that engines read by default."""
-    return save_target(tmp_path_factory.mktemp("target") / "target", layers=8)
+    return save_target(tmp_path_factory.mktemp("target") / "target", layers=8, tie=False)
 
 
 @pytest.fixture
@@ -179,13 +179,33 @@ def without(name: str) -> Change:
     return lambda made: made.tensors.pop(name)
 
 
-TOP_IDS = "eagle_aux_hidden_state_layer_ids"
+TOP_IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
 # By layout and by what is said: the fault.
 FAULTS: dict[str, dict[str, Change]] = {
     "safeailab_eagle3": {
         "rope_scaling is {'rope_type': 'mystery', 'factor': 2.0}, which is not valid": config(
             rope_scaling={"rope_type": "mystery", "factor": 2.0}
         ),
+        "config.json has residual_scale, which this import does not know": config(residual_scale=2),
+        "rope_scaling is {'rope_type': 'linear', 'factor': 2.0, 'sections': 3}, which": config(
+            rope_scaling={"rope_type": "linear", "factor": 2.0, "sections": 3}
+        ),
+        "beside it stands {'factor': 4.0}": config(
+            rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+            rope_scaling={"type": "linear", "factor": 4.0},
+        ),
+        "partial_rotary_factor is 0.5, expected 1": config(partial_rotary_factor=0.5),
+        "use_sliding_window is True, expected False": config(use_sliding_window=True),
+        "model_type is 'gemma', expected 'llama'": config(model_type="gemma"),
+        "inputs of layers [0, 3, 5]; expected numbers from 1 to 7 in ascending order": config(
+            **{OTHER_IDS: [0, 3, 5]}
+        ),
+        f"{TOP_IDS} is '1,2,3'; expected a list of layer numbers": config(**{TOP_IDS: "1,2,3"}),
+        f"{OTHER_IDS} is [1, 2, -1]; expected a list": config(**{OTHER_IDS: [1, 2, -1]}),
+        "[1, 3, 5] in target_layer_ids, a key of block drafters": config(
+            target_layer_ids=[1, 3, 5]
+        ),
+        "config.json has captured_layers, which": config(captured_layers=[1, 3, 5]),
         "hidden_size is 32, expected 64": config(hidden_size=32),
         "target_hidden_size is 128, expected 64": config(target_hidden_size=128),
         "vocab_size is 301, expected 300": config(vocab_size=301),
@@ -226,10 +246,22 @@ FAULTS: dict[str, dict[str, Change]] = {
             **{TOP_IDS: [2, 18, 33]}
         ),
         "use_aux_hidden_state is False": eagle_config(use_aux_hidden_state=False),
+        "there is no lm_head.weight, so its output layer is its embeddings": lambda made: (
+            made.tensors.pop("lm_head.weight"),
+            made.config.update(tie_word_embeddings=True),
+        ),
+        "use_last_layernorm is False, expected True": eagle_config(use_last_layernorm=False),
+        "config.json has eagle_config.post_norm, which": eagle_config(post_norm=True),
+        f"[2, 4, 7] in eagle_config.{TOP_IDS} and [0, 3, 6] in eagle_config.{OTHER_IDS}": (
+            eagle_config(**{OTHER_IDS: [0, 3, 6]})
+        ),
     },
     "speculators_eagle3": {
         "they may be meant as outputs. Measure both with --prompts": config(**{TOP_IDS: [1, 2, 3]}),
         "is 'all'; expected a list": config(**{TOP_IDS: "all"}),
+        "config.json has transformer_layer_config.logit_scale, which": lambda made: made.config[
+            "transformer_layer_config"
+        ].update(logit_scale=2.0),
         "has no norm_before_residual, and readers assume different values": lambda made: (
             made.config.pop("norm_before_residual")
         ),
@@ -282,6 +314,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     },
     "medusa_vllm": {
         "hidden_size is 32, but the target": config(hidden_size=32),
+        "config.json has medusa_activation, which": config(medusa_activation="relu"),
         "both stand for 0.1.weight": tensors(lm_heads__0__weight=torch.zeros(VOCAB, 64)),
     },
 }
@@ -300,6 +333,34 @@ def test_a_fault_is_refused_by_name(
         import_drafter(str(published.save(tmp_path / "published")), chosen, tmp_path / "out")
     assert said in str(refused.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["", "eagle_config"])
+@pytest.mark.parametrize("key", [TOP_IDS, OTHER_IDS])
+def test_each_key_that_names_the_layers_is_read(
+    place: str, key: str, tmp_path: Path, target: Target
+) -> None:
+    made = LAYOUTS["safeailab_eagle3"](target)
+    named = {key: [2, 4, 7]}
+    made.config.update({place: named} if place else named)
+    imported = import_drafter(str(made.save(tmp_path / "published")), target, tmp_path / "out")
+    assert imported.settings is not None
+    assert imported.settings["captured_layers"] == [1, 3, 6]
+
+
+def test_a_key_may_be_ignored_by_name(tmp_path: Path, seven: Target) -> None:
+    """What transformers 4 writes is not refused, and what nobody knows only if nobody says so."""
+    made = LAYOUTS["safeailab_eagle3"](seven)
+    made.config |= {"use_cache": True, "top_k": 50, "id2label": {"0": "LABEL_0"}, "extra": None}
+    made.config |= {"logo": "x", "eagle_config": {"author": "y"}}
+    source = str(made.save(tmp_path / "published"))
+    with pytest.raises(
+        UserError, match=r"(?s)--ignore-keys eagle_config.author.*--ignore-keys logo"
+    ):
+        import_drafter(source, seven, tmp_path / "out")
+    options = ImportOptions(ignore_keys="logo, eagle_config.author")
+    imported = import_drafter(source, seven, tmp_path / "out", options)
+    assert "its config has logo, which was not read (--ignore-keys)" in imported.notes
 
 
 def test_another_tokenizer_is_refused(tmp_path: Path, seven: Target) -> None:
@@ -323,11 +384,15 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     model.save_pretrained(source)
     settings = json.loads((source / "config.json").read_text())
     settings |= {"dtype": "float32", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+    settings |= {"use_qk_norm": True, "rope_theta": 1e4}
     (source / "config.json").write_text(json.dumps(settings))
     (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
-    assert imported.notes == ["its config names code (auto_map), which was neither read nor run"]
+    assert imported.notes == [
+        "its config has use_qk_norm, which transformers does not read",
+        "its config names code (auto_map), which was neither read nor run",
+    ]
     export_drafter(tmp_path / "out", "hf", tmp_path / "export")
     before, after = (load_file(p / "model.safetensors") for p in (source, tmp_path / "export"))
     assert before.keys() == after.keys()

@@ -144,7 +144,12 @@ def distribution(package: str) -> str:
 
 def third_party(file: Path) -> set[str]:
     """The distributions that a file imports from."""
-    names = {name for _, name in imported(ast.parse(file.read_text()), ".".join(file.parent.parts))}
+    names = {
+        name
+        for _, name in imported(
+            ast.parse(file.read_text(encoding="utf-8")), ".".join(file.parent.parts)
+        )
+    }
     ours = {*LAYERS, DATA, NAMES, "tests", "benchmarks", *sys.stdlib_module_names}
     return {distribution(name) for name in names - ours}
 

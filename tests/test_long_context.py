@@ -21,6 +21,7 @@ from benchmarks import long_context
 from benchmarks.shared.dense_attention import dense_attention
 from decode.base.errors import UserError
 from decode.model.loading import Target
+from distill.early_exit import EarlyExitTraining
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_module import HeadBatch
@@ -30,7 +31,7 @@ from tests.contract import moved_heads
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.trained_heads import features_of
-from train.loop.estimates import heads_bytes
+from train.loop.estimates import heads_bytes, loss_bytes
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -191,7 +192,8 @@ def test_checkpointing_changes_no_gradient(kind: str) -> None:
 
 
 class _Live(TorchDispatchMode):
-    """Counts the bytes of all tensors that operations make, as long as they exist."""
+    """Counts the bytes of all tensors that operations make, as long as they exist. Views of tensors
+    from before are none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,6 +203,7 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        self._known |= {x.untyped_storage() for x in tree_leaves(args) if isinstance(x, Tensor)}
         results = func(*args, **(kwargs or {}))
         for x in tree_leaves(results):
             storage = x.untyped_storage() if isinstance(x, Tensor) else None
@@ -243,6 +246,38 @@ def test_memory_grows_with_the_text_and_is_what_the_plan_says(
     assert short < 0.6 * kept
     monkeypatch.setattr(unrolled_attention, "merged_attention", dense_attention)
     assert peak_bytes(512)[0] > 3 * peak_bytes(256)[0]
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize("kind", ["eagle3", "p_eagle", "hydra_plus"])
+def test_all_depths_share_one_gradient_of_the_output_layer(kind: str, batches: int) -> None:
+    """Of a vocabulary so large that this layer is most of the memory, as the plan says. The second
+    batch of a step has its own gradient."""
+    chunk, target = 1, tiny_target(vocab=20 * VOCAB, layers=7, hidden=128)
+    heads = moved_heads(KINDS[kind] | {"output": "shared"}, target)
+    heads.borrow(target.model, torch.float32)
+    module = HeadTraining(heads, WeightedLoss({"forward_kl": 1.0}), target.model, chunk=chunk)
+    ids, mask = ragged()
+    features = features_of(target.model, heads, ids)
+    with _Live() as live:
+        for _ in range(batches):
+            module(ids, mask, features, heads.loss_weights(0.0))[0].backward()
+    layer = sum(p.numel() for p in heads.output.parameters())
+    planned = 4 * sum(p.numel() for p in heads.parameters())
+    planned += loss_bytes(layer, 4, gradients=batches) + 2 * 4 * chunk * heads.rows
+    planned += heads_bytes(heads, target.model, ids.numel(), 4)
+    assert 0.6 * planned < live.peak < 1.2 * planned
+
+
+def test_the_exits_of_a_model_share_one_gradient_of_its_output_layer() -> None:
+    """Its embeddings have another one."""
+    target = tiny_target(vocab=20 * VOCAB, layers=7, hidden=128)
+    model = target.model.requires_grad_(True)
+    module = EarlyExitTraining(model, WeightedLoss({"cross_entropy": 1.0}), chunk=1)
+    ids, mask = ragged()
+    with _Live() as live:
+        module(ids, torch.ones_like(ids), mask, {2: 0.2, 4: 0.3, 6: 0.5})[0].backward()
+    assert live.peak < 2.2 * 4 * model.num_parameters()
 
 
 def test_a_plan_counts_the_masks_over_all_pairs_of_tokens(tmp_path: Path) -> None:

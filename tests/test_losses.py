@@ -2,6 +2,9 @@
 the chunked form against the eager one."""
 
 import math
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
-from distill.chunked_loss import chunked_loss
+from distill.chunked_loss import LossSum, chunked_loss
 from distill.losses import LOSSES, Loss, Rows, WeightedLoss
 from distill.teacher.teacher_signal import Signal, TeacherLogits, TopK
 
@@ -226,6 +229,24 @@ def test_a_tail_without_mass_is_finite():
 # --- chunks ---------------------------------------------------------------------------------------
 
 
+@contextmanager
+def made_sizes() -> Iterator[dict[torch.dtype, list[int]]]:
+    """The sizes of the tensors that are made inside, by dtype. Views are none."""
+    sizes: dict[torch.dtype, list[int]] = defaultdict(list)
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            given = {x.data_ptr() for x in args if isinstance(x, Tensor)}
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor) and tensor.data_ptr() not in given:
+                    sizes[tensor.dtype].append(tensor.numel())
+            return made
+
+    with Watch():
+        yield sizes
+
+
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1000])
 @pytest.mark.parametrize("losses", [{"forward_kl": 1.0}, {"cross_entropy": 2.0}, ALL])
 def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, float], monkeypatch):
@@ -244,6 +265,50 @@ def test_chunked_loss_equals_the_eager_oracle(chunk: int, losses: dict[str, floa
     assert terms.weigh(parts).item() == pytest.approx(value.item())
     for found, wanted in zip((h.grad, w.grad, b.grad), expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("outer", [1.0, 0.37])
+def test_losses_of_one_layer_have_the_gradients_of_their_sum(outer: float):
+    """Two losses read a layer and an added weight, a third one reads another layer."""
+    h, w, b, teacher, labels = problem()
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=h.dtype).requires_grad_()
+
+    later, rows, columns, own = drawn(*h.shape), drawn(len(h), 2), drawn(len(w), 2), drawn(*w.shape)
+    terms, whole = WeightedLoss(ALL), TeacherLogits(teacher)
+    of_tokens = torch.rand(len(h), generator=generator, dtype=h.dtype)
+    parameters = (h, later, rows, w, b, columns, own)
+
+    per_token = [
+        terms.weigh(values)
+        for logits in (
+            h @ w.t() + b,
+            later @ w.t() + b + rows @ columns.t(),
+            later @ own.t() + rows @ columns.t(),
+        )
+        for values in [terms.values(logits, whole, labels)]
+    ]
+    value = per_token[0].sum() + 0.8 * (per_token[1] * of_tokens).sum() + 0.3 * per_token[2].sum()
+    expected = torch.autograd.grad(outer * value, parameters)
+
+    losses, signal = LossSum(terms, chunk=8), whole.__getitem__
+    losses.add(h, w, b, signal, labels)
+    added = (rows, columns)
+    losses.add(later, w, b, signal, labels, scale=0.8, weights=of_tokens, added=added)
+    losses.add(later, own, None, signal, labels, scale=0.3, added=added)
+    assert losses.total.item() == pytest.approx(value.item(), rel=1e-12)
+    found = torch.autograd.grad(outer * losses.total, parameters)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_without_gradients_none_is_made():
+    h, w, b, teacher, labels = problem()
+    with torch.no_grad(), made_sizes() as sizes:
+        chunked_loss(h, w, b, lambda p: TeacherLogits(teacher[p]), labels, WeightedLoss(ALL))
+    assert w.numel() not in sizes[w.dtype]
 
 
 def test_chunked_loss_passes_gradcheck():
@@ -276,17 +341,8 @@ def test_no_large_float32_tensor_is_ever_made(monkeypatch):
     w = torch.randn(500, 8, generator=g).bfloat16().requires_grad_()
     states = torch.randn(64, 8, generator=g).bfloat16()
     labels = torch.randint(500, (64,), generator=g)
-    sizes: dict[torch.dtype, int] = {}
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            made = function(*args, **(kwargs or {}))
-            for tensor in made if isinstance(made, tuple | list) else [made]:
-                if isinstance(tensor, Tensor):
-                    sizes[tensor.dtype] = max(sizes.get(tensor.dtype, 0), tensor.numel())
-            return made
-
-    with Watch():
+    with made_sizes() as sizes:
         loss, _ = chunked_loss(
             h,
             w,
@@ -297,8 +353,8 @@ def test_no_large_float32_tensor_is_ever_made(monkeypatch):
             chunk=16,
         )
         loss.backward()
-    assert sizes[torch.bfloat16] <= 16 * 500
-    assert sizes[torch.float32] <= 500 * 8  # the output layer's gradient; 4·500 for the rows
+    assert max(sizes[torch.bfloat16]) <= 16 * 500
+    assert max(sizes[torch.float32]) <= 500 * 8  # the output layer's gradient; 4·500 for the rows
 
 
 def test_no_tokens_give_zero_loss_and_zero_gradients():

@@ -392,8 +392,10 @@ def student_of(losses: dict[str, Any], **shape: Any) -> SmallLMStudent:
     return SmallLMStudent(model, WeightedLoss(losses), **shape)
 
 
-def recorded(k: int = VOCAB, texts: Any = ([1, 2, 3], [4, 5, 6, 7, 8])) -> list[Record]:
+def recorded(k: int = VOCAB, texts: Any = None) -> list[Record]:
     """Two rejections after texts of different lengths; the first after an accepted token."""
+    if texts is None:
+        texts = ([1, 2, 3], [4, 5, 6, 7, 8])
     collector = Collector(k, VOCAB)
     collector(verified(texts, [[9, 2], [3, 8]], [1, 0], [4, 5], seed=3))
     return collector.take()[0]

@@ -177,9 +177,11 @@ def first_rejections() -> tuple[dict[tuple[int, int], int], Callable[[Verificati
 # --- the buffer -----------------------------------------------------------------------------------
 
 
-def recorded(texts: Any = ([1, 2, 3], [4, 5, 6, 7, 8])) -> list[Record]:
+def recorded(texts: Any = None) -> list[Record]:
     """A second head rejected after an accepted token, and a first one at once; the accepted one is
     not recorded."""
+    if texts is None:
+        texts = ([1, 2, 3], [4, 5, 6, 7, 8])
     collector = Collector(FEW, FEW, captured_layers=(FINAL,))
     collector(seen_by_heads(texts, [[9, 2], [3, 8]], [1, 0], [4, 5], seed=3))
     return collector.take()[0]

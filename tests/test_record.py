@@ -26,6 +26,7 @@ from draftsmith.learn.record.records import DAY, Records, Retention, make_record
 from draftsmith.learn.record.redaction import passes_luhn, redact
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.events import read_events
+from draftsmith.net.limits import Limits
 from tests.service import until
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
 from train.data.read import read_examples
@@ -132,9 +133,10 @@ class Dying(BaseHTTPRequestHandler):
         pass
 
 
-def test_requests_that_no_engine_should_get(tmp_path: Path, monkeypatch: Any) -> None:
+def test_requests_that_no_engine_should_get(tmp_path: Path) -> None:
     engine = FakeEngine()
-    with served(engine.app()) as url, recorded(url, tmp_path) as client:
+    limits = Limits(body_bytes=1000)
+    with served(engine.app()) as url, recorded(url, tmp_path, limits=limits) as client:
         address = ("127.0.0.1", client.base_url.port)
 
         def status(request: bytes) -> bytes:
@@ -149,9 +151,12 @@ def test_requests_that_no_engine_should_get(tmp_path: Path, monkeypatch: Any) ->
         evil = {"origin": "https://evil.example", "content-type": "text/plain"}
         body = json.dumps(chat(store=True)).encode()
         assert client.post(CHAT, content=body, headers=evil).status_code == 403
-        monkeypatch.setattr("draftsmith.learn.record.proxy.HELD_BYTES", 10)
-        assert client.post(CHAT, json=chat()).status_code == 503
+        assert client.post(CHAT, content=bytes(1001)).status_code == 503
+        for path in ("/admin/upstream/", "/v1/load_lora_adapter", "/echo/x"):
+            assert client.get(path, headers=ADMIN).status_code == 403
         assert engine.asked == []
+        # The engine's own paths of this kind ask for nothing of ours.
+        assert client.post("/v1/load_lora_adapter", json={}).status_code == 404
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -20,7 +20,9 @@ def pinned(package: str) -> str:
 )
 @pytest.mark.parametrize("path", MAKERS, ids=lambda path: path.name)
 def test_a_generated_file_is_current(path: Path) -> None:
-    assert path.read_text() == MAKERS[path](), "run `python -m tests.reference --write`"
+    assert path.read_text(encoding="utf-8") == MAKERS[path](), (
+        "run `python -m tests.reference --write`"
+    )
 
 
 def test_every_drafter_shape_and_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:

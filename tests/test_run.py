@@ -117,7 +117,7 @@ def unjudged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def start(base: Path, *overrides: str, allow_changes: bool = False) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from openai.types.responses import (
 )
 from pydantic import TypeAdapter
 
+from draftsmith.net.api_error import LONGEST_MESSAGE, ApiError
 from draftsmith.serve.openai.answers import event
-from draftsmith.serve.openai.api_errors import LONGEST_MESSAGE, ApiError
 from draftsmith.serve.openai.contract import UNKNOWN, Contract, parse, same
 from draftsmith.serve.openai.fields import IGNORED, REFUSED
 from draftsmith.serve.openai.openai_requests import CHAT, COMPLETION, RESPONSES, SETTINGS

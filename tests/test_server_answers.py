@@ -165,7 +165,7 @@ def test_a_kill_loses_no_answer(
 
     def add(journal: Journal, row: int, answer: Any, key: str) -> None:
         if len(kept) == 6:
-            with open(journal.path, "a") as file:
+            with open(journal.path, "a", encoding="utf-8") as file:
                 file.write('{"row": 9, "tok')  # cut short
             raise Killed
         kept.append(row)

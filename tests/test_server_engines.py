@@ -192,7 +192,7 @@ def test_vllm_is_found_where_the_user_has_it(
 def test_an_engine_that_does_not_start_is_named_with_its_log(
     context: StageInputs, fake_vllm: Path
 ) -> None:
-    fake_vllm.write_text('#!/bin/sh\necho "$@"\necho no memory\nexit 3\n')
+    fake_vllm.write_text('#!/bin/sh\necho "$@"\necho no memory\nexit 3\n', encoding="utf-8")
     fake_vllm.chmod(0o755)
     message = r"(?s)exit status 3.*--max-model-len \d+.* --seed 4 .*no memory.*answers/vllm\.log"
     with pytest.raises(UserError, match=message):
@@ -213,7 +213,7 @@ http.server.HTTPServer(("127.0.0.1", port), Healthy).serve_forever()
 def test_a_started_engine_is_stopped_by_sigterm_too(
     context: StageInputs, fake_vllm: Path, tmp_path: Path
 ) -> None:
-    fake_vllm.write_text(HEALTHY.format(python=sys.executable))
+    fake_vllm.write_text(HEALTHY.format(python=sys.executable), encoding="utf-8")
     fake_vllm.chmod(0o755)
     before = signal.getsignal(signal.SIGTERM)
     asked = []
@@ -252,7 +252,7 @@ def test_all_ranks_ask_the_engine_of_the_first(
     context: StageInputs, fake_vllm: Path, tmp_path: Path
 ) -> None:
     """It runs until the last of them has its answers."""
-    fake_vllm.write_text(HEALTHY.format(python=sys.executable))
+    fake_vllm.write_text(HEALTHY.format(python=sys.executable), encoding="utf-8")
     fake_vllm.chmod(0o755)
     target = replace(context.target, name="embedded:tiny")  # served from a copy
     first = ThreadRanks(0, 2)

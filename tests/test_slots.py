@@ -122,7 +122,7 @@ def resident(tensors: list[torch.Tensor]) -> int:
     """The bytes that are in memory of the mappings that these tensors are in."""
     places = [(x.data_ptr(), x.data_ptr() + x.nbytes) for x in tensors]
     found, counts = 0, False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         words = line.split()
         if mapping := re.fullmatch(r"([0-9a-f]+)-([0-9a-f]+)", words[0]):
             first, end = (int(x, 16) for x in mapping.groups())

@@ -123,7 +123,7 @@ def test_a_drafter_opens_with_weights_in_bytes(tmp_path: Path, target: Target) -
         texts.append(decoded.outputs)
         accepted.append(int(decoded.counts.accepted.sum()))
         lean = drafter.heads.layers[0]._lean[0]
-        read.append(sum(x.blocks[0].nbytes for x in (lean.qkv, lean.out, lean.down)))
+        read.append(sum(x.blocks[0].data.nbytes for x in (lean.qkv, lean.out, lean.down)))
     assert texts[0] == texts[1] == texts[2] == texts[3]
     assert accepted[0] > 20
     assert all(abs(count - accepted[0]) < 0.1 * accepted[0] for count in accepted)

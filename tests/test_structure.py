@@ -3,12 +3,15 @@
 `docs/reference/structure.md` has the files of each step. `tests/test_reference.py` checks the page.
 """
 
-from collections.abc import Callable
+import ast
+import re
+from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
 import pytest
 
-from tests.imports import PACKAGES, arrows_up, circles, outward_imports, tracked
+from decode.base.install_command import install_command
+from tests.imports import PACKAGES, ROOT, arrows_up, circles, outward_imports, tracked
 from tests.structure import (
     count_lines,
     repeated_names,
@@ -58,3 +61,38 @@ def test_a_reader_of_a_typical_step_opens_few_lines(
     walk: Callable[[], list[str]], most: int
 ) -> None:
     assert count_lines(walk()) <= most
+
+
+def _calls(name: str) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of methods of this name in the packages, each with its place."""
+    for file in tracked(*PACKAGES):
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == name:
+                yield f"{file}:{node.lineno}", node
+
+
+def test_text_files_have_an_encoding() -> None:
+    """Else it is the system's. The linter sees this only where it knows the type of a path."""
+    for name, arguments in (("read_text", 0), ("write_text", 1)):
+        for place, call in _calls(name):
+            named = {keyword.arg for keyword in call.keywords}
+            assert len(call.args) > arguments or "encoding" in named, place
+
+
+def test_no_message_installs_draftsmith_from_an_index() -> None:
+    """The name may be another one's there."""
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "configs").rglob("*.yaml"),
+    ]
+    code = [ROOT / file for file in tracked(*PACKAGES, "benchmarks")]
+    for file in (*pages, *code):
+        text = file.read_text(encoding="utf-8")
+        assert not re.search(r"pip install [^\n]*(?<![-/*.\w])draftsmith(?![-\w/])", text), file
+
+
+def test_an_extra_is_installed_by_its_packages() -> None:
+    for extra in ("serve", "structured", "gguf", "plots"):
+        command = install_command(extra)
+        assert re.fullmatch(r'pip install( "[\w-]+[<>=][^"]*")+', command), command

@@ -52,7 +52,9 @@ def copy(saved: Path, tmp_path: Path) -> Path:
 
 
 def edit_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8"
+    )
 
 
 def edit_tokenizer(tokenizer: Any, edit: Callable[[dict[str, Any]], None]) -> Any:

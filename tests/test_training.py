@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -431,10 +431,12 @@ def test_signals_are_taken_only_while_training(tmp_path):
 def check_ranks(directory: Path) -> None:
     """Two ranks: whole, then with one of them stopped, killed, and with a loss that is NaN."""
 
-    def train(name: str, batch: int = 0, action: Callable[[], object] = die) -> list[int]:
+    def train(
+        name: str, batch: int = 0, action: Callable[[], object] = die, **loop: Any
+    ) -> list[int]:
         def rank_part(rank: int) -> None:
             hook = at_batch(batch if rank == 1 else 0, action)
-            tiny_trainer(directory / name, 6, optimizer=RICH, hook=hook).fit()
+            tiny_trainer(directory / name, 6, optimizer=RICH, hook=hook, **loop).fit()
 
         return two_ranks(rank_part)
 
@@ -464,15 +466,22 @@ def check_ranks(directory: Path) -> None:
     assert train("killed") == [0, 0]
     assert_equal(left_behind(directory / "killed"), whole)
 
-    def poison() -> None:
+    def lose() -> None:
         sound = CrossEntropy.fused
         CrossEntropy.fused = lambda self, rows: (
             sound(self, rows)[0] * float("nan"),
             sound(self, rows)[1],
         )
 
-    assert train("poisoned", 4, poison) == [2, 2]
+    assert train("poisoned", 4, lose, max_skipped_steps=0) == [2, 2]
     assert steps_kept(directory / "poisoned") == [2]
+    # Steps 3 to 6 change nothing on any rank.
+    assert train("skipped", 4, lose, keep_checkpoints=3) == [0, 0]
+    begun, ended = (
+        directory / "skipped" / "checkpoints" / f"step-{step}" / "model.safetensors"
+        for step in (2, 6)
+    )
+    assert_equal(load_file(ended), load_file(begun))
 
 
 @pytest.mark.slow
@@ -527,6 +536,21 @@ def test_under_accelerate_launch_a_stopped_and_a_killed_rank_cost_nothing(tmp_pa
 # --- figures that are not finite (promise 10) -----------------------------------------------------
 
 
+def poison(patch: pytest.MonkeyPatch, fault: str, value: float, trainer: Trainer) -> None:
+    """From now on the loss has this value, with a sound gradient, or the gradient has it."""
+    if fault == "gradient":
+        parameter = trainer.task.module.student.transformer.h[0].mlp.c_fc.weight
+        parameter.register_hook(lambda gradient: gradient * value)
+        return
+    sound = CrossEntropy.fused
+
+    def fused(self: CrossEntropy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        values, gradient = sound(self, rows)
+        return values * value, gradient
+
+    patch.setattr(CrossEntropy, "fused", fused)
+
+
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_is_not_stepped_with(tmp_path, monkeypatch, fault, value):
@@ -534,23 +558,12 @@ def test_what_is_not_finite_is_not_stepped_with(tmp_path, monkeypatch, fault, va
     trace: list[list[str]] = []
     weights: list[Any] = []
 
-    def poison() -> None:
+    def action() -> None:
         weights.append(state_of(trainer))
-        if fault == "loss":  # with a gradient that is sound
-            sound = CrossEntropy.fused
+        poison(monkeypatch, fault, value, trainer)
 
-            def fused(self: CrossEntropy, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
-                values, gradient = sound(self, rows)
-                return values * value, gradient
-
-            monkeypatch.setattr(CrossEntropy, "fused", fused)
-        else:
-            parameter = trainer.task.module.student.transformer.h[0].mlp.c_fc.weight
-            parameter.register_hook(lambda gradient: gradient * value)
-
-    trainer = tiny_trainer(
-        tmp_path, 8, optimizer=RICH, dropout=0.0, hook=at_batch(4, poison), trace=trace
-    )
+    rich = {"optimizer": RICH, "dropout": 0.0, "max_skipped_steps": 0}
+    trainer = tiny_trainer(tmp_path, 8, **rich, hook=at_batch(4, action), trace=trace)
     what = "loss, cross_entropy" if fault == "loss" else "gradient_norm"
     with pytest.raises(UserError, match=f"^step 3: {what} is not finite") as caught:
         trainer.fit()
@@ -558,6 +571,60 @@ def test_what_is_not_finite_is_not_stepped_with(tmp_path, monkeypatch, fault, va
     assert sorted(named) == sorted(ids_of(trace[3:5]))
     assert_equal(state_of(trainer), weights[0])
     assert steps_kept(tmp_path) == [2]
+
+
+def test_a_few_steps_that_are_not_finite_are_left_out(tmp_path, monkeypatch):
+    """Step 3 is. The log names it, and so does the checkpoint, from which the training goes on
+    exactly, also if it stops at once."""
+    trace: list[list[str]] = []
+    settings: dict[str, Any] = {"optimizer": RICH, "max_skipped_steps": 1}
+
+    def trained(name: str, stop: int = 0) -> tuple[Trainer, Lines]:
+        """stop: the batch at which the training is asked to stop."""
+        lines, batch = Lines(), 0
+        with pytest.MonkeyPatch.context() as patch:
+
+            def hook(_: Any) -> None:
+                nonlocal batch
+                batch += 1
+                patch.undo()
+                if batch == 4:
+                    poison(patch, "loss", float("nan"), trainer)
+                if batch == stop:
+                    ask_to_stop()
+
+            trainer = tiny_trainer(
+                tmp_path / name, 6, **settings, hook=hook, trace=trace, reporter=lines
+            )
+            with pytest.raises(Stopped) if stop else nullcontext():
+                trainer.fit()
+        return trainer, lines
+
+    torch.manual_seed(1)
+    whole, lines = trained("whole")
+    named = {"step": 3, "figures": ["loss", "cross_entropy"], "samples": ids_of(trace[3:5])}
+    found = whole.progress.last_skipped
+    assert found is not None
+    assert found | {"samples": sorted(found["samples"])} == named | {
+        "samples": sorted(named["samples"])
+    }
+    assert "step 3: loss, cross_entropy is not finite" in str(lines)
+    assert [row["step"] for row in whole.progress.history] == [1, 2, 4, 5, 6]
+
+    torch.manual_seed(1)
+    trained("parts", stop=4)
+    assert steps_kept(tmp_path / "parts") == [2, 3]
+    scramble()
+    rest = tiny_trainer(tmp_path / "parts", 6, **settings)
+    assert figures(rest.fit()) == figures(whole.progress)
+    assert (rest.progress.skipped, rest.progress.last_skipped) == (1, found)
+    assert_equal(state_of(rest), state_of(whole))
+
+    # One more is one too many, also after a restart.
+    more = tiny_trainer(tmp_path / "parts", 9, **settings)
+    poison(monkeypatch, "loss", float("inf"), more)
+    with pytest.raises(UserError, match="max_skipped_steps is 1, and 1 were skipped before"):
+        more.fit()
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -583,6 +650,36 @@ def test_a_training_of_limited_time_ends_its_schedule_and_is_not_continued(tmp_p
     again = tiny_trainer(tmp_path, 7, **settings).fit()
     assert (again.step, again.tokens) == (1, progress.tokens)
     assert tiny_trainer(tmp_path / "long", 7, max_minutes=60).fit().step == 7
+
+
+@pytest.mark.parametrize("before", [OPTIMIZER, RICH], ids=["plain", "rich"])
+def test_new_settings_of_the_optimizer_hold_after_a_restart(tmp_path, before):
+    """Those that a checkpoint has too. The rate is so small that no weight moves."""
+    tiny_trainer(tmp_path, 4, optimizer=before).fit()
+    now = before | {"lr": 1e-30, "weight_decay": 0.3, "beta1": 0.5, "beta2": 0.6, "ema": 0.5}
+    now["groups"] = {
+        name: GroupConfig(lr=1e-30, weight_decay=0.2) for name in before.get("groups", {})
+    }
+    trainer = tiny_trainer(tmp_path, 8, optimizer=now)
+    expected = make_optimizer(trainer.task.module, OptimizerConfig(**now)).param_groups
+    trainer.fit()
+    for group, wanted in zip(trainer.optimizer.param_groups, expected, strict=True):
+        for name in ("base_lr", "weight_decay", "betas", "eps"):
+            assert group[name] == wanted[name], name
+    begun, ended = (
+        load_file(tmp_path / "checkpoints" / f"step-{step}" / "model.safetensors")
+        for step in (6, 8)
+    )
+    assert trainer.progress.step == 8
+    assert_equal(ended, begun)
+
+
+def test_moments_of_other_weights_are_refused(tmp_path):
+    """They have no names: with other groups they would be those of other weights."""
+    tiny_trainer(tmp_path, 2, optimizer=RICH).fit()
+    swapped = RICH | {"groups": dict(reversed(RICH["groups"].items()))}
+    with pytest.raises(UserError, match=r"other groups of them: .* optimizer\.groups, changed"):
+        tiny_trainer(tmp_path, 4, optimizer=swapped, allow_changes=True).fit()
 
 
 def test_groups_have_the_rate_and_the_decay_of_the_first_pattern_that_matches():

@@ -24,7 +24,8 @@ def chats(path: Path) -> Path:
     rows = [[line.split(": ") for line in chat] for chat in CHATS]
     messages = [[{"role": role, "content": text} for role, text in row] for row in rows]
     path.write_text(
-        "".join(json.dumps({"id": str(i), "messages": m}) + "\n" for i, m in enumerate(messages))
+        "".join(json.dumps({"id": str(i), "messages": m}) + "\n" for i, m in enumerate(messages)),
+        encoding="utf-8",
     )
     return path
 

@@ -226,7 +226,9 @@ def test_the_numbers_of_a_row_are_its_own_at_each_step() -> None:
 )
 def test_shards_that_others_cannot_read_are_refused_by_name(tmp_path, before, now, advice):
     """Also with --allow-changes."""
-    checkpoints = Checkpoints(Accelerator(cpu=True), tmp_path, Lines(), keep=2, allow_changes=True)
+    checkpoints = Checkpoints(
+        Accelerator(cpu=True), tmp_path, Lines(), keep=2, trained=[], allow_changes=True
+    )
     (engine, count), (stored_engine, stored_count) = now, before
     checkpoints._made_with = lambda: {"ranks": count, "engine": engine}  # type: ignore[method-assign]
     with pytest.raises(UserError, match=advice) as caught:

@@ -20,10 +20,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from draftsmith.learn.record.consent import Keys
-from draftsmith.learn.record.proxy import RecordingProxy
+from draftsmith.learn.record.proxy import LIMITS, RecordingProxy
 from draftsmith.learn.record.records import Records, Retention
 from draftsmith.learn.record.upstream import Upstreams
 from draftsmith.net.access import Guard
+from draftsmith.net.http_server import HttpServer
+from draftsmith.net.limits import Limits
 from tests.service import until
 
 ADMIN_KEY = "admin"
@@ -106,20 +108,24 @@ class FakeEngine:
 
 
 @contextlib.contextmanager
-def served(app: Any, port: int = 0, lifespan: str = "off") -> Iterator[str]:
-    """The application's address on the loopback. At the end its connections are cut."""
+def served(app: Any, port: int = 0, limits: Limits | None = None) -> Iterator[str]:
+    """The application's address on the loopback. At the end its connections are cut. limits: it is
+    a server of draftsmith with these."""
     with socket.socket() as bound:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(("127.0.0.1", port))
-        config = uvicorn.Config(
-            app,
-            log_level="critical",
-            lifespan=lifespan,
-            timeout_graceful_shutdown=1,
-            date_header=False,
-            server_header=False,
-        )
-        server = uvicorn.Server(config)
+        if limits is None:
+            config = uvicorn.Config(
+                app,
+                log_level="critical",
+                lifespan="off",
+                timeout_graceful_shutdown=1,
+                date_header=False,
+                server_header=False,
+            )
+            server = uvicorn.Server(config)
+        else:
+            server = HttpServer(app, 1, limits=limits, lifespan="auto", date_header=False)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
@@ -133,7 +139,11 @@ def served(app: Any, port: int = 0, lifespan: str = "off") -> Iterator[str]:
 
 @contextlib.contextmanager
 def recorded(
-    upstream: str, directory: Path, keys: Keys | None = None, retention: Retention | None = None
+    upstream: str,
+    directory: Path,
+    keys: Keys | None = None,
+    retention: Retention | None = None,
+    limits: Limits = LIMITS,
 ) -> Iterator[httpx2.Client]:
     """A client of a recorder before an engine."""
     recorder = RecordingProxy(
@@ -143,9 +153,10 @@ def recorded(
         retention or Retention(),
         time.time,
         Guard(admin_key=ADMIN_KEY),
+        limits=limits,
     )
     with (
-        served(recorder.guarded(), lifespan="on") as url,
+        served(recorder.guarded(), limits=limits) as url,
         httpx2.Client(base_url=url, timeout=30, trust_env=False) as client,
     ):
         yield client

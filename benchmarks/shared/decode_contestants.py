@@ -27,6 +27,7 @@ from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoder
+from decode.model.cache_names import given_cache
 from decode.model.forward.prepare_model import can_pack, packed_copy
 from decode.model.generation_config import nothing_filled_in
 from decode.model.loading import Target
@@ -128,7 +129,7 @@ def watched(target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterato
     def begin(spans: list[list[float]]) -> Callable[..., None]:
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if spans is watch.target_spans:
-                past = kwargs.get("past_key_values")
+                past = given_cache(kwargs)
                 ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
                 watch.inputs.append(
                     (past.get_seq_length() if past is not None else 0, ids.shape[1])

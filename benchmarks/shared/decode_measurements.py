@@ -22,6 +22,7 @@ from benchmarks.shared.decode_contestants import (
 )
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
@@ -225,7 +226,7 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
-        return f'not installed (pip install "draftsmith[benchmarks]" installs {error.name})'
+        return f"not installed ({install_command('benchmarks')} installs {error.name})"
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
 

@@ -32,6 +32,7 @@ from decode.measure.check_lossless import random_llama
 from decode.measure.time_costs import measure_costs
 from decode.measure.time_passes import pass_seconds, seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache_names import cache_of
 from decode.model.forward.prepare_model import prepare
 from decode.model.identity import fingerprint
 from decode.model.loading import Target
@@ -137,7 +138,7 @@ class ScriptedLlama(LlamaForCausalLM):
         logits = output.logits
         rows, count = logits.shape[:2]
         if position_ids is None:
-            cache = output.past_key_values
+            cache = cache_of(output)
             end = count if cache is None else cache.get_seq_length()
             position_ids = torch.arange(end - count, end, device=logits.device)[None]
         # Callers may ask for the logits of the last tokens only.

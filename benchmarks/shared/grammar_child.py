@@ -66,7 +66,7 @@ class XGrammar:
 
 
 def main(job_file: str, answer_file: str, _: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
     before = _memory()
     begin = time.perf_counter()
@@ -91,7 +91,7 @@ def main(job_file: str, answer_file: str, _: str) -> None:
         "texts": texts,
         "taken": taken,
     }
-    Path(answer_file).write_text(json.dumps(answer))
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def _walk(

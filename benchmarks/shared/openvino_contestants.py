@@ -82,5 +82,5 @@ def _line(child: Child, log: Path) -> dict[str, Any]:
     if line := output.readline():
         found: dict[str, Any] = json.loads(line)
         return found
-    last = log.read_text().strip().splitlines()[-1:]
+    last = log.read_text(encoding="utf-8").strip().splitlines()[-1:]
     raise UserError(f"OpenVINO's process ended: {''.join(last)[:300]}")

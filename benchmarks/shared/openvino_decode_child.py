@@ -25,7 +25,7 @@ def main(job_file: str) -> None:
     # What the libraries print goes to the errors: a line of output is an answer.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     pipeline = made(job)
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:

@@ -24,7 +24,7 @@ def forget_peak(device: str = "cpu") -> None:
         torch.cuda.reset_peak_memory_stats()
         return
     try:
-        Path("/proc/self/clear_refs").write_text("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     except OSError:
         return
 
@@ -49,7 +49,7 @@ def peak_resident_memory(device: str = "cpu") -> int:
 def status_bytes(name: str) -> int | None:
     """The bytes that a line of /proc/self/status names. None: the system has no such line."""
     try:
-        status = Path("/proc/self/status").read_text()
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:
         return None
     found = re.search(rf"^{name}:\s+(\d+) kB", status, re.MULTILINE)

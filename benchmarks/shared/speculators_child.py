@@ -30,7 +30,7 @@ Batch = dict[str, Tensor]
 
 
 def main(job_file: str, answer_file: str, _: str) -> None:
-    job = json.loads(Path(job_file).read_text())
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     model = load(job["drafter"], job["target"], job["attention"]).train()
     states = load_file(job["states"])
     # Its fused loss is a Triton kernel, which needs a GPU.
@@ -50,7 +50,7 @@ def main(job_file: str, answer_file: str, _: str) -> None:
     else:
         measured = {name: job[name] for name in ("texts", "tokens", "half")}
         answer = measure_steps(model.parameters(), loss_of, **measured)
-    Path(answer_file).write_text(json.dumps(answer))
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def load(drafter: str, target: str, attention: str) -> Any:

@@ -20,4 +20,4 @@ def computes_bfloat16(device: torch.device) -> bool:
 def cpu_flags() -> set[str]:
     """The words of the processors' description, among them their instructions. Raises OSError
     elsewhere than on Linux."""
-    return set(CPU_FLAGS.read_text().split())
+    return set(CPU_FLAGS.read_text(encoding="utf-8").split())

@@ -9,11 +9,13 @@ import torch
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import few_rows_layers, lean_forward, lean_layer, lean_parts
+from decode.model.forward.huge_pages import has_huge_pages
 from decode.model.forward.prepare_model import (
     has_products,
     reason_against_lean,
     reason_against_packing,
 )
+from decode.model.forward.quantised_rows import NAMES
 from decode.model.loading import DTYPES
 
 GIB = 2**30
@@ -92,8 +94,10 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     """What the loop replaces in a model, found in its prepared form.
 
     forward: lean, or transformers'. packed: the number of packed matrix products. layers: the
-    number of layers. attention: whether ours is used. exact_bits: whether chains have the bits of
-    plain decoding (`CachedLM.keeps_bits`). parts: the number of modules of each class of ours.
+    number of layers. weights: the megabytes of packed weights in each form. huge_pages: whether
+    they lie in pages of 2 MB. attention: whether ours is used. exact_bits: whether chains have the
+    bits of plain decoding (`CachedLM.keeps_bits`). parts: the number of modules of each class of
+    ours.
     not_packed_because, not_lean_because: the reason, or None.
     """
     model, prepared = lm.model, lm.forward_pass
@@ -103,10 +107,17 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
         type(module).__name__ for module in prepared.modules() if type(module).__module__ in files
     )
     packed = ours[lean_parts.PackedLinear.__name__]
+    weights: Counter[str] = Counter()
+    for part in prepared.modules():
+        if isinstance(part, lean_parts.PackedLinear) and part.has_blocks:
+            blocks = part.blocks[0]
+            weights[NAMES[blocks.form]] += blocks.data.nbytes
     return {
         "packed": packed,
         "forward": "lean" if isinstance(prepared, lean_forward.LeanForward) else "transformers",
         "layers": model.config.get_text_config().num_hidden_layers,
+        "weights": {name: size / 1e6 for name, size in weights.items()},
+        "huge_pages": bool(weights) and has_huge_pages(),
         "attention": prepared.has_our_attention,
         "exact_bits": lm.keeps_bits,
         "parts": dict(ours),

@@ -14,6 +14,8 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.base.processor import computes_bfloat16
 from decode.model.cache.cached_model import CachedLM
+from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.prepare_model import prepare
 
 CPU = torch.device("cpu")
 # A product that is timed to choose between dtypes.
@@ -137,13 +139,18 @@ def prefill_seconds(lm: CachedLM, tokens: int, *, turns: int, budget: float = ma
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """The bytes of weights that a pass reads. A pass reads only a few rows of the embeddings, but
-    all of them if they are the output layer too."""
+    """The bytes of weights that a pass reads, in the form that they are packed in. A pass reads
+    only a few rows of the embeddings, but all of them if they are the output layer too."""
     embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
     unread = set()
     if output is not None and embeddings.weight is not output.weight:
         unread = {id(parameter) for parameter in embeddings.parameters()}
-    return sum(p.nbytes for p in model.parameters() if id(p) not in unread)
+    total = sum(p.nbytes for p in model.parameters() if id(p) not in unread)
+    for part in prepare(model).modules():
+        if isinstance(part, PackedLinear) and part.has_blocks:
+            loaded = sum(layer.weight.nbytes for layer in part.layers)
+            total += part.blocks[0].data.nbytes - loaded
+    return total
 
 
 def _random_ids(lm: CachedLM, count: int) -> Tensor:

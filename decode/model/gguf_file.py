@@ -11,6 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 
 # Metadata value types of the format: struct codes of the fixed-size types; then strings and arrays.
 _SCALARS = {
@@ -65,7 +66,7 @@ def require_gguf() -> None:
     if find_spec("gguf") is None:
         raise UserError(
             "the package gguf, which reads GGUF files, is not installed; run "
-            "pip install 'draftsmith[gguf]'"
+            f"{install_command('gguf')}"
         )
 
 

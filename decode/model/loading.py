@@ -22,6 +22,7 @@ from decode.base.processor import computes_bfloat16
 from decode.base.registry import Registry
 from decode.model import gguf_file
 from decode.model.chat_template import set_template_args
+from decode.model.forward.quantised_rows import remember_file
 from decode.model.identity import Fingerprint, fingerprint, keep_identity, token_count
 from decode.model.pretrained import (
     LoadOptions,
@@ -426,6 +427,7 @@ def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
     metadata = gguf_file.read_header(path)
     with no_progress_bars(), gguf_read_once():
         model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
+        remember_file(model, path)
     gguf_file.correct_tokenizer(tokenizer, metadata)
     for config in (model.config, model.generation_config):
         config.eos_token_id = gguf_file.eos_ids(metadata)

@@ -45,8 +45,10 @@ def _free_in_containers() -> list[int]:
     free = []
     for directory, limit, used, droppable in CONTAINERS:
         try:
-            allowed, taken = (int((directory / name).read_text()) for name in (limit, used))
-            lines = (directory / "memory.stat").read_text().splitlines()
+            allowed, taken = (
+                int((directory / name).read_text(encoding="utf-8")) for name in (limit, used)
+            )
+            lines = (directory / "memory.stat").read_text(encoding="utf-8").splitlines()
             stat = dict(line.split() for line in lines)
         except (OSError, ValueError):  # there is none, or the limit is "max"
             continue

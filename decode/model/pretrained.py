@@ -206,7 +206,7 @@ def require_all_shards(directory: Path) -> None:
     if not index.is_file():
         return
     try:
-        named = set(json.loads(index.read_text())["weight_map"].values())
+        named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} cannot be read ({error}); copy or download it again") from error
     missing = sorted(str(name) for name in named if not (directory / str(name)).is_file())

@@ -128,7 +128,7 @@ def read_adapter(path: Path, dtype: torch.dtype) -> dict[str, LowRank]:
 def _scale(path: Path) -> float:
     """What the product of the two matrices is multiplied with."""
     try:
-        config = json.loads((path / CONFIG).read_text())
+        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         kind, scale = config["peft_type"], config["lora_alpha"] / config["r"]
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
         raise CorruptArtifact(path, CONFIG, f"does not describe an adapter ({error!r})") from error

@@ -81,7 +81,9 @@ def save_drafter(
 
     def fill(directory: Path) -> None:
         write_weights(directory)
-        (directory / DRAFTER_FILE).write_text(json.dumps(description, indent=2, default=str))
+        (directory / DRAFTER_FILE).write_text(
+            json.dumps(description, indent=2, default=str), encoding="utf-8"
+        )
 
     write_directory(path, fill)
 
@@ -93,7 +95,7 @@ def describe_drafter(path: Path) -> dict[str, Any]:
     """
     verify_directory(path)
     try:
-        description = json.loads((path / DRAFTER_FILE).read_text())
+        description = json.loads((path / DRAFTER_FILE).read_text(encoding="utf-8"))
         file_format, _, _ = (description[key] for key in ("format", "kind", "target"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(

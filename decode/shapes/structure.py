@@ -61,7 +61,7 @@ class Structure:
     def load(cls, path: Path | str) -> "Structure":
         """Loads a file written by `save`. Raises UserError if the file is not a tree."""
         try:
-            stored = json.loads(Path(path).read_text())
+            stored = json.loads(Path(path).read_text(encoding="utf-8"))
             version, paths = stored["format"], stored["paths"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a tree structure ({error!r})") from error

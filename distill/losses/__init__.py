@@ -114,8 +114,9 @@ class WeightedLoss:
 
     def weigh(self, values: Tensor) -> Tensor:
         """Σ weight · value over the first dimension, [terms, …] → […]."""
-        weights = [term.weight for term in self.terms.values()]
-        return torch.tensordot(values.new_tensor(weights), values, 1)
+        # Factors of the host: a tensor of them would be a copy that waits for the device.
+        weighted = zip(self.terms.values(), values.unbind(), strict=True)
+        return torch.stack([term.weight * value for term, value in weighted]).sum(0)
 
     def values(self, logits: Tensor, signal: Signal | None, labels: Tensor) -> Tensor:
         """Each term for each token, [terms, n], unweighted and differentiable: the oracle.

@@ -357,14 +357,14 @@ def _store(path: Path, records: Sequence[Record]) -> None:
         ]
         for r in records
     ]
-    (path / "records.json").write_text(json.dumps(counts))
+    (path / "records.json").write_text(json.dumps(counts), encoding="utf-8")
 
 
 def _load(path: Path) -> list[Record]:
     arrays = load_file(path / FILE)
     records = []
     begins = [0, 0, 0]
-    for request, *counts in json.loads((path / "records.json").read_text()):
+    for request, *counts in json.loads((path / "records.json").read_text(encoding="utf-8")):
         ends = [begin + count for begin, count in zip(begins, counts, strict=True)]
         text, tokens, drafts = (slice(*bounds) for bounds in zip(begins, ends, strict=True))
         head_drafts = None

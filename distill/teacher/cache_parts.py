@@ -82,7 +82,7 @@ def write_part(
             {"id": name, "text": text, "tokens": length}
             for (name, text), length in zip(samples, lengths, strict=True)
         ]
-        (path / ROWS).write_text(json.dumps(rows))
+        (path / ROWS).write_text(json.dumps(rows), encoding="utf-8")
 
     write_directory(directory / f"{PART}-{number}", fill, meta=meta)
 
@@ -128,7 +128,7 @@ def _stamp(part: Path) -> list[int] | None:
 
 def _checked(directory: Path) -> dict[str, Any]:
     try:
-        noted = json.loads((directory / CHECKED).read_text())
+        noted = json.loads((directory / CHECKED).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return noted if isinstance(noted, dict) else {}
@@ -156,7 +156,7 @@ class CachedOutputs(ABC):
         for part in parts:
             digest.update(part.name.encode() + (part / MANIFEST).read_bytes())
             begin = 0
-            for row in json.loads((part / ROWS).read_text()):
+            for row in json.loads((part / ROWS).read_text(encoding="utf-8")):
                 end = begin + row["tokens"]
                 self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end

@@ -1,6 +1,5 @@
 """What drafts are worth in an engine: acceptance by its own counters, and speed."""
 
-import math
 import re
 import time
 from dataclasses import dataclass
@@ -8,8 +7,9 @@ from dataclasses import dataclass
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.export.acceptance import FEWEST_TOKENS, Acceptance
 from draftsmith.export.engines import ENGINES, Counting
-from draftsmith.export.verify_export import TOLERANCE, OwnLoop, count_drafts, differing
+from draftsmith.export.verify_export import OwnLoop, count_drafts
 from train.engines.child_process import ask
 from train.engines.counters import DraftCounts, parse_counters
 
@@ -56,10 +56,18 @@ def _read(url: str, key: str | None) -> Counters | None:
 
 
 def acceptance_finding(
-    name: str, counts: DraftCounts, engine: str, own: OwnLoop | None, sampling: Sampling
+    name: str,
+    counts: DraftCounts,
+    engine: str,
+    own: OwnLoop | None,
+    sampling: Sampling,
+    *,
+    level: float,
+    parting: float,
 ) -> Finding:
     """The engine's acceptance, beside that of our own loop on the same prompts if `own` is given.
-    name: of the answers. counts: what it drafted and accepted for them."""
+    name: of the answers. counts: what it drafted and accepted for them. level, parting: see
+    `Acceptance`."""
     name = f"acceptance of {name} answers"
     detail = f"{counts.accepted:.0f} of {counts.drafted:.0f} draft tokens"
     if counts.rate is not None:
@@ -69,15 +77,16 @@ def acceptance_finding(
     if counts.rate is None:
         return Finding(GROUP, name, Verdict.WRONG, f"{detail}: the engine drafts nothing")
     drafted, accepted = count_drafts(own, own.drafter, COUNTING[engine], sampling)
+    found = Acceptance(counts, DraftCounts(drafted, accepted), own.gamma, level, parting)
     detail += f"; {accepted} of {drafted} in our own loop"
     if drafted:
         detail += f", {accepted / drafted:.1%}"
-    # Four standard errors, as if each token were accepted by chance.
-    chance = 2 * math.sqrt(1 / counts.drafted + 1 / max(drafted, 1))
-    tolerance = TOLERANCE + (0 if sampling.greedy else chance)
-    wrong = differing("the engine", counts.rate, accepted / max(drafted, 1), tolerance)
-    verdict = Verdict.WRONG if wrong else Verdict.EQUAL
-    return Finding(GROUP, name, verdict, detail, sees=f"{tolerance:.1%} of the draft tokens")
+    if found.fewest < FEWEST_TOKENS:
+        detail += f"; expected at least {FEWEST_TOKENS} draft tokens: ask for more or longer texts"
+        return Finding(GROUP, name, Verdict.UNJUDGED, detail)
+    sees = f"{found.allowed:.1%} of the draft tokens; chance exceeds it in {level:.2g} of audits"
+    verdict = Verdict.WRONG if found.fault else Verdict.EQUAL
+    return Finding(GROUP, name, verdict, detail, sees=sees)
 
 
 def speed_finding(drafted: float, plain: float) -> Finding:

@@ -1,5 +1,6 @@
 """An audit from its beginning to its findings: what the command and Python programs share."""
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -9,11 +10,13 @@ from pydantic import ValidationError
 
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.drafters import Drafter
 from decode.model.loading import Target
-from draftsmith.auditing.findings import Audit, Verdict, worst
+from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
+from draftsmith.export.trained_drafter import public_name
 from train.engines.server_config import ServerConfig
 
 
@@ -37,8 +40,8 @@ def audit(
     """Judge a server's text by the target: greedy answers token by token, sampled ones by their
     law. Nothing is sent to another address than `url` and `baseline`.
 
-    url: `http://HOST:PORT`, without `/v1`. target: judges; load it in float32. prompts: token ids.
-    options: sampling, number and length of the answers, exact short ones, level and rounding.
+    url: `http://HOST:PORT`, with or without `/v1`. target: judges; load it in float32. prompts:
+    token ids. options: sampling, number and length of the answers, exact short ones, level and rounding.
     baseline: the address of the same engine without drafts, for weights that are not the target's:
     its law is then the one to keep to, and the rounding of its greedy tokens is allowed. drafter,
     gamma: the one that the engine uses, and the tokens of its drafts: its acceptance must then be
@@ -51,10 +54,10 @@ def audit(
     """
     options = options or AuditOptions()
     if find_spec("httpx2") is None:
-        raise UserError("an audit needs httpx2; run pip install 'draftsmith[serve]'")
+        raise UserError(f"an audit needs httpx2; run {install_command('serve')}")
     try:
         config = ServerConfig(
-            url=[url] if baseline is None else [url, baseline],
+            url=[_root(address) for address in (url, baseline) if address is not None],
             protocol=protocol,
             model=model,
             key_env=key_env,
@@ -65,18 +68,22 @@ def audit(
     except ValidationError as error:
         raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
     _require(target, prompts, options, config)
-    begin = time.monotonic()
     work = Questions(config.urls, target, prompts, options, config, say, drafter, gamma)
+    work.require()
+    begin = time.monotonic()
     findings = work.greedy()
-    # A law of other weights says nothing.
-    if worst(x.verdict for x in findings) is not Verdict.UNJUDGED:
-        findings += work.contract()
+    # A law of other weights says nothing, and neither does one without texts.
+    unjudged = {x.name for x in findings if x.verdict is Verdict.UNJUDGED}
+    if not unjudged & {"weights", "ends and usage"}:
+        parts = [work.contract]
         if not options.sampling.greedy:
-            findings += [*work.sampled(), *work.exact()]
+            parts += [work.sampled, work.exact]
+        for part in parts:
+            findings += _asked(part)
     subject = {
         "url": config.urls[0],
-        "baseline": baseline,
-        "target": target.name,
+        "baseline": config.urls[1] if baseline is not None else None,
+        "target": public_name(target.name),
         "revision": target.revision,
         "target_dtype": dtype_name(target.dtype),
         "prompts": len(prompts),
@@ -86,6 +93,19 @@ def audit(
         "seconds": round(time.monotonic() - begin, 1),
     }
     return Audit(subject, findings)
+
+
+def _root(url: str) -> str:
+    """The address of a server; many documents give it with the path of its API."""
+    return re.sub(r"/+(v1/*)?$", "", url)
+
+
+def _asked(part: Callable[[], list[Finding]]) -> list[Finding]:
+    """The findings of a part; if it cannot be asked, that, so that no other part is lost."""
+    try:
+        return part()
+    except UserError as error:
+        return [Finding(part.__name__, "asked", Verdict.UNJUDGED, str(error))]
 
 
 def _require(
@@ -100,9 +120,15 @@ def _require(
         )
     if not prompts or not all(len(prompt) for prompt in prompts):
         raise UserError("there are no prompts, or one is empty; expected token ids of each prompt")
-    longest = max(map(len, prompts)) + options.max_new_tokens
+    if unknown := {x for prompt in prompts for x in prompt if not 0 <= x < target.token_count}:
+        raise UserError(
+            f"a prompt has the token id {min(unknown)}, but {target.name} has {target.token_count} "
+            "tokens; give prompts of its own tokenizer"
+        )
+    tokens = max(options.max_new_tokens, options.exact_tokens if options.exact else 0)
+    longest = max(map(len, prompts)) + tokens
     if longest > target.max_positions:
         raise UserError(
-            f"the longest prompt and max_new_tokens are {longest} tokens, but {target.name} has "
+            f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
             f"{target.max_positions} positions; shorten them"
         )

@@ -33,6 +33,11 @@ class Finding:
     p: float | None = None
     sees: str = ""
 
+    def __post_init__(self) -> None:
+        """Details quote what a server said, and no report can end by it."""
+        for name in ("name", "detail", "sees"):
+            object.__setattr__(self, name, printable(getattr(self, name)))
+
 
 @dataclass(frozen=True)
 class Audit:
@@ -67,6 +72,16 @@ class Audit:
             "subject": self.subject,
             "findings": [asdict(finding) for finding in self.findings],
         }
+
+
+def printable(text: str) -> str:
+    """Return a text without what a terminal or a file cannot hold as it is: control characters,
+    separators of lines, lone surrogates and what is no character are written as escapes.
+
+    >>> printable("a\x1b[31m\u2028\ud800 é")
+    'a\\x1b[31m\\u2028\\ud800 é'
+    """
+    return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in text)
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.tails import martingale_tail, sign_tail, smallest_excess
 from draftsmith.auditing.texts import JudgedText
 
 GROUP = "greedy"
@@ -20,23 +21,27 @@ MOST_OFF = 0.1
 # A first token that is so much less likely than the likeliest is another model's. Models of one
 # family differ in about a fifth of their greedy tokens.
 STRANGE, MOST_STRANGE = 0.5, 0.1
+PLACE_TOKENS = 4  # the last tokens of a text, by which places are told apart
+POWER = 0.99
 
 
 def greedy_findings(
-    texts: Sequence[JudgedText], baseline: Sequence[JudgedText] | None = None
+    texts: Sequence[JudgedText], level: float, baseline: Sequence[JudgedText] | None = None
 ) -> list[Finding]:
     """The findings about greedy texts. If the first one is not EQUAL, the server has other weights
     than the target, and the others are not judged.
 
-    baseline: the greedy texts of a server whose weights may be other ones. What its own tokens are
-    below the target's likeliest is then rounding.
+    level: the probability that rounding alone is called wrong. baseline: the greedy texts of a
+    server whose weights may be other ones. What its own tokens are below the target's likeliest is
+    then rounding.
     """
     if baseline is not None:
-        return [_tokens(texts, max((float(text.gap.max()) for text in baseline), default=0.0))]
+        worst = max((float(text.gap.max()) for text in baseline), default=0.0)
+        return [_tokens(texts, worst), _beside(texts, baseline, level)]
     weights = _weights(texts)
     if weights.verdict is not Verdict.EQUAL:
         return [weights]
-    return [weights, *_log_probabilities(texts), _tokens(texts)]
+    return [weights, *_log_probabilities(texts), _tokens(texts), _rounding(texts, level)]
 
 
 def _weights(texts: Sequence[JudgedText]) -> Finding:
@@ -80,9 +85,70 @@ def _tokens(texts: Sequence[JudgedText], least: float = 0.0) -> Finding:
         f"({rounding.max():.2g} at most), {int(wrong.sum())} wrong"
     )
     if not wrong.any():
-        return Finding(GROUP, "tokens", Verdict.EQUAL, detail, sees="one token of another choice")
+        sees = f"one token more than {rounding.max():.2g} below the likeliest"
+        return Finding(GROUP, "tokens", Verdict.EQUAL, detail, sees=sees)
     detail += f"; the largest gap is {gap.max():.3g}; {_first(texts, least)}"
     return Finding(GROUP, "tokens", Verdict.WRONG, detail)
+
+
+def _rounding(texts: Sequence[JudgedText], level: float) -> Finding:
+    """Are as many tokens below the likeliest, and as far, as rounding explains?
+
+    The sum of gap / rounding over the tokens, less its mean by the target's own margins. A place
+    counts once for its last tokens, because a text that repeats itself repeats its errors."""
+    excess, variance, below, count = 0.0, 0.0, 0, 0
+    seen: set[tuple[int, ...]] = set()
+    for text in texts:
+        tokens = [*text.text.prompt, *text.text.tokens]
+        for place, end in enumerate(range(len(text.text.prompt), len(tokens))):
+            before = tuple(tokens[max(0, end - PLACE_TOKENS) : end])
+            share = text.gap[place] / text.rounding[place]
+            if before in seen or share > 1:  # more is another finding's
+                continue
+            seen.add(before)
+            excess += share - text.below_due[place]
+            variance += text.below_variance[place]
+            below, count = below + (share > 0), count + 1
+    p = martingale_tail(excess, variance) if excess > 0 else 1.0
+    mean = excess / max(count, 1)
+    detail = (
+        f"{below} of {count} tokens after different words are below the likeliest; with their "
+        f"distances, {abs(mean):.2%} of the allowance {'more' if mean > 0 else 'less'} than "
+        "rounding explains in the mean"
+    )
+    needed = smallest_excess(variance, level, POWER)
+    sees = f"{2 * needed:.0f} tokens more, each half of the allowance below"
+    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    return Finding(GROUP, "rounding", verdict, detail, p, sees)
+
+
+def _beside(texts: Sequence[JudgedText], baseline: Sequence[JudgedText], level: float) -> Finding:
+    """Are the tokens further below the target's likeliest than the baseline's at the same places?
+
+    Where the texts of a prompt part, both servers have read the same. If rounding alone parts
+    them, either choice may have been either server's: the difference of their gaps has a random
+    sign, whatever the weights are. So has that of their sums over all later places."""
+    of_prompt = {text.text.number: text for text in baseline}
+    parts, sums, same = [], [], 0
+    for text in texts:
+        if (other := of_prompt.get(text.text.number)) is None:
+            continue
+        pairs = list(zip(text.text.tokens, other.text.tokens, strict=False))
+        at = next((i for i, (one, two) in enumerate(pairs) if one != two), None)
+        same += len(pairs) if at is None else at
+        if at is not None:
+            parts.append(text.gap[at] - other.gap[at])
+            sums.append(text.gap[at:].mean() - other.gap[at:].mean())
+    p = min(1.0, 2 * min(sign_tail(parts), sign_tail(sums)))
+    detail = (
+        f"{same} tokens are those of the baseline; {len(parts)} of {len(texts)} texts part from "
+        f"it, with tokens {np.mean(parts) if parts else 0.0:+.3g} further below the likeliest "
+        f"there and {np.mean(sums) if sums else 0.0:+.3g} from there on"
+    )
+    needed = next(n for n in range(1, 200) if 2 * sign_tail([1.0] * n) < level)
+    verdict = Verdict.WRONG if p < level else Verdict.EQUAL
+    sees = f"{needed} texts that part, all to less likely tokens"
+    return Finding(GROUP, "tokens beside the baseline", verdict, detail, p, sees)
 
 
 def _first(texts: Sequence[JudgedText], least: float) -> str:

@@ -2,6 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
@@ -15,7 +18,7 @@ from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
-from draftsmith.auditing.texts import JudgedText, TextJudge
+from draftsmith.auditing.texts import JudgedText, TextJudge, rounding_scale
 from draftsmith.export.verify_export import OwnLoop
 from train.engines.server_config import ServerConfig
 
@@ -34,6 +37,51 @@ class Questions:
     drafter: Drafter | None
     gamma: int
 
+    @property
+    def level(self) -> float:
+        """Of each part of the audit that chance could call wrong: together they have the audit's
+        (Bonferroni)."""
+        is_drawn = not self.options.sampling.greedy
+        compared = self.drafter is not None
+        parts = (True, compared, is_drawn, is_drawn, is_drawn and compared, self.short_answers > 0)
+        return self.options.level / sum(parts)
+
+    @property
+    def short_answers(self) -> int:
+        """How many are asked for, for their joint law."""
+        if self.options.sampling.greedy:
+            return 0
+        wanted = self.options.exact
+        if wanted is None:
+            tiny = self.target.token_count <= exact.TINY_VOCABULARY
+            wanted = exact.TEXTS if tiny and len(self.urls) == 1 else 0
+        return wanted
+
+    def require(self) -> None:
+        """Raise UserError for what would be refused in any part, before the server is asked."""
+        if self.options.exact and self.options.sampling.greedy:
+            raise UserError(
+                f"exact is {self.options.exact}, but the temperature is 0; short answers are "
+                "drawn, so set a temperature above 0, or leave exact out"
+            )
+        if self.drafter is not None and (depth := self.drafter.max_depth(self.gamma)) < self.gamma:
+            raise UserError(
+                f"gamma is {self.gamma}, but the drafter drafts at most {depth} tokens; give the "
+                "number that the server drafts"
+            )
+        if self.short_answers:
+            count = min(exact.PROMPTS, len(self.prompts))
+            self.say(
+                f"enumerating the first {self.options.exact_tokens} tokens after {count} prompts"
+            )
+            _ = self.laws
+
+    @cached_property
+    def laws(self) -> list[exact.Laws]:
+        """Of the short answers. Raises UserError if there are too many texts."""
+        prompts, tokens = self.prompts[: exact.PROMPTS], self.options.exact_tokens
+        return exact.exact_laws(self.target, prompts, self.options.sampling, tokens)
+
     def greedy(self) -> list[Finding]:
         # Greedy, with the same penalties.
         sampling = replace(self.options.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -42,19 +90,19 @@ class Questions:
         if not texts:
             return findings
         if len(self.urls) == 1:
-            return [*findings, *greedy_findings(texts), *worth]
+            return [*findings, *greedy_findings(texts, self.level), *worth]
         plain, of_plain = self._of_baseline(sampling, 1)
-        findings += greedy_findings(texts, of_plain)
+        findings += greedy_findings(texts, self.level, of_plain)
         return [*findings, *worth, drafts.speed_finding(asked.speed, plain.speed)]
 
     def sampled(self) -> list[Finding]:
-        sampling, level = self.options.sampling, self.options.level
+        sampling = self.options.sampling
         asked, texts, worth = self._watched(sampling, self.options.samples)
         findings = [_contract("sampled", asked)]
         if len(self.urls) == 1:
-            return [*findings, *sampled_findings(texts, level), *worth]
+            return [*findings, *sampled_findings(texts, self.level), *worth]
         _, baseline = self._of_baseline(sampling, self.options.samples)
-        return [*findings, *beside_findings(texts, baseline, level), *worth]
+        return [*findings, *beside_findings(texts, baseline, self.level), *worth]
 
     def contract(self) -> list[Finding]:
         self.say("asking for streams, stop strings and seeds")
@@ -66,19 +114,21 @@ class Questions:
             self.config,
             max_new_tokens=self.options.max_new_tokens,
             seed=self.options.seed,
+            level=self.level,
+            repeats=self.options.rounding is None and self._dtype == torch.float32,
         )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """What the engine computes in."""
+        name = self.options.engine_dtype
+        return DTYPES[name] if name else self.target.dtype
 
     def exact(self) -> list[Finding]:
         """None without short answers to ask for."""
-        wanted = self.options.exact
-        if wanted is None:
-            tiny = self.target.token_count <= exact.TINY_VOCABULARY
-            wanted = exact.TEXTS if tiny and len(self.urls) == 1 else 0
-        if not wanted:
+        if not (wanted := self.short_answers):
             return []
         prompts, tokens = self.prompts[: exact.PROMPTS], self.options.exact_tokens
-        self.say(f"enumerating the first {tokens} tokens after {len(prompts)} prompts")
-        laws = exact.exact_laws(self.target, prompts, self.options.sampling, tokens)
         each = exact.ANSWERS_EACH if gives_several(self.config.protocol) else 1
         samples = -(-wanted // (len(prompts) * each))
         self.say(f"asking {self.urls[0]} for {samples * len(prompts) * each} short answers")
@@ -93,7 +143,7 @@ class Questions:
             seed=self.options.seed,
             each=each,
         )
-        findings = exact.exact_findings(asked.texts, laws, self.options.level)
+        findings = exact.exact_findings(asked.texts, self.laws, self.level)
         return [_contract(exact.GROUP, asked), *findings]
 
     def _watched(
@@ -115,8 +165,12 @@ class Questions:
             own = OwnLoop(
                 self.target, self.drafter, prompts, self.gamma, self.options.max_new_tokens
             )
-        name = "greedy" if sampling.greedy else "sampled"
-        return asked, texts, [drafts.acceptance_finding(name, counted, engine, own, sampling)]
+        parted = [bool((text.gap > 0).any()) for text in texts] or [True]
+        finding = drafts.acceptance_finding(
+            "greedy" if sampling.greedy else "sampled", counted, engine, own, sampling,
+            level=self.level, parting=sum(parted) / len(parted) if sampling.greedy else 1.0,
+        )  # fmt: skip
+        return asked, texts, [finding]
 
     def _of_baseline(self, sampling: Sampling, samples: int) -> tuple[Asked, list[JudgedText]]:
         """Raises UserError for a baseline without answers."""
@@ -147,10 +201,18 @@ class Questions:
             logprobs=sampling.greedy,
         )
         options = self.options
-        dtype = DTYPES[options.engine_dtype] if options.engine_dtype else self.target.dtype
-        judge = TextJudge(self.target, sampling, options.seed, dtype, options.rounding)
         self.say(f"judging {sum(len(text.tokens) for text in asked.texts)} tokens")
-        return asked, [judge.judge(text) for text in asked.texts]
+
+        def judged(scale: float) -> list[JudgedText]:
+            judge = TextJudge(
+                self.target, sampling, options.seed, self._dtype, options.rounding, scale
+            )
+            return [judge.judge(text) for text in asked.texts]
+
+        texts = judged(1.0)
+        if sampling.greedy and options.rounding is None and (scale := rounding_scale(texts)) > 1:
+            texts = judged(scale)
+        return asked, texts
 
 
 def _contract(group: str, asked: Asked) -> Finding:
@@ -159,7 +221,11 @@ def _contract(group: str, asked: Asked) -> Finding:
     if asked.faults:
         detail = f"{len(asked.faults)} faults in {count} answers; the first: {asked.faults[0]}"
         return Finding(group, name, Verdict.WRONG, detail)
+    detail = f"{count} answers end as they say"
     if asked.left_out:
-        detail = f"{len(asked.left_out)} answers cannot be judged; the first: {asked.left_out[0]}"
-        return Finding(group, name, Verdict.UNJUDGED, detail)
-    return Finding(group, name, Verdict.EQUAL, f"{count} answers end as they say")
+        detail += (
+            f"; {len(asked.left_out)} cannot be judged and are left out, the first: "
+            f"{asked.left_out[0]}"
+        )
+    verdict = Verdict.EQUAL if count else Verdict.UNJUDGED
+    return Finding(group, name, verdict, detail)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from decode.base.artifact import write_file
-from draftsmith.auditing.findings import Audit, Finding, Verdict
+from draftsmith.auditing.findings import Audit, Finding, Verdict, printable
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,19 +30,18 @@ def headline(found: Audit) -> str:
 def terminal_table(found: Audit) -> "Table":
     """The findings, a row each."""
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=f"{found.subject['url']} beside {found.subject['target']}", show_lines=True)
+    title = printable(f"{found.subject['url']} beside {found.subject['target']}")
+    table = Table(title=Text(title), show_lines=True)
     for name in ("", "verdict", "p", "found", "would have seen"):
         table.add_column(name)
     for finding in found.findings:
-        colour = _COLOURS[finding.verdict]
-        table.add_row(
-            f"{finding.group}: {finding.name}",
-            f"[{colour}]{finding.verdict}[/]",
-            written_p(finding),
-            finding.detail,
-            finding.sees,
-        )
+        verdict = Text(str(finding.verdict), style=_COLOURS[finding.verdict])
+        name, p = f"{finding.group}: {finding.name}", written_p(finding)
+        # Text, because a string is read as markup.
+        row = (Text(name), verdict, Text(p), Text(finding.detail), Text(finding.sees))
+        table.add_row(*row)
     return table
 
 

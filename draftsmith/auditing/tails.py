@@ -4,12 +4,15 @@ Incomplete gamma functions are torch's, so nothing else has to be installed.
 """
 
 import math
+from collections.abc import Sequence
 from statistics import NormalDist
 
+import numpy as np
 import torch
 
 # Below this variance a sum of rare events is not normal; then Freedman's inequality bounds it.
 NORMAL_VARIANCE = 100.0
+MOST_SIGNS = 16  # differences of which all signs are tried
 _HIGHEST = 1e6  # of a noncentrality that is searched for
 
 
@@ -35,6 +38,39 @@ def martingale_tail(excess: float, variance: float) -> float:
         return 1.0 if abs(excess) < 1e-6 else 0.0
     ratio = abs(excess) / variance
     return min(1.0, 2 * math.exp(-variance * ((1 + ratio) * math.log1p(ratio) - ratio)))
+
+
+def smallest_excess(variance: float, level: float, power: float) -> float:
+    """The smallest excess that `martingale_tail` finds at this level, with this power if chance has
+    that variance."""
+    low, high = 0.0, 10.0 + 100.0 * math.sqrt(variance)
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        found = martingale_tail(middle, variance) < level
+        low, high = (low, middle) if found else (middle, high)
+    return high + NormalDist().inv_cdf(power) * math.sqrt(variance)
+
+
+def binomial_tail(count: int, trials: int, p: float) -> float:
+    """P(X ≥ count) of a binomial X."""
+    terms = (
+        math.comb(trials, k) * p**k * (1 - p) ** (trials - k) for k in range(count, trials + 1)
+    )
+    return min(1.0, math.fsum(terms))
+
+
+def sign_tail(differences: Sequence[float]) -> float:
+    """A bound of P(Σ ±d ≥ Σ d) with random signs: exact for few differences, else Hoeffding's."""
+    found = np.array([x for x in differences if x], dtype=np.float64)
+    total = float(found.sum())
+    if total <= 0:
+        return 1.0
+    if len(found) <= MOST_SIGNS:
+        sums = np.zeros(1)
+        for x in found:
+            sums = np.concatenate([sums + x, sums - x])
+        return float((sums >= total * (1 - 1e-12)).mean())
+    return math.exp(-(total**2) / (2 * float((found**2).sum())))
 
 
 def noncentral_tail(statistic: float, freedom: int, noncentrality: float) -> float:

@@ -3,6 +3,7 @@
 Shapes: L tokens of the prompt, T tokens of the text, V vocabulary.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,10 @@ LONGEST_GRAM = 3  # of the lookup whose proposals are watched
 # Rounding of logits, in units of a dtype's ε at the largest logit: both are rounded, and their sums
 # were rounded in different orders. Never less than LEAST_ROUNDING.
 ROUNDINGS, LEAST_ROUNDING = 4, 1e-3
+# The standard deviation of the rounding of a difference of two logits, in units of the allowance:
+# one ε at the largest logit. Where log-probabilities show a larger one, the allowance grows with
+# it, up to MOST_SCALE times.
+DEVIATION, MOST_SCALE = 1 / ROUNDINGS, 4.0
 
 # The sets of tokens that come first in an order. Each is known before the token is drawn.
 SETS = ("likeliest", "proposed", "seen", "end")
@@ -47,7 +52,8 @@ class JudgedText:
     the request's filters had removed the token, and not by a hair. u: [orders, T] of ORDERS.
     hit, due: [sets, T] of SETS, whether the token is in a set, and the set's probability.
     surprise, surprise_variance: log p of the token less its mean under p, and its variance under p.
-    again: Σ p², the probability that two draws agree.
+    again: Σ p², the probability that two draws agree. below_due, below_variance: the mean and the
+    variance of gap / rounding, if normal errors of the logits' differences choose the token.
     """
 
     text: EngineText
@@ -61,11 +67,14 @@ class JudgedText:
     surprise: np.ndarray
     surprise_variance: np.ndarray
     again: np.ndarray
+    below_due: np.ndarray
+    below_variance: np.ndarray
 
 
 class TextJudge:
     """Judges texts by a target. sampling: as in the request; if greedy, the fields of the law are
-    those of temperature 1. dtype: the engine's. rounding: of logits, in place of the dtype's."""
+    those of temperature 1. dtype: the engine's. rounding: of logits, in place of the dtype's.
+    scale: times the dtype's."""
 
     def __init__(
         self,
@@ -74,9 +83,10 @@ class TextJudge:
         seed: int,
         dtype: torch.dtype,
         rounding: float | None = None,
+        scale: float = 1.0,
     ) -> None:
         self._target, self._sampling = target, sampling
-        self._eps, self._rounding = torch.finfo(dtype).eps, rounding
+        self._eps, self._rounding, self._scale = torch.finfo(dtype).eps, rounding, scale
         # The numbers U must not be those that an engine draws with from the same seed.
         self._rng = np.random.default_rng((seed, *_LABEL))
 
@@ -111,6 +121,7 @@ class TextJudge:
             logits = self._penalised(raw, ids, len(ids) - count, first)
         gap = logits.amax(-1) - logits.gather(1, tokens)[:, 0]
         rounding = (ROUNDINGS * self._eps * raw.abs().amax(-1)).clamp(min=LEAST_ROUNDING)
+        rounding *= self._scale
         if self._rounding is not None:
             rounding = torch.full_like(rounding, self._rounding)
         warm = self._sampling.warmed
@@ -126,6 +137,7 @@ class TextJudge:
             **self._transformed(p, tokens, seen, proposals[part].to(p.device), uniform[part]),
             **_surprise(p, tokens),
             "again": (p**2).sum(-1),
+            **_below(logits, rounding),
         }
 
     def _penalised(self, raw: Tensor, ids: Tensor, prompt: int, first: int) -> Tensor:
@@ -184,6 +196,34 @@ class TextJudge:
         if warm.min_p:
             kept &= p_x >= warm.min_p * p.amax(-1, keepdim=True) * (-move).exp()
         return kept[:, 0]
+
+
+def rounding_scale(texts: Sequence[JudgedText]) -> float:
+    """How much larger the engine's rounding is than its dtype says, by the log-probabilities that
+    it gives; 1 without them, and where it is not.
+
+    An error n of each logit moves log p(x) by n_x − Σ p·n, so its variance by that of one logit
+    times 1 − 2·p(x) + Σ p². A difference of two logits has twice the variance of one."""
+    given = [text for text in texts if text.text.log_p]
+    if not given:
+        return 1.0
+    off = [np.array(x.text.log_p)[: len(x.log_p)] - x.log_p for x in given]
+    due = [1 - 2 * np.exp(x.log_p) + x.again for x in given]
+    units = [DEVIATION * x.rounding for x in given]
+    moved = sum(float((one**2 / unit**2).sum()) for one, unit in zip(off, units, strict=True))
+    scale = math.sqrt(2 * moved / max(float(sum(x.sum() for x in due)), 1e-9))
+    return min(max(scale, 1.0), MOST_SCALE)
+
+
+def _below(logits: Tensor, rounding: Tensor) -> dict[str, Tensor]:
+    """`below_due` and `below_variance`. Another token is chosen if the error of its difference from
+    the likeliest is larger than that difference: at most the sum of these probabilities."""
+    gaps = ((logits.amax(-1, keepdim=True) - logits) / rounding[:, None]).double()
+    chosen = torch.special.ndtr(-gaps / DEVIATION)
+    return {
+        "below_due": (gaps * chosen).sum(-1).clamp(max=1.0),
+        "below_variance": (gaps**2 * chosen).sum(-1).clamp(max=1.0),
+    }
 
 
 def _tokens_before(ids: Tensor, begin: int, size: int) -> Tensor:

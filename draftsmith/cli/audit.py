@@ -37,7 +37,7 @@ class AuditDrawing(Drawing):
 
 def audit(
     *,
-    url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, without /v1")],
+    url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, with or without /v1")],
     loading: Loading,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
@@ -78,6 +78,9 @@ def audit(
         raise UserError(f"--protocol is {protocol!r}; expected completions or llama-server")
     said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
     require_packages("httpx2")
+    for path in (json_file, html, junit):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
     import configs
     from decode.opening.directory import open_drafter
     from draftsmith.auditing import report

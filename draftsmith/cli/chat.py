@@ -77,7 +77,7 @@ def chat(
     console = make_console(colour=not os.environ.get("NO_COLOR"))
     target = loading.load(drafter, only_decodes=True)
     if schema is not None:
-        grammar = Grammars.of(target).json_schema(schema.read_text())
+        grammar = Grammars.of(target).json_schema(schema.read_text(encoding="utf-8"))
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     if drafter is None:
         spec, opened, why = default_drafter(target, RUN)

@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from train.base.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from decode.grammars import Grammar
     from decode.model.loading import Target
     from draftsmith.net.access import Guard
+    from draftsmith.net.limits import Limits
     from train.data.read import Example
 
 Number = TypeVar("Number", int, float)
@@ -244,6 +246,33 @@ class CallerOptions:
         ),
     ] = None
 
+    max_connections: Annotated[
+        int, typer.Option(help="connections that are open at a time; the oldest idle one goes")
+    ] = 1024
+    max_client_connections: Annotated[
+        int, typer.Option(help="the same of one address; behind a proxy all clients have one")
+    ] = 256
+    body_seconds: Annotated[
+        float,
+        typer.Option(
+            help="seconds in which the body of a request or a message arrives, beside one for each "
+            "64 KiB"
+        ),
+    ] = 30.0
+
+    def limits(self, limits: "Limits", files_each: int = 1) -> "Limits":
+        """The limits of a server, with these options. files_each: open files of a connection.
+        Raises UserError for a number that is out of range."""
+        from draftsmith.net.limits import connections_that_fit
+
+        given = replace(
+            limits,
+            connections=self.max_connections,
+            client_connections=self.max_client_connections,
+            body_seconds=self.body_seconds,
+        )
+        return replace(given, connections=connections_that_fit(given.connections, files_each))
+
     def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
         """The guard of a server that listens on `host`. Raises UserError for what is no name or no
         site."""
@@ -327,10 +356,10 @@ def write_json(file: Path | None, figures: Any) -> None:
 
 
 def require_packages(*names: str) -> None:
-    """Raise UserError if a package of `draftsmith[serve]` is not installed."""
+    """Raise UserError if a package of the extra `serve` is not installed."""
     for name in names:
         if find_spec(name) is None:
-            raise UserError(f"{name} is not installed; run pip install 'draftsmith[serve]'")
+            raise UserError(f"{name} is not installed; run {install_command('serve')}")
 
 
 def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:

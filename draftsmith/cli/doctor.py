@@ -172,6 +172,7 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
         reason = kernels["not_packed_because"]
         rows += [
             ("packed products", f"none: {reason}" if reason else str(kernels["packed"])),
+            ("packed weights", _weights(kernels)),
             ("forward", kernels["forward"]),
             ("attention", "ours" if kernels["attention"] else "that of transformers"),
             ("exact bits in chains", _exact_bits(figures) if kernels["exact_bits"] else "no"),
@@ -185,6 +186,12 @@ def _target(figures: dict[str, Any]) -> list[tuple[str, str]]:
         name = f"prefill of {prefill['tokens']} tokens, tokens a second"
         rows.append((name, number(prefill["tokens_per_second"])))
     return rows
+
+
+def _weights(kernels: dict[str, Any]) -> str:
+    forms = ", ".join(f"{number(size)} MB in {form}" for form, size in kernels["weights"].items())
+    pages = "2 MB" if kernels["huge_pages"] else "usual"
+    return f"{forms}; {pages} pages" if forms else "none of ours"
 
 
 def _exact_bits(figures: dict[str, Any]) -> str:

@@ -171,7 +171,7 @@ def generate(
     else:
         target = remote_target(link, loading)
     if schema is not None:
-        grammar = Grammars.of(target).json_schema(schema.read_text())
+        grammar = Grammars.of(target).json_schema(schema.read_text(encoding="utf-8"))
         settings = replace(settings, sampling=replace(settings.sampling, grammar=grammar))
     message = {"role": "user", "content": text}
     example = Example("prompt", (message,), text, None, None, "the command line")
@@ -246,7 +246,7 @@ def inspect(
 
     description = describe_drafter(drafter)
     base = description.get("base")  # of an adapter
-    config = {} if base else json.loads((drafter / "config.json").read_text())
+    config = {} if base else json.loads((drafter / "config.json").read_text(encoding="utf-8"))
     files = [*drafter.glob("*.safetensors"), *drafter.glob("*.npy")]
     size = sum(file.stat().st_size for file in files)
     sizes = ", ".join(

@@ -138,6 +138,9 @@ def verify_server(
     callers: CallerOptions,
     max_rows: Annotated[int, typer.Option(help="texts whose keys and values are kept")] = 16,
     max_sessions: Annotated[int, typer.Option(help="edges")] = 256,
+    max_client_sessions: Annotated[
+        int, typer.Option(help="edges of one address; behind a proxy all edges have one")
+    ] = 64,
     max_texts: Annotated[int, typer.Option(help="texts of one edge")] = 16,
     max_gamma: Annotated[int, typer.Option(help="longest draft, in tokens")] = 16,
     kv_seconds: Annotated[
@@ -160,14 +163,17 @@ def verify_server(
     from draftsmith.edge.server import VerifyServer
     from draftsmith.edge.sessions import SessionBounds
     from draftsmith.edge.verifier import Verifier, make_verified_rule
+    from draftsmith.net.limits import Limits
     from draftsmith.net.listen import address_of, bind
 
     quieten()
     guard = callers.guard(host, key, None)
+    limits = callers.limits(Limits())
     make_verified_rule(rule)
     bounds = SessionBounds(
         max_rows=max_rows,
         max_sessions=max_sessions,
+        max_client_sessions=max_client_sessions,
         max_texts=max_texts,
         max_gamma=max_gamma,
         kv_seconds=kv_seconds,
@@ -180,7 +186,7 @@ def verify_server(
         verifier = run_in_thread(
             lambda: Verifier(loading.load(only_decodes=True), rule, bounds)
         ).result()
-        server = VerifyServer(verifier, bound, guard)
+        server = VerifyServer(verifier, bound, guard, limits)
         address = f"ws://{address_of(host, bound)}"
         what = f"{loading.target} verifies by {verifier.rule_name} at {address}"
         server.run(lambda: typer.echo(what), signals=True)

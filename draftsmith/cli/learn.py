@@ -50,7 +50,7 @@ def record(
     key = key_from("--admin-key-env", admin_key_env)
     require_packages("httpx2", "starlette", "uvicorn")
     from draftsmith.learn.record.consent import Keys
-    from draftsmith.learn.record.proxy import RecordingProxy
+    from draftsmith.learn.record.proxy import LIMITS, RecordingProxy
     from draftsmith.learn.record.records import Retention
     from draftsmith.learn.record.upstream import Upstreams
     from draftsmith.net.http_server import HttpServer
@@ -60,12 +60,15 @@ def record(
     retention = Retention(keep_days, keep_bytes)
     upstreams = Upstreams(upstream, out / "upstream.json")
     guard = callers.guard(host, None, key)
-    recorder = RecordingProxy(upstreams, out, keys, retention, time.time, guard)
+    limits = callers.limits(LIMITS, files_each=2)
+    recorder = RecordingProxy(upstreams, out, keys, retention, time.time, guard, limits=limits)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:
-        server = HttpServer(recorder.guarded(), drain_seconds, lifespan="auto", date_header=False)
         address = f"http://{address_of(host, bound)}/v1"
         typer.echo(f"{upstreams.current.url} is behind {address}; records are in {out}")
+        server = HttpServer(
+            recorder.guarded(), drain_seconds, limits=limits, lifespan="auto", date_header=False
+        )
         server.run(sockets=[bound])
 
 
@@ -100,7 +103,7 @@ def forget(
         deleted[tenant.name] = len(ids)
         typer.echo(f"{tenant.name}: {len(ids)} records deleted")
     for file in sorted(learner.glob(f"versions/*/{LEARNT_FILE}")) if learner else ():
-        if count := len(forgotten.intersection(json.loads(file.read_text()))):
+        if count := len(forgotten.intersection(json.loads(file.read_text(encoding="utf-8")))):
             learnt[str(file.parent)] = count
             typer.echo(f"{file.parent} learnt from {count} of them")
     write_json(json_file, {"deleted": deleted, "learnt_from": learnt})

@@ -209,6 +209,7 @@ def serve(
     from decode.base.threads import run_in_thread
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings
+    from draftsmith.net.limits import Limits
     from draftsmith.net.listen import address_of, bind
     from draftsmith.serve.dynamic_lenience import require_low
     from draftsmith.serve.server import ServiceServer, make_service
@@ -216,6 +217,7 @@ def serve(
     quieten()
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
+    clients = callers.limits(Limits())
     settings = DecodeSettings(**decoding.settings)
     bounds = limits.bounds
     require_low(dynamic_lenience)
@@ -242,6 +244,7 @@ def serve(
             drafter_name=drafter,
             model_name=model_name,
             guard=guard,
+            limits=clients,
             max_tokens=max_tokens,
             seed=seed,
             dynamic_lenience=dynamic_lenience,

@@ -1,5 +1,6 @@
 """The line from an edge to a verification server, which is made again when it breaks."""
 
+import json
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -100,9 +101,10 @@ class Link:
                 raise UserError(
                     f"the verifier {self.url} refused the key; give the key it was started with"
                 ) from None
-            if status == 403:
-                reason = error.response.body.decode("utf-8", "replace").strip()
-                raise UserError(f"the verifier {self.url} refused the call: {reason}") from None
+            if status in (403, 404):
+                raise UserError(
+                    f"the verifier {self.url} refused the call: {_reason(error.response.body)}"
+                ) from None
             raise LinkLost(f"status {status}") from None
         except InvalidURI as error:
             raise UserError(f"the verifier's address is wrong: {error}") from None
@@ -177,3 +179,11 @@ class Link:
             self.send("bye")
         self.connection = None
         self._closing.close()
+
+
+def _reason(body: bytes) -> str:
+    """What a server says with an error status. A proxy before it may say it in another way."""
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return bytes(body).decode("utf-8", "replace").strip()[:200]

@@ -2,30 +2,69 @@
 
 import asyncio
 import contextlib
-import http
+import json
 import signal
 import socket
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import DATA_OPCODES
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 from draftsmith.edge.protocol import FRAME_BYTES
 from draftsmith.edge.verifier import Verifier
-from draftsmith.net.access import LOCAL, Guard
+from draftsmith.net.access import LOCAL, Guard, Paths
+from draftsmith.net.api_error import ApiError
+from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, Wait, Watched
+from draftsmith.net.limits import Limits
+from draftsmith.net.pool import client_of
+
+# Edges connect to `/`. Everything else asks for the key too.
+PATHS = Paths({HEALTH: "it says that the server runs, and nothing else"})
+EDGES = "/"
 
 # Frames that wait for the verifier. If there are more, the next ones stay in their sockets.
-WAITING_FRAMES = 256
+WAITING_FRAMES = 32
 # Answers that an edge has not read. If there are more, the line ends.
 UNREAD_FRAMES = 1024
 POLICY_VIOLATION = 1008
+
+
+class EdgeConnection(Watched, ServerConnection):
+    """One connection of HTTP that becomes a WebSocket."""
+
+    _messages = 0
+    _begun = False  # a message in parts, of which the last is missing
+
+    def __init__(self, door: Door, *parts: Any, **settings: Any) -> None:
+        self.door = door
+        super().__init__(*parts, **settings)
+
+    def waits_for(self) -> Wait | None:
+        limits = self.door.limits
+        if self.protocol.state is State.CONNECTING or not self._messages:
+            return Wait("first message", limits.header_seconds)
+        if self._begun or self.protocol.reader.buffer:
+            return Wait(("message", self._messages), limits.body_seconds)
+        return Wait(("line", self._messages), None)
+
+    def process_event(self, event: Any) -> None:
+        super().process_event(event)
+        if getattr(event, "opcode", None) in DATA_OPCODES:
+            self._begun = not event.fin
+            self._messages += event.fin
 
 
 class Line:
     """A connection, for the verifying thread."""
 
     def __init__(self, socket: ServerConnection) -> None:
+        self.client = client_of(socket.remote_address[0])
         self.socket, self._loop = socket, asyncio.get_running_loop()
         self._outbox: asyncio.Queue[bytes | None] = asyncio.Queue()
 
@@ -58,12 +97,19 @@ class Line:
 class VerifyServer:
     """Listens on a bound socket, in the thread that calls `run`.
 
-    guard: which edges may connect, and what key they send.
+    guard: which edges may connect, and what key they send. limits: of connections.
     """
 
-    def __init__(self, verifier: Verifier, bound: socket.socket, guard: Guard = LOCAL) -> None:
+    def __init__(
+        self,
+        verifier: Verifier,
+        bound: socket.socket,
+        guard: Guard = LOCAL,
+        limits: Limits | None = None,
+    ) -> None:
         self.verifier = verifier
-        self._bound, self._guard = bound, guard
+        self._bound, self._guard = bound, replace(guard, paths=PATHS)
+        self._door = Door(limits or Limits())
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event | None = None
 
@@ -89,19 +135,32 @@ class VerifyServer:
             self._connect,
             sock=self._bound,
             max_size=FRAME_BYTES,
+            max_queue=4,
             compression=None,
             process_request=self._let_in,
+            create_connection=partial(EdgeConnection, self._door),
+            open_timeout=None,  # the connection has its own
             close_timeout=1,
+            backlog=ACCEPTED_AT_ONCE,
         ):
+            self._bound.listen(BACKLOG)
             listening()
             self.verifier.done.add_done_callback(lambda done: self.stop())
             await self._stopping.wait()
 
-    def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
-        fault = self._guard.fault("GET", request.path, request.headers.raw_items())
-        if fault is None:
-            return None
-        return connection.respond(http.HTTPStatus(fault.status), fault.message + "\n")
+    async def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
+        path = request.path.partition("?")[0]
+        fault = self._guard.fault("GET", path, request.headers.raw_items())
+        if fault is None and path == HEALTH:
+            return _json(connection, 200, {"status": "ok"})
+        if fault is None and path != EDGES:
+            fault = ApiError(404, f"edges connect to {EDGES}, and nothing else is here")
+        if fault is None and isinstance(connection, EdgeConnection):
+            try:
+                await connection.require_room()
+            except ApiError as error:
+                fault = error
+        return None if fault is None else _json(connection, fault.status, fault.body)
 
     async def _connect(self, socket: ServerConnection) -> None:
         line = Line(socket)
@@ -116,3 +175,10 @@ class VerifyServer:
         finally:
             self.verifier.put(line, None)
             writing.cancel()
+
+
+def _json(connection: ServerConnection, status: int, body: dict[str, Any]) -> Response:
+    response = connection.respond(status, json.dumps(body))
+    del response.headers["content-type"]
+    response.headers["content-type"] = "application/json"
+    return response

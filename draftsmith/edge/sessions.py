@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,10 +11,14 @@ from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
 from draftsmith.edge.protocol import SAMPLING, Message, ProtocolError, hash_ids
+from draftsmith.net.pool import Place, Pool
 
 
 class Connection(Protocol):
-    """The line to an edge. Both methods can be called from any thread."""
+    """The line to an edge. Both methods can be called from any thread. client: who is there, as of
+    `net.pool.client_of`."""
+
+    client: str
 
     def send(self, frame: bytes) -> None: ...
 
@@ -25,14 +29,16 @@ class Connection(Protocol):
 class SessionBounds(BatchBounds):
     """What a server holds at most.
 
-    max_rows: texts whose keys and values are kept. max_sessions: sessions. max_texts: texts of a
-    session. max_gamma: tokens of a draft. kv_seconds: how long the keys and values of a text
-    without drafts are kept. session_seconds: how long a session without a connection is kept.
+    max_rows: texts whose keys and values are kept. max_sessions: sessions. max_client_sessions:
+    those of one client. max_texts: texts of a session. max_gamma: tokens of a draft. kv_seconds:
+    how long the keys and values of a text without drafts are kept. session_seconds: how long a
+    session without a connection is kept.
 
     Raises UserError for a bound that is not positive.
     """
 
     max_sessions: int = 256
+    max_client_sessions: int = 64
     max_texts: int = 16
     max_gamma: int = 16
     kv_seconds: float = 60.0
@@ -147,14 +153,16 @@ class EdgeText:
         return None
 
 
-@dataclass(eq=False)
 class Session:
-    """An edge. token: its secret name. connection: None while the line is broken, since `seen`."""
+    """An edge. token: its secret name. connection: None while the line is broken, since `seen`.
+    place: in the pool of all sessions."""
 
-    token: str
-    connection: Connection | None
-    texts: dict[int, EdgeText] = field(default_factory=dict)
-    seen: float = field(default_factory=time.monotonic)
+    def __init__(self, connection: Connection, dropped: Callable[["Session"], None]) -> None:
+        self.token = secrets.token_urlsafe(16)
+        self.connection: Connection | None = connection
+        self.texts: dict[int, EdgeText] = {}
+        self.seen = time.monotonic()
+        self.place = Place(connection.client, lambda: dropped(self))
 
     def send(self, frame: bytes) -> None:
         """Send a frame, if there is a line."""
@@ -173,12 +181,25 @@ class Session:
             )
         return self.texts[req]
 
+    @property
+    def idle_rank(self) -> int | None:
+        """Which sessions go first where there is no room for another one: those without a line and
+        texts, those without a line, then any whose last message is the oldest. None: it waits for a
+        verdict, and stays."""
+        if any(text.draft is not None for text in self.texts.values()):
+            return None
+        if self.connection is None:
+            return 1 if self.texts else 0
+        return 2
+
 
 class Sessions:
-    """All sessions, by their secret names and by their connections."""
+    """All sessions, by their secret names and by their connections. drop: ends a session that makes
+    room for another one."""
 
-    def __init__(self, bounds: SessionBounds) -> None:
-        self._bounds = bounds
+    def __init__(self, bounds: SessionBounds, drop: Callable[[Session], None]) -> None:
+        self._pool = Pool(bounds.max_sessions, bounds.max_client_sessions)
+        self._drop = drop
         self._by_token: dict[str, Session] = {}
         self._by_connection: dict[Connection, Session] = {}
 
@@ -195,13 +216,13 @@ class Sessions:
         return self._by_connection[connection]
 
     def begin(self, connection: Connection) -> Session:
-        """A new session, or the one that this connection has. Raises ProtocolError if there is no
-        room."""
+        """A new session, or the one that this connection has. Raises ProtocolError if all others
+        wait for verdicts."""
         if connection in self._by_connection:
             return self._by_connection[connection]
-        if len(self._by_token) >= self._bounds.max_sessions:
+        session = Session(connection, self._drop)
+        if not self._pool.take(session.place):
             raise ProtocolError("full", f"{len(self)} sessions are open", retry_ms=1000)
-        session = Session(secrets.token_urlsafe(16), connection)
         self._by_token[session.token] = session
         return self._joined(session, connection)
 
@@ -222,16 +243,27 @@ class Sessions:
     def _joined(self, session: Session, connection: Connection) -> Session:
         session.connection = connection
         self._by_connection[connection] = session
+        self.used(session)
         return session
+
+    def used(self, session: Session) -> None:
+        """Something has happened to a session."""
+        rank = session.idle_rank
+        if rank is None:
+            self._pool.busy(session.place)
+        else:
+            self._pool.idle(session.place, rank)
 
     def lose(self, connection: Connection) -> None:
         """The line of a session is broken."""
         session = self._by_connection.pop(connection, None)
         if session is not None:
             session.connection, session.seen = None, time.monotonic()
+            self.used(session)
 
     def end(self, session: Session) -> None:
         """Forget a session."""
+        self._pool.leave(session.place)
         self._by_token.pop(session.token, None)
         if session.connection is not None:
             self._by_connection.pop(session.connection, None)

@@ -88,7 +88,7 @@ class Verifier(Batcher[EdgeText]):
         with suppress(UserError):
             self._weights = weights_sha256(target.model)
         self.passes = self.drafts = 0
-        self._sessions = Sessions(bounds)
+        self._sessions = Sessions(bounds, self._end)
         self._crowded = False  # texts with drafts waited for rows in the last pass
         self._start("verify")
 
@@ -133,11 +133,9 @@ class Verifier(Batcher[EdgeText]):
             return
         session = self._sessions.of(connection)
         if kind == "bye":
-            for text in session.texts.values():
-                self._leave(text)
-            self._sessions.end(session)
-            connection.close()
-        elif kind == "open":
+            self._end(session)
+            return
+        if kind == "open":
             self._open(session, message)
         elif kind == "ids":
             text = session.text(message)
@@ -158,6 +156,16 @@ class Verifier(Batcher[EdgeText]):
                 session.send(stored)
         elif kind == "cancel" and message["req"] in session.texts:
             self._leave(session.texts.pop(message["req"]))
+        self._sessions.used(session)
+
+    def _end(self, session: Session) -> None:
+        """End a session, its texts and its line."""
+        for text in session.texts.values():
+            self._leave(text)
+        connection = session.connection
+        self._sessions.end(session)
+        if connection is not None:
+            connection.close()
 
     def _greet(self, connection: Connection, message: Message) -> None:
         if message["version"] != VERSION:
@@ -244,9 +252,7 @@ class Verifier(Batcher[EdgeText]):
         now = time.monotonic()
         for session in self._sessions:
             if session.connection is None and now - session.seen > self.bounds.session_seconds:
-                for text in session.texts.values():
-                    self._leave(text)
-                self._sessions.end(session)
+                self._end(session)
         for text in list(self._rows.values()):
             if text.draft is None and now - text.used > self.bounds.kv_seconds:
                 self._leave(text)
@@ -315,6 +321,7 @@ class Verifier(Batcher[EdgeText]):
         connection = text.session.connection
         text.session.texts.pop(text.req, None)
         text.draft = None
+        self._sessions.used(text.session)
         if connection is not None:
             _send_error(connection, ProtocolError(code, message, req=text.req))
 
@@ -349,6 +356,7 @@ class Verifier(Batcher[EdgeText]):
         )
         text.draft, text.prefill_s, text.used = None, 0.0, time.monotonic()
         text.session.send(text.verdict)
+        self._sessions.used(text.session)
         if text.ended:
             self._leave(text)
 

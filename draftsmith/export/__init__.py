@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-# The fewest tokens that an engine must have drafted to be judged; see `verify_export.TOLERANCE`.
+# The fewest tokens that an engine must have drafted to be judged: see `acceptance`.
 MIN_DRAFTED = 2000
 
 
@@ -70,6 +70,10 @@ class ImportOptions:
     layer_ids: Annotated[
         str | None,
         typer.Option(help="what its numbers of captured layers mean: inputs or outputs"),
+    ] = None
+    ignore_keys: Annotated[
+        str | None,
+        typer.Option(help="keys of its config that change nothing, though import does not know it"),
     ] = None
     pickled: Annotated[
         bool,

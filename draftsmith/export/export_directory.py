@@ -158,7 +158,7 @@ def _export(
             "training": training_in_run(trained),
         }
         record_file = directory / EXPORT_FILE
-        record_file.write_text(json.dumps(record, indent=2, default=str))
+        record_file.write_text(json.dumps(record, indent=2, default=str), encoding="utf-8")
         problems = layout.problems(directory)
         require_none(problems, f"the new export is not a valid {layout.name} export")
         example = None
@@ -166,8 +166,8 @@ def _export(
             rows, example = _measure(job, layout, directory, measuring, fills_vocabulary, say)
             acceptance.extend(rows)
         record |= {"acceptance": acceptance, "example": example}
-        record_file.write_text(json.dumps(record, indent=2, default=str))
-        (directory / README).write_text(drafter_card(record))
+        record_file.write_text(json.dumps(record, indent=2, default=str), encoding="utf-8")
+        (directory / README).write_text(drafter_card(record), encoding="utf-8")
         if backbone is not None and options.backbone is not None:
             write_backbone(backbone, options.backbone, target_card(record))
 
@@ -220,7 +220,7 @@ def check_export(directory: Path) -> dict[str, Any]:
     Raises UserError with the first damaged file, or with all problems that the schema finds."""
     verify_directory(directory)
     try:
-        record: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text())
+        record: dict[str, Any] = json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))
         version, layout, _, _ = (record[key] for key in ("format", "layout", "kind", "facts"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CorruptArtifact(

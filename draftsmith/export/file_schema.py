@@ -114,7 +114,7 @@ def read_tensors(files: Iterable[Path]) -> tuple[dict[str, StoredTensor], list[s
 def read_json(file: Path) -> dict[str, Any] | None:
     """Return the JSON object in a file; None if there is none."""
     try:
-        value = json.loads(file.read_text())
+        value = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -60,9 +60,13 @@ def import_drafter(
     checkpoint = Checkpoint.open(source, pickled=options.pickled, revision=options.revision)
     layout = _layout_of(checkpoint, options.form)
     checkpoint.require_tokenizer_of(target)
-    job = ImportJob(checkpoint, target, options.depth, options.layer_ids)
+    ignored = frozenset(filter(None, (options.ignore_keys or "").replace(" ", "").split(",")))
+    job = ImportJob(checkpoint, target, options.depth, options.layer_ids, ignored)
     restored = layout.restored(job)
     notes = restored.notes + checkpoint.code_notes
+    notes += [
+        f"its config has {key}, which was not read (--ignore-keys)" for key in sorted(ignored)
+    ]
     if restored.options is not None:  # A model is loaded with its tokenizer, which is compared.
         notes += checkpoint.tokenizer_notes
     imported = Imported(
@@ -130,7 +134,7 @@ def claimed_tokens(directory: Path) -> float | None:
         if name in CLAIM_NAMES and isinstance(value, (int, float)):
             return float(value)
     try:
-        rows = json.loads((directory / EXPORT_FILE).read_text())["acceptance"]
+        rows = json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["acceptance"]
         figures = [row["tokens_per_step"] for row in rows]
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -140,7 +144,7 @@ def claimed_tokens(directory: Path) -> float | None:
 def _card_metrics(card: Path) -> list[dict[str, Any]]:
     """Return the metrics of a card's front matter, in the hub's `model-index`."""
     try:
-        front = yaml.safe_load(card.read_text().split("---")[1])
+        front = yaml.safe_load(card.read_text(encoding="utf-8").split("---")[1])
         results = [result for model in front["model-index"] for result in model["results"]]
         return [metric for result in results for metric in result["metrics"]]
     except (OSError, ValueError, KeyError, TypeError, IndexError, yaml.YAMLError):

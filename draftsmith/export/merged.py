@@ -30,7 +30,9 @@ def write_merged(adapter: Path, out: Path) -> None:
         )
     base = base_of(adapter, description)
     merged = describe_drafter(base) | {"provenance": description["provenance"]}
-    transposed = bool(json.loads((adapter / CONFIG).read_text()).get("fan_in_fan_out"))
+    transposed = bool(
+        json.loads((adapter / CONFIG).read_text(encoding="utf-8")).get("fan_in_fan_out")
+    )
     parts = read_adapter(adapter, torch.float32)
     changes = {f"{name}.weight": part.second @ part.first for name, part in parts.items()}
 
@@ -56,6 +58,6 @@ def write_merged(adapter: Path, out: Path) -> None:
             )
         if (adapter / TREE).exists():
             shutil.copy(adapter / TREE, directory / TREE)
-        (directory / DRAFTER_FILE).write_text(json.dumps(merged, indent=2))
+        (directory / DRAFTER_FILE).write_text(json.dumps(merged, indent=2), encoding="utf-8")
 
     write_directory(out, fill)

@@ -7,6 +7,7 @@ exported too: as a plain model directory, which every engine reads.
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,24 +74,57 @@ def model_tensors(directory: Path, dtype: str) -> dict[str, TensorSpec]:
     }
 
 
+def older_rotation(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys in which transformers 4, and engines built on it, read rotary positions.
+    rope: `rope_parameters`, where transformers 5 has them all. It takes `rope_scaling` for those,
+    if a config has both, and the base from `rope_theta`.
+
+    >>> older_rotation({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+    {'rope_theta': 10000.0, 'rope_scaling': {'rope_type': 'linear', 'factor': 2.0}}
+    """
+    if isinstance(by_layer := rope.get("full_attention"), Mapping):  # of Gemma 3
+        windowed = older_rotation(rope.get("sliding_attention") or {})
+        local = {"rope_local_base_freq": windowed["rope_theta"]} if "rope_theta" in windowed else {}
+        return older_rotation(by_layer) | local
+    outer = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if rope.get(key)}
+    scaling = {key: x for key, x in rope.items() if key not in outer}
+    if scaling.get("rope_type", "default") == "default":
+        return outer
+    if scaling["rope_type"] == "longrope":
+        # There its length stands outside. Without one inside, transformers 5 takes another.
+        outer["original_max_position_embeddings"] = scaling["original_max_position_embeddings"]
+    return outer | {"rope_scaling": scaling}
+
+
+def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """As `older_rotation`, for a model's config: some families had names of their own."""
+    keys = older_rotation(config.get("rope_parameters") or {})
+    if config.get("model_type") == "gpt_neox":
+        names = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
+        keys |= {name: keys[key] for key, name in names.items() if key in keys}
+    if config.get("model_type") in ("phi3", "phimoe") and "rope_scaling" in keys:
+        # Their own check accepts these three only.
+        factors = {key: keys["rope_scaling"][key] for key in ("short_factor", "long_factor")}
+        keys["rope_scaling"] = {"type": "longrope", **factors}
+    return keys
+
+
 def for_older_readers(directory: Path, dtype: str) -> None:
     """Add to a model directory the names that transformers 4 and engines built on it need."""
     file = directory / "config.json"
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     # This is an old name of the target. It says nothing about the drafter.
     config.pop("_model_name_or_path", None)
     config["dtype"] = config["torch_dtype"] = dtype
-    theta = (config.get("rope_parameters") or {}).get("rope_theta")
-    if theta is not None:
-        config["rope_theta"] = theta
-    file.write_text(json.dumps(config, indent=2))
+    config |= older_names(config)
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     file = directory / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
+    settings = json.loads(file.read_text(encoding="utf-8"))
     if settings.get("tokenizer_class") == "TokenizersBackend":
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     for local in ("is_local", "local_files_only"):
         settings.pop(local, None)
-    file.write_text(json.dumps(settings, indent=2))
+    file.write_text(json.dumps(settings, indent=2), encoding="utf-8")
 
 
 def find_backbone(drafter: Path, target: str | None) -> Path:
@@ -119,6 +153,6 @@ def write_backbone(backbone: Path, out: Path, card: str) -> None:
                 shutil.copyfile(file, directory / file.name)
         config: Any = read_json(directory / "config.json")
         for_older_readers(directory, config["dtype"])
-        (directory / README).write_text(card)
+        (directory / README).write_text(card, encoding="utf-8")
 
     write_directory(out, fill)

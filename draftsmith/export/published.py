@@ -68,7 +68,7 @@ class Checkpoint:
         else:
             directory = _download(source, revision, pickled)
         try:
-            config = json.loads((directory / CONFIG).read_text())
+            config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(
                 f"{source} has no readable {CONFIG} ({error}); expected the directory of a "

@@ -106,7 +106,7 @@ class TrainedDrafter:
     @cached_property
     def config(self) -> dict[str, Any]:
         """The contents of config.json."""
-        return json.loads((self.path / "config.json").read_text())
+        return json.loads((self.path / "config.json").read_text(encoding="utf-8"))
 
     @cached_property
     def options(self) -> Any:

@@ -18,7 +18,7 @@ def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
         return None
     name = _stage_name(path.resolve().parent)
     for file in sorted((run / "evaluations").glob("*/evaluation.json")):
-        record = json.loads(file.read_text())
+        record = json.loads(file.read_text(encoding="utf-8"))
         if record.get("stage") == name and record.get("drafter") not in (None, "none", "ngram"):
             return record["evaluation"]
     return None
@@ -34,8 +34,8 @@ def training_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
     run = _run_of(drafter.in_run or drafter.path)
     if run is None or not (run / "config.json").exists():
         return None
-    config = json.loads((run / "config.json").read_text())
-    starts = json.loads((run / "provenance.json").read_text())
+    config = json.loads((run / "config.json").read_text(encoding="utf-8"))
+    starts = json.loads((run / "provenance.json").read_text(encoding="utf-8"))
     names = (drafter.provenance.get("settings") or {}).get("text")
     stages = {stage["name"]: stage for stage in config["stages"]}
     sources = {split: _as_list(config["data"][split]) for split in ("train", "dev", "test")}
@@ -78,7 +78,7 @@ def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:
     done = [file for file in files if _stage_name(file.parent) == stage["name"]]
     if stage.get("kind") != "generate" or not done:
         return {"name": stage["name"]}
-    summary = json.loads(done[0].read_text())["summary"]
+    summary = json.loads(done[0].read_text(encoding="utf-8"))["summary"]
     return {
         "name": stage["name"],
         **{key: summary[key] for key in ("answers", "prompts", "tokens")},

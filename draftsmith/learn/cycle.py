@@ -353,7 +353,11 @@ class TenantLearner:
     def _require_acceptance(self, url: str) -> None:
         """Ask the new engine for a few answers. An engine that cannot use a drafter answers all the
         same, and only its counters tell. Raises UserError if it accepts nothing."""
-        rows = (self._directory(self._cycle.version) / "work" / HELD_OUT).read_text().splitlines()
+        rows = (
+            (self._directory(self._cycle.version) / "work" / HELD_OUT)
+            .read_text(encoding="utf-8")
+            .splitlines()
+        )
         messages = [json.loads(row)["messages"][:-1] for row in rows[:SMOKE_PROMPTS]]
         counts = smoke_counts(url, messages, SMOKE_TOKENS, self._engine_key)
         if not counts.accepted:

@@ -122,7 +122,7 @@ def _engine_of(file: Path) -> psutil.Process | None:
     """The engine whose process wrote the file. The time tells it from a later process that got the
     same id."""
     try:
-        process = psutil.Process(int(file.read_text()))
+        process = psutil.Process(int(file.read_text(encoding="utf-8")))
         # The file is written within a moment of the start. Clocks of the two differ by rounding.
         return process if abs(process.create_time() - file.stat().st_mtime) < 5 else None
     except (OSError, ValueError, psutil.Error):

@@ -9,35 +9,36 @@ without asking (then the content type is not JSON).
 import hmac
 import ipaddress
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
 from urllib.parse import urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-# How the paths begin that change a service.
-ADMIN = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+from draftsmith.net.api_error import ApiError
 
 
 @dataclass(frozen=True)
-class Fault:
-    """Why a request is not let in: an error status, a message and OpenAI's code."""
+class Paths:
+    """Which key the paths of a server ask for. A path that is not named asks for the key.
 
-    status: int
-    message: str
-    code: str | None = None
+    open: paths that need neither key nor known host, each with the reason. admin: paths that ask
+    for the admin key; one that ends with a slash is for all paths below it. others: why the paths
+    that are not named ask for no key. "": they do ask for it.
+    """
 
-    def response(self) -> Response:
-        """As an answer in the shape of OpenAI's API."""
-        headers = {"x-should-retry": "false"}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        kind = "authentication_error" if self.status == 401 else "invalid_request_error"
-        return error_response(self.status, self.message, kind, self.code, headers)
+    open: Mapping[str, str] = field(default_factory=dict)
+    admin: frozenset[str] = frozenset()
+    others: str = ""
+
+    def is_admin(self, path: str) -> bool:
+        """Whether a path asks for the admin key."""
+        return path in self.admin or any(
+            one.endswith("/") and path.startswith(one) for one in self.admin
+        )
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,19 @@ class Guard:
 
     hosts: names that it is called by. Addresses, localhost and the name of this machine always fit.
     origins: sites whose pages may call it, as `https://NAME`; `*`: all. The server's own page may.
-    key: what requests send as `Authorization: Bearer KEY`. admin_key: the same for the paths
-    of `ADMIN`. None: nothing. A request with a key needs no known host: no page knows the key.
-    open_paths: these need neither host nor key. json: bodies must be JSON.
+    key: what requests send as `Authorization: Bearer KEY`. admin_key: the same for the paths of the
+    administrator. None: nothing. A request with a key needs no known host: no page knows the key.
+    paths: which of them a path asks for. json: bodies must be JSON.
     """
 
     hosts: frozenset[str] = frozenset()
     origins: frozenset[str] = frozenset()
     key: str | None = None
     admin_key: str | None = None
-    open_paths: frozenset[str] = frozenset()
+    paths: Paths = field(default_factory=Paths)
     json: bool = True
 
-    def fault(self, method: str, path: str, fields: Iterable[tuple[str, str]]) -> Fault | None:
+    def fault(self, method: str, path: str, fields: Iterable[tuple[str, str]]) -> ApiError | None:
         """Why a request is refused. None: it is let in. fields: its headers."""
         headers: dict[str, str] = {}
         for name, value in fields:
@@ -66,9 +67,13 @@ class Guard:
             headers[name.lower()] = value if before is None else f"{before}, {value}"
         return (
             self._fault_of_origin(headers)
-            or (None if path in self.open_paths else self._fault_of_caller(path, headers))
+            or (None if path in self.paths.open else self._fault_of_caller(path, headers))
             or self._fault_of_body(method, headers)
         )
+
+    def has_admin_key(self, authorization: str) -> bool:
+        """Whether an Authorization header has the admin key."""
+        return self.admin_key is not None and _is_key(authorization, self.admin_key)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """An application behind this guard. Allowed sites get the headers that browsers ask for."""
@@ -83,39 +88,47 @@ class Guard:
             expose_headers=["*"],
         )
 
-    def _fault_of_origin(self, headers: dict[str, str]) -> Fault | None:
+    def _fault_of_origin(self, headers: dict[str, str]) -> ApiError | None:
         origin = headers.get("origin")
         if origin is None or {origin, "*"} & self.origins:
             return None
-        if urlsplit(origin).netloc.lower() == headers.get("host", "").lower() != "":
+        if _netloc(origin) == headers.get("host", "").lower() != "":
             return None
-        message = f"the origin is {origin[:100]}; pages of other sites need --allow-origin"
-        return Fault(403, message, "origin_not_allowed")
+        message = f"the origin is {_shown(origin)}; pages of other sites need --allow-origin"
+        return ApiError(403, message, code="origin_not_allowed")
 
-    def _fault_of_caller(self, path: str, headers: dict[str, str]) -> Fault | None:
-        key = self.admin_key if path.startswith(ADMIN) else self.key
+    def _fault_of_caller(self, path: str, headers: dict[str, str]) -> ApiError | None:
+        key = None if self.paths.others else self.key
+        if self.paths.is_admin(path):
+            key = self.admin_key
         if key is None:
             return self._fault_of_host(headers.get("host"))
-        if hmac.compare_digest(bearer_key(headers.get("authorization", "")), key.encode()):
+        if _is_key(headers.get("authorization", ""), key):
             return None
-        message = "the key is missing or wrong; send it as Authorization: Bearer KEY"
-        return Fault(401, message, "invalid_api_key")
+        return ApiError(
+            401,
+            "the key is missing or wrong; send it as Authorization: Bearer KEY",
+            kind="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
 
-    def _fault_of_host(self, host: str | None) -> Fault | None:
+    def _fault_of_host(self, host: str | None) -> ApiError | None:
         if host is None:  # no browser leaves it out
             return None
         name = _host_name(host)
         if name in {"localhost", socket.gethostname().lower(), *self.hosts} or ip_address(name):
             return None
-        message = f"the host is {host[:100]}; name it with --allow-host, or ask for a key"
-        return Fault(403, message, "host_not_allowed")
+        message = f"the host is {_shown(host)}; name it with --allow-host, or ask for a key"
+        return ApiError(403, message, code="host_not_allowed")
 
-    def _fault_of_body(self, method: str, headers: dict[str, str]) -> Fault | None:
+    def _fault_of_body(self, method: str, headers: dict[str, str]) -> ApiError | None:
         empty = headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers
         kind = media_type(headers.get("content-type", ""))
         if not self.json or method != "POST" or empty or kind == "application/json":
             return None
-        return Fault(415, f"the content type is {kind or 'missing'}; expected application/json")
+        shown = _shown(kind) if kind else "missing"
+        return ApiError(415, f"the content type is {shown}; expected application/json")
 
 
 # Without keys: for programs of this machine, and the server's own page.
@@ -148,16 +161,21 @@ def media_type(content_type: str) -> str:
     return content_type.partition(";")[0].strip().lower()
 
 
-def error_response(
-    status: int,
-    message: str,
-    kind: str = "invalid_request_error",
-    code: str | None = None,
-    headers: dict[str, str] | None = None,
-) -> JSONResponse:
-    """An error in the shape of OpenAI's API."""
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return JSONResponse({"error": error}, status, headers)
+def _is_key(authorization: str, key: str) -> bool:
+    return hmac.compare_digest(bearer_key(authorization), key.encode())
+
+
+def _shown(header: str) -> str:
+    """The begin of a header, in characters that every answer and log can hold."""
+    return header[:100].encode("ascii", "backslashreplace").decode()
+
+
+def _netloc(origin: str) -> str:
+    """Host and port of a site. "": it is no address."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return ""
 
 
 def _host_name(host: str) -> str:

@@ -1,6 +1,8 @@
 """A page: its files, and the live events that it shows. It loads nothing from elsewhere."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 from starlette.requests import Request
@@ -8,6 +10,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from draftsmith.net.events import EVENT_HEADERS
+from draftsmith.net.limits import Limits
+from draftsmith.net.pool import Place, Pool, client_of
 
 # By path: the file's name and its media type.
 FILES = {
@@ -16,6 +20,7 @@ FILES = {
     "/page.css": ("page.css", "text/css"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
+OPEN = dict.fromkeys(FILES, "no secrets are in it, and without it nobody could enter a key")
 # Nothing from elsewhere, nothing inline, in no frame.
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = {
@@ -26,10 +31,28 @@ HEADERS = {
 }
 
 
-def page_routes(folder: Path, events: Callable[[], AsyncIterator[bytes]]) -> list[Route]:
-    """Routes to the files of a page, which are in this folder, and to its events at `/live`."""
+def page_routes(
+    folder: Path, event: Callable[[], Awaitable[bytes | None]], seconds: float, limits: Limits
+) -> list[Route]:
+    """Routes to the files of a page, which are in this folder, and to its events at `/live`. event:
+    gives the next one; None: there are no more. seconds: between two of them. Where too many pages
+    are open, the oldest gets no more."""
+    viewers = Pool(limits.viewers, limits.client_viewers)
 
     async def live(request: Request) -> Response:
+        gone = asyncio.Event()
+        place = Place(client_of(request.client.host if request.client else ""), gone.set, rank=0)
+        viewers.take(place)  # all others are idle, so there is room
+
+        async def events() -> AsyncIterator[bytes]:
+            try:
+                while not gone.is_set() and (one := await event()) is not None:
+                    yield one
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(gone.wait(), seconds)
+            finally:
+                viewers.leave(place)
+
         headers = HEADERS | EVENT_HEADERS
         return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
 

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,19 @@ from starlette.types import ASGIApp
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
-from draftsmith.net.access import LOCAL, Guard
+from draftsmith.net.access import LOCAL, Guard, Paths
+from draftsmith.net.api_error import ApiError
+from draftsmith.net.body import Held, Memory
+from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
-from draftsmith.net.page import page_routes
+from draftsmith.net.limits import Limits
+from draftsmith.net.page import OPEN, page_routes
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
 from draftsmith.serve.middleware import RequestIds
 from draftsmith.serve.openai.answers import ApiAnswer, ChatAnswer, CompletionAnswer
-from draftsmith.serve.openai.api_errors import ApiError, refused
+from draftsmith.serve.openai.api_errors import refused
 from draftsmith.serve.openai.contract import Contract, parse
 from draftsmith.serve.openai.openai_requests import (
     ADAPTER_LOAD,
@@ -41,6 +45,10 @@ from draftsmith.serve.openai.reading import SHORT, BodyReader, RequestLimits
 from draftsmith.serve.openai.responses import ResponsesAnswer
 from draftsmith.serve.running import Running, as_api_error
 
+PATHS = Paths(
+    {HEALTH: "it says whether the service runs and is lossy, and nothing else", **OPEN},
+    frozenset({"/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}),
+)
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
 _STATIC = Path(__file__).parent / "static"
 _LIVE_SECONDS = 0.5
@@ -53,13 +61,14 @@ HUNG_UP = 499
 class Service:
     """What the routes need. tokenizer: not used by other threads. names: the names of the model,
     the first in answers. max_tokens: the most tokens of one text; None: what the context holds.
-    guard: who may call. seeds: for requests that name none."""
+    guard: who may call. limits: of its clients. seeds: for requests that name none."""
 
     batcher: RequestBatcher
     settings: Settings
     tokenizer: PreTrainedTokenizerBase
     names: Sequence[str]
     guard: Guard = LOCAL
+    limits: Limits = field(default_factory=Limits)
     max_tokens: int | None = None
     seeds: random.Random = field(default_factory=random.Random)
     started: int = field(default_factory=lambda: int(time.time()))
@@ -74,6 +83,7 @@ class Service:
             self.settings.learner is not None,
             decoder.vocab_size,
         )
+        self.memory = Memory(self.limits)
         self.reader = BodyReader(self.tokenizer, limits, decoder.eos.tolist())
 
     def close(self, seconds: float) -> None:
@@ -104,13 +114,13 @@ class Service:
                 Route("/v1/responses/{rest:path}", self._not_kept, methods=_ANY),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{name:path}", self._model, methods=get),
-                Route("/health", self._health, methods=get),
+                Route(HEALTH, self._health, methods=get),
                 Route("/metrics", self._metrics, methods=get),
                 Route("/v1/load_lora_adapter", self._load_adapter, methods=post),
                 Route("/v1/unload_lora_adapter", self._unload_adapter, methods=post),
                 Route("/admin/settings", self._settings, methods=get),
                 Route("/admin/settings", self._change, methods=post),
-                *page_routes(_STATIC, self._figures),
+                *page_routes(_STATIC, self._figures, _LIVE_SECONDS, self.limits),
             ],
             exception_handlers={
                 ClientDisconnect: _hung_up,
@@ -120,13 +130,13 @@ class Service:
 
     def guarded(self) -> ASGIApp:
         """The application behind its guard."""
-        return RequestIds(self.guard.around(self.app()))
+        return RequestIds(replace(self.guard, paths=PATHS).around(self.app()))
 
-    async def _figures(self) -> AsyncIterator[bytes]:
-        """The figures of the batcher twice a second, for the page."""
-        while self.batcher.alive:
-            yield event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
-            await asyncio.sleep(_LIVE_SECONDS)
+    async def _figures(self) -> bytes | None:
+        """The figures of the batcher, for the page."""
+        if not self.batcher.alive:
+            return None
+        return event({"seconds": round(time.monotonic(), 3), **self.batcher.live()})
 
     # --- routes -----------------------------------------------------------------------------------
 
@@ -154,7 +164,7 @@ class Service:
         return JSONResponse(self.settings.to_dict() | {"changeable": SettingsChange.fields()})
 
     async def _change(self, request: Request) -> Response:
-        asked = parse(SETTINGS, await _body(request, SHORT))
+        asked = parse(SETTINGS, await self._body(request, SHORT))
         await asyncio.wrap_future(self.settings.change(asked))
         return JSONResponse(self.settings.to_dict())
 
@@ -182,7 +192,7 @@ class Service:
         if self.settings.adapters.directory is None:
             message = "this service was started without --adapters DIR, so it loads no adapters"
             raise ApiError(404, message, code="not_found")
-        return parse(contract, await _body(request, SHORT))
+        return parse(contract, await self._body(request, SHORT))
 
     def _adapters(self) -> Response:
         return JSONResponse({"success": True, "adapters": list(self.settings.adapters.loaded)})
@@ -201,7 +211,8 @@ class Service:
         self, request: Request, contract: Contract, kind: Callable[..., ApiAnswer]
     ) -> ASGIApp:
         """Read a request and answer it. A full service refuses it before it is read."""
-        body = await _body(request)
+        self.batcher.require_room(1 + self.reader.waiting)
+        body = await self._body(request, LONGEST_BODY)
         self.batcher.require_room(1 + self.reader.waiting)
         read = await self.reader.read(contract, body)
         running = Running(self.batcher, self.tokenizer, read, self.seeds.getrandbits)
@@ -214,20 +225,12 @@ class Service:
         )
         return await running.answer(request, answer)
 
-
-async def _body(request: Request, longest: int = LONGEST_BODY) -> bytes:
-    """The body, if it has at most `longest` bytes. A body that says that it is longer is not
-    read."""
-    too_long = ApiError(413, f"the body is longer than {longest:,} bytes; shorten it")
-    if int(request.headers.get("content-length", 0)) > longest:
-        raise too_long
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > longest:
-            raise too_long
-        parts.append(part)
-    return b"".join(parts)
+    async def _body(self, request: Request, longest: int) -> bytes:
+        held = Held(self.memory, request.scope)
+        try:
+            return await held.read(request.scope, request.receive, longest)
+        finally:
+            held.leave()
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
@@ -243,8 +246,8 @@ async def _error_response(request: Request, error: Exception) -> Response:
             message = f"{request.method} {request.url.path}: {error.detail}"
             said = ApiError(error.status_code, message, headers=error.headers)
         case _:
-            said = ApiError(500, "an error in the service; see its log", kind="server_error")
-    return JSONResponse(said.body, said.status, said.headers)
+            said = ApiError(500, "an error in the service; see its log")
+    return said.response()
 
 
 async def _hung_up(request: Request, error: Exception) -> Response:

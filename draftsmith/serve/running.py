@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
 from decode.text_stream import AnswerText, decode
+from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up
 from draftsmith.serve.batching.request_batcher import RequestBatcher
@@ -26,7 +27,6 @@ from draftsmith.serve.batching.requests import (
 )
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
 from draftsmith.serve.openai.answers import ApiAnswer, Piece
-from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.reading import Read
 
 STATUS = {
@@ -40,7 +40,6 @@ STATUS = {
 }
 UNREAD_EVENTS = 256  # of a text, which wait for a client that does not read
 SHORT_ANSWER = 512  # tokens; such an answer is written in the event loop
-SEND_SECONDS = 60.0  # in which a client takes what is sent at once
 
 
 class Running:
@@ -227,21 +226,14 @@ async def _events_of(
 
 @dataclass(frozen=True)
 class _Sent:
-    """An answer of a running request, which ends when it is sent, or when the client hangs up or
-    does not take it in time."""
+    """An answer of a running request, which ends when it is sent, or when the client hangs up."""
 
     running: Running
     answer: Response
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_time(message: Message) -> None:
-            async with asyncio.timeout(SEND_SECONDS):
-                await send(message)
-
         try:
-            # The server closes the connection of an answer without an end.
-            with contextlib.suppress(TimeoutError):
-                await self.answer(scope, receive, send_in_time)
+            await self.answer(scope, receive, send)
         finally:
             self.running.cancel()
 

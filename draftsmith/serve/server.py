@@ -3,7 +3,6 @@
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ from decode.text import prompt_ids
 from distill.replay.online_student import OnlineStudent
 from draftsmith.net.access import LOCAL, Guard
 from draftsmith.net.http_server import HttpServer
-from draftsmith.net.page import FILES
+from draftsmith.net.limits import Limits
 from draftsmith.serve.adapter_routes import AdapterRoutes
 from draftsmith.serve.api import Service
 from draftsmith.serve.batching.metrics import Metrics
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
 # To measure costs on, for a policy or a shape that uses them.
 _SOME_TEXT = "A drafter proposes tokens, and the target verifies them in one forward pass."
 _CLOSING_SECONDS = 5  # for connections that are open when all texts have ended
-# No secrets are in these files, and without them nobody could enter a key.
-_OPEN_PATHS = frozenset({"/health", *FILES})
-_CONNECTIONS = 1024  # beside one for each text; more get status 503
 
 
 def make_service(
@@ -45,6 +41,7 @@ def make_service(
     drafter_name: str,
     model_name: str | None = None,
     guard: Guard = LOCAL,
+    limits: Limits | None = None,
     max_tokens: int | None = None,
     seed: int | None = None,
     dynamic_lenience: float = 1.0,
@@ -56,10 +53,10 @@ def make_service(
 ) -> Service:
     """A service whose batcher runs. settings: sampling is the default of requests. model_name: what
     requests call it; default: what is behind the colon of the target's name, or all of it. seed:
-    for requests that name none; None: any. dynamic_lenience, drafters: as for `Settings`. adapters:
-    the directory with those that may be loaded; None: none may. student: the copy of the drafter
-    that learns; None: nothing is learnt. prefix_cache_bytes: as for `prefix_cache`. Raises
-    UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
+    for requests that name none; None: any. limits: of clients. dynamic_lenience, drafters: as for
+    `Settings`. adapters: the directory with those that may be loaded; None: none may. student: the
+    copy of the drafter that learns; None: nothing is learnt. prefix_cache_bytes: as for
+    `prefix_cache`. Raises UserError as `Decoder`, `ServiceLearner` and `Settings` do."""
     prompt = prompt_ids(_SOME_TEXT, target.tokenizer) if settings.needs_costs else None
     decoder, costs = settings.decoder(target, drafter, prompt)
     decoder.prefixes = prefix_cache(target.model, prefix_cache_bytes)
@@ -101,7 +98,8 @@ def make_service(
         # Another thread uses the batcher's.
         copy.deepcopy(target.tokenizer),
         names,
-        replace(guard, open_paths=_OPEN_PATHS),
+        guard,
+        limits or Limits(),
         max_tokens,
         random.Random(seed),
     )
@@ -117,9 +115,7 @@ class ServiceServer(HttpServer):
     def __init__(
         self, service: Service, drain_seconds: float, started_up: Callable[[], None] = lambda: None
     ) -> None:
-        capacity = _CONNECTIONS + service.batcher.bounds.capacity
-        app = service.guarded()
-        super().__init__(app, _CLOSING_SECONDS, started_up, limit_concurrency=capacity)
+        super().__init__(service.guarded(), _CLOSING_SECONDS, started_up, service.limits)
         self._batcher, self._drain_seconds = service.batcher, drain_seconds
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

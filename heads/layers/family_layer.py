@@ -20,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
 from decode.base.errors import UserError
+from decode.model.cache_names import with_cache
 from decode.model.forward.attention_mask import Attend
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import explained
@@ -144,7 +145,7 @@ def run_layer(
             position_embeddings=position_embeddings,
             attention_mask=None,
             position_ids=positions,
-            past_key_values=None,
+            **with_cache(layer, None),
         )
     finally:
         _attend.reset(token)

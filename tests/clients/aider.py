@@ -6,7 +6,7 @@ from pathlib import Path
 
 with tempfile.TemporaryDirectory() as place:
     file = Path(place, "greet.py")
-    file.write_text('print("hello")\n')
+    file.write_text('print("hello")\n', encoding="utf-8")
     model = ["--model", f"openai/{os.environ['MODEL']}", "--openai-api-key", "none"]
     server = ["--openai-api-base", os.environ["BASE_URL"]]
     quiet = ["--no-git", "--yes", "--no-check-update", "--no-show-model-warnings"]

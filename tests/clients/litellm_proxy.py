@@ -36,7 +36,7 @@ config = {
 }
 with tempfile.TemporaryDirectory() as place:
     file = Path(place, "config.yaml")
-    file.write_text(json.dumps(config))
+    file.write_text(json.dumps(config), encoding="utf-8")
     command = [Path(sys.executable).parent / "litellm", "--config", file, "--port", str(port)]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
     try:

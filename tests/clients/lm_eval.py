@@ -24,8 +24,10 @@ ADDRESS = f"{os.environ['BASE_URL']}/completions"
 
 with tempfile.TemporaryDirectory() as place:
     rows = Path(place, "rows.jsonl")
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    Path(place, "sums.yaml").write_text(TASK.replace("ROWS", json.dumps(str(rows))))
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    Path(place, "sums.yaml").write_text(
+        TASK.replace("ROWS", json.dumps(str(rows))), encoding="utf-8"
+    )
     settings = f"model={os.environ['MODEL']},base_url={ADDRESS},tokenizer_backend=None"
     model = ["--model", "local-completions", "--model_args", settings]
     files = ["--include_path", place, "--log_samples", "--output_path", place]

@@ -208,7 +208,9 @@ def write_answers(
     writes other files into the directory that it gets."""
 
     def fill(path: Path) -> None:
-        (path / ANSWERS).write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+        (path / ANSWERS).write_text(
+            "".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8"
+        )
         add_files(path)
 
     write_directory(directory, fill, meta=meta)
@@ -225,7 +227,7 @@ def read_answers(directory: Path) -> Iterator[dict[str, Any]]:
 def answers_of(part: Path) -> Iterator[dict[str, Any]]:
     """The answers of one part, as `read_answers`."""
     verify_directory(part)
-    with (part / ANSWERS).open() as lines:
+    with (part / ANSWERS).open(encoding="utf-8") as lines:
         yield from map(json.loads, lines)
 
 

@@ -129,8 +129,10 @@ def _kept(path: Path, made_by: list[Any], draw: Callable[[], list[list[int]]]) -
         if path.exists():
             remove_directory(path)
         meta = {"made_by": made_by}
-        write_directory(path, lambda tmp: (tmp / FILE).write_text(outputs), meta=meta)
-    return json.loads((path / FILE).read_text())
+        write_directory(
+            path, lambda tmp: (tmp / FILE).write_text(outputs, encoding="utf-8"), meta=meta
+        )
+    return json.loads((path / FILE).read_text(encoding="utf-8"))
 
 
 def _reason_against(text: str, ended: bool, known: set[str], forbidden: set[str]) -> str | None:
@@ -158,7 +160,7 @@ def save_prompts(directory: Path, stage: str, written: SelfPrompts) -> None:
         json.dumps({"id": f"{stage}-{number}", "prompt": text}) + "\n"
         for number, text in enumerate(written.texts)
     )
-    write_directory(directory, lambda path: (path / FILE).write_text(rows))
+    write_directory(directory, lambda path: (path / FILE).write_text(rows, encoding="utf-8"))
 
 
 def read_prompts(directory: Path) -> Examples:

@@ -133,7 +133,9 @@ class OnPolicyText:
                 remove_directory(path)
             lines = "".join(json.dumps(asdict(sample)) + "\n" for sample in written)
             meta = {"made_by": made_by}
-            write_directory(path, lambda tmp: (tmp / FILE).write_text(lines), meta=meta)
+            write_directory(
+                path, lambda tmp: (tmp / FILE).write_text(lines, encoding="utf-8"), meta=meta
+            )
 
         if not ranks.main_only(is_made):
             written = self._write(number, weights)
@@ -141,7 +143,7 @@ class OnPolicyText:
 
         def read() -> list[Sample]:
             verify_directory(path)
-            lines = (path / FILE).read_text().splitlines()
+            lines = (path / FILE).read_text(encoding="utf-8").splitlines()
             return [Sample(**json.loads(line)) for line in lines]
 
         generated = ranks.together(read)

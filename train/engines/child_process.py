@@ -215,7 +215,7 @@ def run_job(
     with tempfile.TemporaryDirectory() as directory, tempfile.TemporaryFile() as log:
         files = [Path(directory) / file for file in ("job.json", "answer.json", "progress")]
         job_file, answer_file, progress_file = files
-        job_file.write_text(json.dumps(job))
+        job_file.write_text(json.dumps(job), encoding="utf-8")
         progress_file.touch()
         # -I: ignore PYTHONPATH and this directory, whose file names clash with library names.
         command = [str(python or python_of(name)), "-I", str(script), *map(str, files)]
@@ -240,7 +240,7 @@ def run_job(
                 f"{name} ended with exit status {process.returncode}. {log_ending(log)}"
             )
         try:
-            return json.loads(answer_file.read_text())
+            return json.loads(answer_file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"{name} wrote no valid answer ({error}). {log_ending(log)}") from error
 

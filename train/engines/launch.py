@@ -17,6 +17,7 @@ from typing import Any
 from decode.base.artifact import temporary
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
+from decode.base.install_command import install_command
 from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
@@ -33,7 +34,7 @@ def require_server(config: EngineServer, target: Target) -> None:
     that are up are not asked yet: they may start while earlier stages run."""
     config.key()
     if importlib.util.find_spec("httpx2") is None:
-        raise UserError("a server needs httpx2; run pip install 'draftsmith[serve]'")
+        raise UserError(f"a server needs httpx2; run {install_command('serve')}")
     if config.launch and on_several_machines():
         raise UserError(
             "server.launch starts one engine on this machine, but the run's processes are on "

@@ -10,11 +10,12 @@ where the stored weights do not depend on it either: under DDP, whose ranks have
 under FSDP2, whose shards torch.distributed.checkpoint deals out anew.
 """
 
+import hashlib
 import json
 import random
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
@@ -53,7 +54,8 @@ Extra = Callable[[Path], None]
 class Checkpoints:
     """The checkpoints of one training in `parent`. keep: the number of the newest that are kept.
 
-    allow_changes: continue from a checkpoint made by another number of ranks, under DDP and FSDP2.
+    trained: the trained parameters by group (`train.loop.optimizer.grouped_names`). allow_changes:
+    continue from a checkpoint made by another number of ranks, under DDP and FSDP2.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Checkpoints:
         reporter: Reporter,
         *,
         keep: int,
+        trained: Sequence[Sequence[str]],
         allow_changes: bool = False,
     ) -> None:
+        self._trained = hashlib.sha256(json.dumps(trained).encode()).hexdigest()
         self.accelerator, self.parent, self.reporter = accelerator, parent, reporter
         self.keep, self.allow_changes = keep, allow_changes
 
@@ -77,8 +81,12 @@ class Checkpoints:
 
         def fill(directory: Path) -> None:
             self._save_into(directory, extra)
-            state = {"made_with": self._made_with(), "progress": progress}
-            (directory / STATE).write_text(json.dumps(state))
+            state = {
+                "made_with": self._made_with(),
+                "trained": self._trained,
+                "progress": progress,
+            }
+            (directory / STATE).write_text(json.dumps(state), encoding="utf-8")
 
         if self.accelerator.is_main_process:
             write_directory(self.parent / f"{PREFIX}-{step}", fill, meta={"step": step})
@@ -95,7 +103,7 @@ class Checkpoints:
         The first rank chooses it for all: ranks that see different files must not train different
         weights. Damaged checkpoints are reported and renamed. Raises UserError on all ranks if all
         checkpoints are damaged, if a rank cannot read the chosen one or reads another, or if it was
-        made by another engine or number of ranks.
+        made by another engine or number of ranks, or for other weights.
         """
         ranks = Ranks.of(self.accelerator)
         chosen = ranks.main_only(self._choose)
@@ -104,7 +112,7 @@ class Checkpoints:
         newest, sha256 = chosen
         # The first rank has just hashed these files.
         ranks.together(lambda: None if ranks.is_main else _require_sound(newest, sha256))
-        state = json.loads((newest / STATE).read_text())
+        state = json.loads((newest / STATE).read_text(encoding="utf-8"))
         # load_state sets the counter from the random state's file, and hides a failure to read it.
         self.accelerator.step = -1
         self.accelerator.load_state(str(newest))
@@ -128,8 +136,16 @@ class Checkpoints:
                     "this stage from the beginning"
                 )
             return None
-        state = json.loads((newest / STATE).read_text())
+        state = json.loads((newest / STATE).read_text(encoding="utf-8"))
         self._require_same(state["made_with"], newest)
+        # AdamW's moments have numbers, not names. Checkpoints of earlier versions do not say more.
+        if state.get("trained", self._trained) != self._trained:
+            raise UserError(
+                f"{newest} is of a training of other weights, or with other groups of them: a "
+                "setting that adds or resizes weights, or a pattern of optimizer.groups, changed. "
+                "Set it as it was, or delete the directory of these checkpoints to train this "
+                "stage from the beginning."
+            )
         for error in damaged:
             _put_aside(error.directory)
         return newest, manifest_sha256(newest)
@@ -158,7 +174,9 @@ class Checkpoints:
         """The `progress` of each checkpoint. Damaged ones are left out."""
         for step in numbers_of(self.parent, PREFIX):
             with suppress(OSError, ValueError, KeyError):
-                yield json.loads((self.parent / f"{PREFIX}-{step}" / STATE).read_text())["progress"]
+                yield json.loads(
+                    (self.parent / f"{PREFIX}-{step}" / STATE).read_text(encoding="utf-8")
+                )["progress"]
 
     def _made_with(self) -> dict[str, Any]:
         return {

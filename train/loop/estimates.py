@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
@@ -76,6 +77,34 @@ def heads_bytes(
     layers = int(layers * heads.tokens_per_part)
     places = (len(heads.captured_layers) + 3 * heads.depth) * hidden
     return tokens * (layers + places) * itemsize
+
+
+def loss_bytes(weights: int, itemsize: int, *, gradients: int) -> int:
+    """What the losses of a batch hold of output layers beside the layers and one float32 gradient
+    (`distill.chunked_loss.LossSum`).
+
+    weights: the number of their weights. itemsize: of the matrix products' precision, in which the
+    losses have a copy of them. gradients: how many of them are in memory together.
+    """
+    return weights * (4 * max(0, gradients - 1) + (itemsize if itemsize < 4 else 0))
+
+
+def model_loss_bytes(
+    model: PreTrainedModel,
+    itemsize: int,
+    loop: LoopConfig,
+    *,
+    trained: bool,
+    read_twice: bool = False,
+) -> int:
+    """`loss_bytes` of a model's output layer. trained: it has a gradient. read_twice: the losses of
+    heads read it too."""
+    layer: nn.Module = model.get_output_embeddings()
+    # The embeddings have a gradient of their own, and so have the earlier batches of a step.
+    tied = model.config.get_text_config().tie_word_embeddings
+    gradients = 1 + bool(tied) + read_twice + (loop.accumulation > 1) if trained else 0
+    weights = sum(p.numel() for p in layer.parameters())
+    return loss_bytes(weights, itemsize, gradients=gradients)
 
 
 def mask_bytes(tokens: int, longest: int, pairs: float, copies: int, itemsize: int) -> int:
@@ -173,7 +202,7 @@ def read_speeds(option: str) -> dict[str, float]:
     UserError for anything else."""
     file = Path(option) / "report.json"
     if file.is_file():
-        report, speeds = json.loads(file.read_text()), dict[str, float]()
+        report, speeds = json.loads(file.read_text(encoding="utf-8")), dict[str, float]()
         for stage in report["stages"]:
             summary = stage["summary"]
             speed = (summary.get("training") or summary).get("tokens_per_second")

@@ -83,3 +83,9 @@ def make_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Op
     # Fused: one pass over the weights. On a CPU these passes are most of its cost.
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=True)
+
+
+def grouped_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names and shapes of the parameters of each group, in the optimizer's order."""
+    names = {id(p): f"{name} {list(p.shape)}" for name, p in module.named_parameters()}
+    return [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from train.loop.meters.peak_flops import device_peak
 from train.loop.meters.peak_memory import peak_memory
 from train.loop.meters.profiler import StepProfiler
 from train.loop.meters.throughput import Throughput, flops_of, in_words
-from train.loop.optimizer import OptimizerConfig, make_optimizer
+from train.loop.optimizer import OptimizerConfig, grouped_names, make_optimizer
 from train.loop.optimizer_step import EMA, take_step
 from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
 
@@ -118,6 +118,7 @@ class Trainer:
         self.clock = clock or Clock(accelerator.device)
         self._round: _Round | None = None
         adamw = make_optimizer(task.module, optimizer)
+        trained = grouped_names(task.module, adamw)
         self.trained_parameters = sum(
             p.numel() for group in adamw.param_groups for p in group["params"]
         )
@@ -132,6 +133,7 @@ class Trainer:
             directory / CHECKPOINTS,
             reporter,
             keep=loop.keep_checkpoints,
+            trained=trained,
             allow_changes=allow_changes,
         )
         self.best = BestVersion(accelerator, self.checkpoints) if loop.keep_best else None
@@ -148,10 +150,14 @@ class Trainer:
     def fit(self) -> TrainingProgress:
         """Train to the end.
 
-        Raises UserError instead of taking a step whose loss or gradient is not finite. Raises
-        Stopped, after saving a checkpoint, if the process was asked to stop.
+        Raises UserError if more than `max_skipped_steps` have a loss or gradient that is not
+        finite. Raises Stopped, after saving a checkpoint, if the process was asked to stop.
         """
+        groups = [dict(group) for group in self.optimizer.param_groups]
         stored = self.checkpoints.load(self._load_average)
+        # A checkpoint has the optimizer's settings too. Those of now count.
+        for group, now in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({name: value for name, value in now.items() if name != "params"})
         self.progress = progress = TrainingProgress(**stored) if stored else TrainingProgress()
         if self.best is None:
             progress.best = None
@@ -188,7 +194,7 @@ class Trainer:
                     self.clock.weight = self.loop.log_every if log else 0
                 progress.seconds = time.perf_counter() - begin
                 first, tokens = progress.batch, progress.tokens
-                entry, stopping = self._optimizer_step(progress, current, request)
+                entry, taken, stopping = self._optimizer_step(progress, current, request)
                 last = self._ended()
                 self.clock.weight = 1
                 seconds = time.perf_counter() - begin - progress.seconds
@@ -202,7 +208,7 @@ class Trainer:
                     self._log({f"dev/{k}": v for k, v in progress.dev[-1].items()})
                     progress.seconds = time.perf_counter() - begin
                     last = self._ended()
-                if log or last:
+                if taken and (log or last):
                     progress.history.append(entry | {"step": number, "epoch": progress.round})
                     speed = self.throughput.figures()
                     self._log(entry | speed | {"memory_gib": peak_memory() / 2**30})
@@ -256,9 +262,10 @@ class Trainer:
 
     def _optimizer_step(
         self, progress: TrainingProgress, current: _Round, request: StopRequest
-    ) -> tuple[dict[str, float], bool]:
+    ) -> tuple[dict[str, float], bool, bool]:
         """Take one step over `accumulation` global batches. Returns the step's figures, such as the
-        mean loss per token and its terms, and whether any rank was asked to stop."""
+        mean loss per token and its terms; whether they are finite, so that it was taken; and
+        whether any rank was asked to stop."""
         accelerator, batches = self.accelerator, current.batches
         rank, world = accelerator.process_index, accelerator.num_processes
         last = min(progress.batch + self.loop.accumulation, len(batches))
@@ -278,8 +285,11 @@ class Trainer:
             final = number + 1 == last
             with parallel.part(accelerator, self.module, last=final), self.clock("drafter"):
                 loss, parts = self.task.step(self.module, tensors, batch["ids"])
+                # 0, or NaN if a loss is not finite. Then no rank has a gradient, with any engine.
+                found = loss.detach() + parts.sum()
                 # Engines average gradients over ranks; this turns it into a mean over tokens.
-                parallel.backward(accelerator, self.module, loss * world / tokens)
+                factor = world / tokens + (found - found)
+                parallel.backward(accelerator, self.module, loss * factor)
             sums += parts
             total += loss.detach()
         time_share = progress.seconds / (60 * (self.loop.max_minutes or math.inf))
@@ -290,8 +300,7 @@ class Trainer:
         sums_by_term = dict(zip(self.task.terms, values[1:], strict=True))
         figures = self.task.figures or _means
         entry = {"loss": values[0] / tokens, **figures(sums_by_term, tokens)}
-        step_ids = partial(sample_ids, current.samples, rows)
-        _require_finite(entry, progress.step + 1, step_ids)
+        bad = _not_finite(entry)
         with self.clock("drafter"):
             norm, lr = take_step(
                 self.optimizer,
@@ -302,13 +311,32 @@ class Trainer:
                 clip=partial(parallel.clip_gradients, accelerator, self.module),
             )
         entry |= {"gradient_norm": norm, "lr": lr}
-        _require_finite(entry, progress.step + 1, step_ids)
-        if self.average:
+        bad = bad or _not_finite(entry)
+        if bad:
+            self._skip(progress, bad, sample_ids(current.samples, rows))
+        elif self.average:
             shares = rank_weights.local_weights(accelerator, self.module)
             self.average.update(shares, progress.step + 1)
         progress.step += 1
         progress.batch, progress.tokens = last, progress.tokens + tokens
-        return entry, stopping > 0
+        return entry, not bad, stopping > 0
+
+    def _skip(self, progress: TrainingProgress, bad: Sequence[str], ids: Sequence[str]) -> None:
+        """Count a step that was not taken. bad: its figures that are not finite. ids: those of its
+        samples. Raises UserError if there are too many."""
+        step, most = progress.step + 1, self.loop.max_skipped_steps
+        what = (
+            f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; samples: "
+            f"{', '.join(ids)}"
+        )
+        if progress.skipped >= most:
+            raise UserError(
+                f"{what}. loop.max_skipped_steps is {most}, and {progress.skipped} were skipped "
+                "before. Lower the learning rate, check these samples, or raise that setting."
+            )
+        progress.skipped += 1
+        progress.last_skipped = {"step": step, "figures": list(bad), "samples": list(ids)}
+        self.reporter.say(f"  {what} ({progress.skipped} of at most {most} so far)")
 
     def _text(self, number: int) -> _Round:
         if self._round is None or self._round.number != number:
@@ -352,9 +380,16 @@ class Trainer:
             rank_weights.save_shares(self.accelerator, self.module, shares, directory / AVERAGE)
 
     def _load_average(self, directory: Path) -> None:
-        if self.average:
-            shares = self.average.shares
+        if not self.average:
+            return
+        shares = self.average.shares
+        if any(directory.glob(f"{AVERAGE}*")):
             rank_weights.load_shares(self.accelerator, self.module, shares, directory / AVERAGE)
+            return
+        # `optimizer.ema` is a new setting: the average begins with the weights of now.
+        weights = rank_weights.local_weights(self.accelerator, self.module)
+        for share, weight in zip(shares, weights, strict=True):
+            share.copy_(weight)
 
     def padding_share(self) -> float:
         """The share of padding among the batch positions of the newest round."""
@@ -367,10 +402,5 @@ def _means(sums: dict[str, float], tokens: int) -> dict[str, float]:
     return {term: value / tokens for term, value in sums.items()}
 
 
-def _require_finite(entry: dict[str, float], step: int, ids: Callable[[], list[str]]) -> None:
-    bad = [name for name, value in entry.items() if not math.isfinite(value)]
-    if bad:
-        raise UserError(
-            f"step {step}: {', '.join(bad)} is not finite, so the step was not taken; samples: "
-            f"{', '.join(ids())}. Lower the learning rate, or check these samples."
-        )
+def _not_finite(entry: dict[str, float]) -> list[str]:
+    return [name for name, value in entry.items() if not math.isfinite(value)]

@@ -49,6 +49,9 @@ class LoopConfig(Strict):
     patience: int | None = Field(None, ge=1)
     """The training ends after this many measurements in a row on the dev slice that are not better
     than the best one. Needs `keep_best`. None: it does not end early."""
+    max_skipped_steps: int = Field(10, ge=0)
+    """A step whose loss or gradient is not finite is not taken, and the training goes on with the
+    next batch. It ends with an error at one more than this many of them."""
     log_every: int = Field(5, ge=1)
     """Optimizer steps between two logged figures."""
     seed: Seed = 0
@@ -103,6 +106,8 @@ class TrainingProgress:
     history: figures of logged steps. dev: figures of `TrainingTask.measure`. best: {step, figure,
     value} of the best version so far. seconds: total wall time. time_share: the share of
     `max_minutes` that is over, the same on all ranks. clock: the measured seconds by activity.
+    skipped: the steps that were not taken, as their loss or gradient was not finite. last_skipped:
+    {step, figures, samples} of the last of them: the names of these figures, and the samples' ids.
     """
 
     step: int = 0
@@ -115,6 +120,8 @@ class TrainingProgress:
     dev: list[dict[str, float]] = field(default_factory=list)
     clock: dict[str, float] = field(default_factory=dict)
     best: dict[str, Any] | None = None
+    skipped: int = 0
+    last_skipped: dict[str, Any] | None = None
 
     @property
     def without_gain(self) -> int:

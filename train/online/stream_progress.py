@@ -168,22 +168,22 @@ class History:
 
     def append(self, kind: str, entry: dict[str, Any]) -> None:
         """kind: window or round."""
-        with self.file.open("a") as lines:
+        with self.file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps({kind: entry}) + "\n")
 
     def size(self) -> int:
         """Flush the file to disk; its bytes."""
-        with self.file.open("a") as lines:
+        with self.file.open("a", encoding="utf-8") as lines:
             os.fsync(lines.fileno())
             return lines.tell()
 
     def cut(self, size: int) -> None:
         """Go on after the first `size` bytes."""
-        with self.file.open("a") as lines:
+        with self.file.open("a", encoding="utf-8") as lines:
             lines.truncate(size)
 
     def read(self, kind: str) -> list[dict[str, Any]]:
-        entries = map(json.loads, self.file.read_text().splitlines())
+        entries = map(json.loads, self.file.read_text(encoding="utf-8").splitlines())
         return [entry[kind] for entry in entries if kind in entry]
 
 
@@ -249,7 +249,7 @@ class Versions:
         state = json.dumps(asdict(progress))
         write_directory(
             self.saves / f"{PROGRESS}-{number}",
-            lambda directory: (directory / STATE).write_text(state),
+            lambda directory: (directory / STATE).write_text(state, encoding="utf-8"),
             meta={"number": number},
         )
         numbers = numbers_of(self.saves, PROGRESS)
@@ -258,7 +258,7 @@ class Versions:
         needed = set(numbers_of(self.versions, VERSION)[-self.keep :])
         for kept in numbers[-KEEP:]:
             stored = self.saves / f"{PROGRESS}-{kept}" / STATE
-            needed.add(json.loads(stored.read_text())["version"])
+            needed.add(json.loads(stored.read_text(encoding="utf-8"))["version"])
         for old in numbers_of(self.versions, VERSION):
             if old not in needed:
                 remove_directory(self.path(old))
@@ -282,7 +282,7 @@ class Versions:
         damaged: list[UserError] = [*skipped]
         progress = None
         while newest is not None and progress is None:
-            stored = StreamProgress.read(json.loads((newest / STATE).read_text()))
+            stored = StreamProgress.read(json.loads((newest / STATE).read_text(encoding="utf-8")))
             number = int(newest.name.rpartition("-")[2])
             try:
                 describe_drafter(self.path(stored.version))

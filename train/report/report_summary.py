@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from decode.base.install_command import install_command
 from decode.measure.intervals import FEWEST_PROMPTS
 from train.base.run_files import START
 from train.report.drafter_table import is_baseline, row_labels, without_gamma
@@ -217,7 +218,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         *_forwards(report),
         *_fixed_depths(report),
         *_ranks(rows),
-        *([] if can_plot() else ["no plots: they need pip install 'draftsmith[plots]'"]),
+        *([] if can_plot() else [f"no plots: they need {install_command('plots')}"]),
         *(f"data: {note}" for note in report.get("data_notes") or ()),
     ]
     for label, row in zip(row_labels(report), rows, strict=True):

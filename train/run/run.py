@@ -275,7 +275,9 @@ class Run:
         stored = self.directory / "config.json"
         resolved = dump_config(self.config)
         if stored.exists():
-            changed = differences(_in_todays_format(json.loads(stored.read_text())), resolved)
+            changed = differences(
+                _in_todays_format(json.loads(stored.read_text(encoding="utf-8"))), resolved
+            )
             if changed and not self.allow_changes:
                 raise UserError(
                     f"run {self.directory} was started with other settings:\n  "
@@ -302,7 +304,7 @@ class Run:
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent, alone=True)
         stored = self.directory / "data.json"
-        if stored.exists() and json.loads(stored.read_text()) != fingerprints:
+        if stored.exists() and json.loads(stored.read_text(encoding="utf-8")) != fingerprints:
             for stage in self.config.stages:  # no other kind has begun
                 (self.stage_directory(stage.name) / DONE).unlink(missing_ok=True)
         write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
@@ -310,7 +312,7 @@ class Run:
         resolved = dump_config(self.config)
         write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
-        starts = json.loads(provenance.read_text()) if provenance.exists() else []
+        starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
         write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
 
     def read_data(self) -> Splits:
@@ -379,7 +381,7 @@ class Run:
         return kept
 
     def _require_data_unchanged(self, now: dict[str, str]) -> None:
-        stored = json.loads((self.directory / "data.json").read_text())
+        stored = json.loads((self.directory / "data.json").read_text(encoding="utf-8"))
         changed = [split for split in {**stored, **now} if stored.get(split) != now.get(split)]
         begun = [
             stage.name
@@ -423,7 +425,7 @@ class Run:
         done = directory / DONE
 
         def read() -> dict[str, Any] | None:
-            return json.loads(done.read_text()) if done.exists() else None
+            return json.loads(done.read_text(encoding="utf-8")) if done.exists() else None
 
         if stored := Ranks.of(self.accelerator).main_only(read):
             self.reporter.say(f"stage {settings.name}: done")

@@ -172,7 +172,7 @@ class RunEvaluation:
     def _changed(self, row: Row, found: Path) -> bool:
         """Whether a stored row was measured with other settings. Also says so."""
         # Earlier versions stored no settings. A setting that they did not have keeps its meaning.
-        stored = json.loads((found / EVALUATION).read_text()).get("settings") or {}
+        stored = json.loads((found / EVALUATION).read_text(encoding="utf-8")).get("settings") or {}
         changed = differences(stored, _known(stored, self._settings(row)))
         if changed:
             self.reporter.say(f"{row.stage} is evaluated again: {'; '.join(changed)}")
@@ -221,7 +221,9 @@ class RunEvaluation:
             "samples": self._samples(evaluation, examples),
         }
         text = json.dumps(record, indent=2)
-        write_directory(directory, lambda path: (path / EVALUATION).write_text(text))
+        write_directory(
+            directory, lambda path: (path / EVALUATION).write_text(text, encoding="utf-8")
+        )
         self._log(row.label, record["evaluation"])
 
     def _log(self, label: str, evaluation: dict[str, Any]) -> None:

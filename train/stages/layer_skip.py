@@ -25,6 +25,7 @@ from train.loop.estimates import (
     activation_bytes,
     batch_share,
     forward_bytes,
+    model_loss_bytes,
     optimizer_bytes,
     planned_tokens,
     time_limit,
@@ -105,7 +106,8 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
             activations=forward_bytes(model, batch)
             + activation_bytes(model, layers, batch, self.product_bytes),
             # Of student and teacher, for one chunk.
-            logits=2 * 4 * config.chunk_tokens * self.target.vocab_size,
+            logits=2 * 4 * config.chunk_tokens * self.target.vocab_size
+            + model_loss_bytes(model, self.product_bytes, loop, trained=config.lora is None),
         )
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "

@@ -364,6 +364,8 @@ class TrainingStage(TextStage[L]):
                 "dev": progress.dev,
                 "best": progress.best,
                 "clock": progress.clock,
+                "steps_skipped": progress.skipped,
+                "last_skipped": progress.last_skipped,
             },
             "samples": counts,
             "padding_share": trainer.padding_share(),
@@ -380,6 +382,10 @@ class TrainingStage(TextStage[L]):
         training = dict(others.pop("training", None) or {})
         history, dev = (training.pop(key, None) or [] for key in ("history", "dev"))
         clock, best = training.pop("clock", None) or {}, training.pop("best", None)
+        skipped = training.pop("last_skipped", None)
+        if skipped:
+            what = ", ".join(skipped["figures"])
+            training["last skipped"] = f"step {skipped['step']}, {what} not finite"
         if best:
             training["best version"] = f"step {best['step']}, {best['figure']} {best['value']:.3f}"
         losses = loss_plot(f"loss-{number}", history, summary.get("losses") or [])

@@ -9,7 +9,9 @@ from train.loop.estimates import (
     activation_bytes,
     batch_share,
     heads_bytes,
+    loss_bytes,
     mask_bytes,
+    model_loss_bytes,
     optimizer_bytes,
     source_memory,
 )
@@ -44,7 +46,12 @@ def heads_memory(
         activations=heads_bytes(heads, target.model, batch, itemsize, recompute=recompute)
         + mask_bytes(batch, config.max_length, heads.mask_pairs, heads.masks, itemsize),
         # Of heads and target, for one chunk.
-        logits=2 * 4 * config.chunk_tokens * heads.rows,
+        logits=2 * 4 * config.chunk_tokens * heads.rows
+        + loss_bytes(
+            sum(p.numel() for p in heads.output.parameters()),
+            itemsize,
+            gradients=0 if config.lora is not None else 1 + (config.loop.accumulation > 1),
+        ),
     )
     memory += source_memory(
         target,
@@ -58,6 +65,13 @@ def heads_memory(
         memory += Memory(
             weights=2 * 4 * target.model.num_parameters(),
             optimizer=12 * config.backbone.trained_parameters(target),
+            logits=model_loss_bytes(
+                target.model,
+                itemsize,
+                config.loop,
+                trained=config.backbone.lora is None,
+                read_twice=not len(heads.output.layers),
+            ),
         )
     return memory
 
@@ -90,7 +104,13 @@ def distill_memory(
         optimizer=optimizer_bytes(trained, average=config.optimizer.ema is not None),
         activations=activation_bytes(model, layers, tokens, itemsize, recompute=recompute),
         # Of student and teacher, for one chunk.
-        logits=2 * 4 * config.chunk_tokens * target.vocab_size,
+        logits=2 * 4 * config.chunk_tokens * target.vocab_size
+        + model_loss_bytes(
+            model,
+            itemsize,
+            config.loop,
+            trained=config.lora is None and model.get_output_embeddings().weight.requires_grad,
+        ),
     )
     # Attention makes the additive form of a mask again in each layer.
     copies = 1 if recompute else layers

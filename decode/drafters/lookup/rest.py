@@ -69,7 +69,7 @@ class RestDrafter(LookupDrafter):
     @classmethod
     def load(cls, path: Path, target: Target, *, dtype: str) -> "RestDrafter":
         try:
-            options = RestOptions(**json.loads((path / OPTIONS_FILE).read_text()))
+            options = RestOptions(**json.loads((path / OPTIONS_FILE).read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(
                 f"{path}: {OPTIONS_FILE} does not hold the options of a datastore ({error}); "
@@ -128,4 +128,4 @@ def write_rest(
     """Write the files that `RestDrafter.load` reads. documents, and errors: those of
     `write_datastore`."""
     write_datastore(directory, documents)
-    (directory / OPTIONS_FILE).write_text(json.dumps(asdict(options)))
+    (directory / OPTIONS_FILE).write_text(json.dumps(asdict(options)), encoding="utf-8")

@@ -63,7 +63,7 @@ void sums_of(int rows, const char* const* weights, int form, const Number* x, in
   switch (rows) {
 #define ROWS(N)                                              \
   case N:                                                    \
-    if constexpr (N <= MOST && M <= together(N))             \
+    if constexpr (N <= MOST && M <= together(N, WHOLE))             \
       return sums<N, M>(weights, form, x, in, y);            \
     break;
     ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) ROWS(9) ROWS(10) ROWS(11)
@@ -95,7 +95,10 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
                    Number* y, int64_t rows, int64_t in, int64_t out, int mode) {
   Share share(out / OUT);
   // Few rows have few sums: several blocks at once keep the units busy.
-  const int some_blocks = together(rows);
+  const bool makes = makes_numbers(rows, weights.form);
+  const int form = makes ? WHOLE : weights.form, some_blocks = together(rows, form);
+  const int64_t groups = (rows + MOST - 1) / MOST;  // rows are shared out evenly among them
+  std::vector<float> made(makes ? in * OUT : 0);
   alignas(64) float found[MOST * 4 * OUT];
   for (int64_t block = share.begin; block < share.end;) {
     int count = int(std::min<int64_t>(some_blocks, share.end - block));
@@ -103,11 +106,16 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
     const char* from[4];
     for (int m = 0; m < count; m++)
       from[m] = weights.blocks + (block + m) * block_bytes(in, weights.form);
-    for (int64_t row = 0; row < rows; row += MOST) {
-      int some = int(std::min<int64_t>(MOST, rows - row));
-      if (count == 4) sums_of<4>(some, from, weights.form, x + row * in, in, found);
-      else if (count == 2) sums_of<2>(some, from, weights.form, x + row * in, in, found);
-      else sums_of<1>(some, from, weights.form, x + row * in, in, found);
+    if (makes) {
+      make_numbers(from[0], weights.form, in, made.data());
+      from[0] = (const char*)made.data();
+    }
+    for (int64_t group = 0; group < groups; group++) {
+      const int64_t row = rows * group / groups;
+      const int some = int(rows * (group + 1) / groups - row);
+      if (count == 4) sums_of<4>(some, from, form, x + row * in, in, found);
+      else if (count == 2) sums_of<2>(some, from, form, x + row * in, in, found);
+      else sums_of<1>(some, from, form, x + row * in, in, found);
       for (int j = 0; j < some; j++)
         for (int m = 0; m < count; m++)
           for (int half = 0; half < OUT; half += WIDTH) {

@@ -6,7 +6,8 @@ of the memory's speed there, and a layer is thirty small operations of Python. T
 same bits for any number of rows.
 
 In float32, weights that are numbers of bfloat16, as those of most checkpoints are, are read as
-such: half of the memory, and the same products.
+such: half of the memory, and the same products. Weights of a quantised file are read in its form
+(`quantised_rows`).
 
 The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
 the user's cache. Without a compiler, or on a processor that lacks the instructions, PyTorch's
@@ -29,6 +30,7 @@ import torch
 from torch import Tensor
 
 from decode.base.processor import cpu_flags
+from decode.model.forward.huge_pages import in_huge_pages
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +39,39 @@ MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma"]
+FLAGS += ["-mf16c"]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Packed weights. data: [out / outputs of a block, …]. form: how they are stored, as in
+    few_rows.cpp."""
+
+    data: Tensor
+    form: int
+
+    @classmethod
+    def of(cls, data: Tensor) -> "Blocks":
+        """Weights whose dtype says their form."""
+        return cls(in_huge_pages(data), FORMS[data.dtype])
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, part: slice) -> "Blocks":
+        return Blocks(self.data[part], self.form)
 
 
 @dataclass(frozen=True)
 class Numbers:
     """What the functions for states in one dtype need.
 
-    outputs: of a block of weights. needs: a processor's instructions. leaves_to: with these,
-    PyTorch's products are quicker than ours.
+    headers: the file of the dtype, and those that it includes. outputs: of a block of weights.
+    needs: a processor's instructions. leaves_to: with these, PyTorch's products are quicker than
+    ours.
     """
 
-    header: Path
+    headers: tuple[Path, ...]
     outputs: int
     needs: frozenset[str]
     flags: tuple[str, ...] = ()
@@ -56,14 +80,16 @@ class Numbers:
 
 NUMBERS = {
     torch.bfloat16: Numbers(
-        SOURCE.with_name("few_rows_bfloat16.h"),
+        (SOURCE.with_name("few_rows_bfloat16.h"),),
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
         leaves_to="amx_bf16",
     ),
     torch.float32: Numbers(
-        SOURCE.with_name("few_rows_float32.h"), outputs=16, needs=frozenset({"avx2", "fma"})
+        (SOURCE.with_name("few_rows_float32.h"), SOURCE.with_name("few_rows_own_forms.h")),
+        outputs=16,
+        needs=frozenset({"avx2", "fma", "f16c"}),
     ),
 }
 
@@ -108,8 +134,8 @@ def _compiled(numbers: Numbers) -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
         raise OSError(f"{cache} belongs to another user")
-    flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.header.name}"']
-    texts = SOURCE.read_text(), numbers.header.read_text()
+    flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.headers[0].name}"']
+    texts = [file.read_text(encoding="utf-8") for file in (SOURCE, *numbers.headers)]
     about = "\0".join([*texts, compiler, *flags])
     path = cache / f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if not path.exists():
@@ -135,22 +161,22 @@ def fits(weights: Sequence[Tensor]) -> bool:
     return all(len(x) % numbers.outputs == 0 and x.shape[1] % 2 == 0 for x in weights)
 
 
-def packed_blocks(weight: Tensor) -> Tensor:
+def packed_blocks(weight: Tensor) -> Blocks:
     """A weight [out, in] as the functions for its dtype read it, in blocks of outputs. A weight in
     float32 becomes bfloat16 if that changes no number."""
     (out, size), outputs = weight.shape, NUMBERS[weight.dtype].outputs
     if weight.dtype == torch.bfloat16:
         blocks = weight.reshape(out // outputs, outputs, size // 2, 2)
-        return blocks.permute(0, 2, 1, 3).contiguous()
+        return Blocks.of(blocks.permute(0, 2, 1, 3))
     half = weight.bfloat16()
     if torch.equal(half.float(), weight):
         blocks = half.reshape(out // outputs, 2, outputs // 2, size)
-        return blocks.permute(0, 3, 2, 1).contiguous()
-    return weight.reshape(out // outputs, outputs, size).transpose(1, 2).contiguous()
+        return Blocks.of(blocks.permute(0, 3, 2, 1))
+    return Blocks.of(weight.reshape(out // outputs, outputs, size).transpose(1, 2))
 
 
 def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight [out, in] of a dtype that `packed_blocks` packed."""
+    """The weight [out, in] of a dtype whose data `packed_blocks` made."""
     if blocks.ndim == 3:
         return blocks.transpose(1, 2).flatten(0, 1)
     # [blocks, inputs, outputs / 2, 2] of float32, else [blocks, inputs / 2, outputs, 2].
@@ -160,7 +186,7 @@ def unpacked_blocks(blocks: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def multiply(
-    x: Tensor, packed: Tensor, bias: Tensor | None, other: Tensor | None, mode: str
+    x: Tensor, packed: Blocks, bias: Tensor | None, other: Tensor | None, mode: str
 ) -> Tensor:
     """x · Wᵀ + b, [..., out], in the dtype of x. mode: what follows before the result is rounded:
     `add` or `mul` with `other`, `swish`, or `none`."""
@@ -172,6 +198,6 @@ def multiply(
     if other is not None:
         other = other.expand_as(result).contiguous()
     rows = x.numel() // size
-    addresses = [None if t is None else t.data_ptr() for t in (x, packed, bias, other, result)]
-    found.product(*addresses, rows, size, out, MODES[mode], FORMS[packed.dtype])
+    addresses = [None if t is None else t.data_ptr() for t in (x, packed.data, bias, other, result)]
+    found.product(*addresses, rows, size, out, MODES[mode], packed.form)
     return result

@@ -11,9 +11,17 @@ constexpr int MOST = 12;   // rows whose sums fit into registers
 constexpr Number HIDDEN = 0xFF7F;  // of an additive mask: the lowest number
 typedef float Floats __attribute__((vector_size(64)));
 
-constexpr int together(int64_t rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+constexpr int WHOLE = 1, BYTES = 2;
 
-constexpr int BYTES = 2;
+// How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1.
+constexpr int FAR = 8192, NEAR = 1024;
+
+// Blocks at once.
+constexpr int together(int64_t rows, int) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+// Every form is read as it is, for any number of rows.
+constexpr bool makes_numbers(int64_t, int) { return false; }
+inline void make_numbers(const char*, int, int64_t, float*) {}
 
 inline int64_t block_bytes(int64_t in, int form) {
   return form == BYTES ? (in + 4) * 2 * WIDTH : in * 2 * 2 * WIDTH;
@@ -81,10 +89,12 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
         some = _mm512_unpacklo_epi8(some, upper);
       } else {
         more = _mm512_loadu_si512(p + 64);
-        _mm_prefetch(p + 1088, _MM_HINT_T0);
+        _mm_prefetch(p + FAR + 64, _MM_HINT_T1);
+        _mm_prefetch(p + NEAR + 64, _MM_HINT_T0);
       }
       const __m512bh first = (__m512bh)some, second = (__m512bh)more;
-      _mm_prefetch(p + 1024, _MM_HINT_T0);
+      _mm_prefetch(p + FAR, _MM_HINT_T1);
+      _mm_prefetch(p + NEAR, _MM_HINT_T0);
 #pragma GCC unroll 12
       for (int j = 0; j < N; j++) {
         int pair;

@@ -3,7 +3,7 @@
 // Packed weights: [out / 16][in][16] in float32. Or, where every weight is a number of bfloat16,
 // [out / 16][in][8][2] in bfloat16: output i beside output i + 8, so that a shift and a mask make
 // two vectors of float32. That is half of the memory to read, and the same sums. In bytes:
-// [out / 16][in][16] and after them 16 scales in float32.
+// [out / 16][in][16] and after them 16 scales in float32. Or in the form of a quantised file.
 
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
@@ -11,11 +11,27 @@ constexpr int MOST = 6;   // rows whose sums fit into registers
 constexpr Number HIDDEN = std::numeric_limits<float>::lowest();  // of an additive mask
 typedef float Floats __attribute__((vector_size(32)));
 
-constexpr int together(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
-
 constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
 
+// How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1.
+constexpr int FAR = 6144, NEAR = 1024;
+
+#include "few_rows_own_forms.h"
+
+// Blocks at once. Making numbers of codes keeps the units busy too.
+constexpr int together(int64_t rows, int form) {
+  if (form >= FIRST_OWN) return rows == 1 ? 2 : 1;
+  return rows == 1 ? 4 : rows == 2 ? 2 : 1;
+}
+
+// Whether the numbers of a block are made once and kept, for this many rows.
+constexpr bool makes_numbers(int64_t rows, int form) { return form >= FIRST_OWN && rows > MOST; }
+
 inline int64_t block_bytes(int64_t in, int form) {
+  if (form >= FIRST_OWN) {
+    const OwnForm own = OWN_FORMS[form - FIRST_OWN];
+    return in / own.group * group_bytes(own);
+  }
   return 2 * WIDTH * (form == BYTES ? in + 4 : form == HALF ? in * 2 : in * 4);
 }
 
@@ -75,7 +91,10 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
         first = _mm256_loadu_ps((const float*)p);
         second = _mm256_loadu_ps((const float*)p + 8);
       }
-      _mm_prefetch(p + 1024, _MM_HINT_T0);
+      if (FORM == WHOLE || k % 2 == 0) {  // once a cache line
+        _mm_prefetch(p + FAR, _MM_HINT_T1);
+        _mm_prefetch(p + NEAR, _MM_HINT_T0);
+      }
 #pragma GCC unroll 6
       for (int j = 0; j < N; j++) {
         __m256 row = _mm256_broadcast_ss(x + j * in + k);
@@ -100,7 +119,25 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
 // The sums of N rows x [·, in] with M blocks of weights: y [N][M · 16].
 template <int N, int M>
 inline void sums(const char* const* weights, int form, const Number* x, int64_t in, float* y) {
-  if (form == BYTES) sums_in<N, M, BYTES>(weights, x, in, y);
-  else if (form == HALF) sums_in<N, M, HALF>(weights, x, in, y);
-  else sums_in<N, M, WHOLE>(weights, x, in, y);
+  switch (form) {
+    case BYTES: return sums_in<N, M, BYTES>(weights, x, in, y);
+    case HALF: return sums_in<N, M, HALF>(weights, x, in, y);
+    case WHOLE: return sums_in<N, M, WHOLE>(weights, x, in, y);
+#define SUMS(FORM)                                                       \
+  case FORM:                                                             \
+    if constexpr (M <= together(N, FORM)) return sums_of_codes<N, M, FORM>(weights, x, in, y); \
+    break;
+    EVERY_OWN_FORM(SUMS)
+#undef SUMS
+  }
+}
+
+// The weights of a block as [in][16] numbers in float32.
+inline void make_numbers(const char* block, int form, int64_t in, float* y) {
+  switch (form) {
+#define NUMBERS_OF(FORM) \
+  case FORM: return numbers_of_block<FORM>(block, in, y);
+    EVERY_OWN_FORM(NUMBERS_OF)
+#undef NUMBERS_OF
+  }
 }

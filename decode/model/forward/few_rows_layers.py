@@ -81,12 +81,13 @@ class FewRowsLayer(Packed):
         gates = [product.blocks[0] for product in gate_up]
         dtype = parts.mlp_in.weight.dtype
         outputs = few_rows.NUMBERS[dtype].outputs
-        inner = gates[0].shape[0] * outputs // (2 if len(gates) == 1 else 1)
-        gate, up = gates if len(gates) == 2 else gates[0].chunk(2)
+        inner = sum(map(len, gates)) * outputs // 2
+        half = len(gates[0]) // 2
+        gate, up = gates if len(gates) == 2 else (gates[0][:half], gates[0][half:])
         blocks = [packed, out.blocks[0], gate, up, down.blocks[0]]
         norms = [parts.attention_in, parts.mlp_in, parts.query_norm, parts.key_norm]
         weights = [None if norm is None else norm.weight.detach() for norm in norms]
-        tensors = [*weights, bias, *blocks]
+        tensors = [*weights, bias, *(x.data for x in blocks)]
         self._kept = tensors  # their memory lives as long as the addresses
         addresses = [None if x is None else x.data_ptr() for x in tensors]
         head = parts.query_norm
@@ -104,7 +105,7 @@ class FewRowsLayer(Packed):
             0.0 if head is None else head.offset,
             self.scale,
             parts.rotates,
-            *(few_rows.FORMS[x.dtype] for x in blocks),
+            *(x.form for x in blocks),
             hidden,
             inner,
             parts.query_heads,

@@ -6,7 +6,8 @@ PyTorch's. Elsewhere the products are those of the model's linear layers, and a 
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from torch.nn.functional import rms_norm
 from transformers.pytorch_utils import Conv1D
 
 from decode.model.forward import few_rows
+from decode.model.forward.few_rows import Blocks
+from decode.model.forward.quantised_rows import own_blocks
 
 ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("swish", ""): nn.functional.silu,
@@ -43,13 +46,24 @@ class Product(nn.Module, ABC):
         """The product, added to `other` (add) or multiplied with it (mul)."""
 
 
+def packed(weights: Sequence[Tensor]) -> Blocks:
+    """Weights [out, in] each, one after the other, as the functions for few rows read them."""
+    return own_blocks(weights) or few_rows.packed_blocks(joined(weights))
+
+
+def joined(weights: Sequence[Tensor]) -> Tensor:
+    """Weights [out, in] each, one after the other."""
+    first, *others = (x.detach() for x in weights)
+    return torch.cat([first, *others]) if others else first.contiguous()
+
+
 class PackedLinear(Product, Packed):
     """A product with packed weights, of one or several layers at once. The activation, the sum and
     the second product are computed before the result is rounded."""
 
     weight: Tensor
     bias: Tensor | None
-    pack: Callable[[Tensor], Tensor] = staticmethod(few_rows.packed_blocks)
+    pack: Callable[[Sequence[Tensor]], Blocks] = staticmethod(packed)
     is_only_copy = False  # see `packed_alone`
 
     def __init__(self, *layers: nn.Linear | Conv1D) -> None:
@@ -75,18 +89,16 @@ class PackedLinear(Product, Packed):
         if state == self._packed_state:
             return
         weights = [
-            layer.weight.detach().t() if isinstance(layer, Conv1D) else layer.weight.detach()
-            for layer in self.layers
+            layer.weight.t() if isinstance(layer, Conv1D) else layer.weight for layer in self.layers
         ]
-        weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
         self.has_blocks = few_rows.fits(weights)
-        self._packed = (self.pack if self.has_blocks else _packed_by_torch)(weight)
+        self._packed: Any = (self.pack if self.has_blocks else _packed_by_torch)(weights)
         biases = [layer.bias.detach() for layer in self.layers if layer.bias is not None]
         self._packed_bias = torch.cat(biases) if biases else None
         self._packed_state = state
 
     @property
-    def blocks(self) -> tuple[Tensor, Tensor | None]:
+    def blocks(self) -> tuple[Blocks, Tensor | None]:
         """The weights as `pack` makes them, and the bias."""
         assert self.has_blocks
         return self._packed, self._packed_bias
@@ -111,8 +123,8 @@ class PackedLinear(Product, Packed):
         return result
 
 
-def _packed_by_torch(weight: Tensor) -> Tensor:
-    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+def _packed_by_torch(weights: Sequence[Tensor]) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(joined(weights), None)
     return packed
 
 

@@ -16,21 +16,23 @@ from torch.nn.utils import parametrize
 from transformers import PreTrainedModel
 
 from decode.model.forward import few_rows
+from decode.model.forward.few_rows import Blocks
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.prepare_model import keep_prepared, prepare
+from decode.model.forward.quantised_rows import unpacked
 from decode.model.identity import keep_identity
 
 
 class Unpacked(nn.Module):
-    """A weight [out, in] of a dtype as a function of its packed form."""
+    """A weight [out, in] of a dtype as a function of its packed form, of which it gets the data."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, form: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.dtype = dtype
+        self.form, self.dtype = form, dtype
 
-    def forward(self, blocks: Tensor) -> Tensor:
-        return few_rows.unpacked_blocks(blocks, self.dtype)
+    def forward(self, data: Tensor) -> Tensor:
+        return unpacked(Blocks(data, self.form), self.dtype)
 
 
 def keep_packed_alone(model: PreTrainedModel) -> int:
@@ -60,9 +62,11 @@ def _give_up(product: PackedLinear) -> int:
         dtype, size = layer.weight.dtype, layer.weight.nbytes
         last = first + len(layer.weight) // few_rows.NUMBERS[dtype].outputs
         # Unsafe: torch would try the function on the weight, before it gets the packed form.
-        parametrize.register_parametrization(layer, "weight", Unpacked(dtype), unsafe=True)
+        function = Unpacked(blocks.form, dtype)
+        parametrize.register_parametrization(layer, "weight", function, unsafe=True)
         parametrizations: Any = layer.parametrizations
-        parametrizations.weight.original = nn.Parameter(blocks[first:last], requires_grad=False)
+        data = nn.Parameter(blocks[first:last].data, requires_grad=False)
+        parametrizations.weight.original = data
         freed += size
         first = last
     product.is_only_copy = True

@@ -67,7 +67,7 @@ class Sublayers:
     def load(cls, path: Path) -> "Sublayers":
         """Read a file written by `save`. Raises UserError if it is not one."""
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(path.read_text(encoding="utf-8"))
             file_format, attention, mlp = (content[key] for key in ("format", "attention", "mlp"))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(

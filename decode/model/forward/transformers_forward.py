@@ -19,6 +19,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from decode.model.cache.slots import SlotLayer
+from decode.model.cache_names import with_cache
 from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, AttentionMask
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_forward import columns_of
@@ -137,8 +138,8 @@ class TransformersForward(nn.Module):
             input_ids=ids,
             position_ids=positions,
             attention_mask=self._mask(masks, ids),
-            past_key_values=Cache(layers=list(slots)),
             use_cache=True,
+            **with_cache(self.model, Cache(layers=list(slots))),
         ).logits
         return logits
 

@@ -5,13 +5,14 @@ registers, so it reads half as much memory as in bfloat16. Only drafts change: t
 the text as before.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from decode.model.forward import few_rows
-from decode.model.forward.lean_parts import PackedLinear
+from decode.model.forward.few_rows import Blocks
+from decode.model.forward.lean_parts import PackedLinear, joined
 from decode.model.forward.prepare_model import refresh_packed
 
 # The largest whole number, by the dtype of the states. In bfloat16, seven bits turn into a number
@@ -19,9 +20,11 @@ from decode.model.forward.prepare_model import refresh_packed
 MOST = {torch.bfloat16: 63, torch.float32: 127}
 
 
-def packed_bytes(weight: Tensor) -> Tensor:
-    """A weight [out, in] as the functions for its dtype read it in bytes: int8 [blocks, bytes], in
-    each block the whole numbers of some outputs, and then their scales in float32."""
+def packed_bytes(weights: Sequence[Tensor]) -> Blocks:
+    """Weights [out, in] each, one after the other, as the functions for their dtype read them in
+    bytes: int8 [blocks, bytes], in each block the whole numbers of some outputs, and then their
+    scales in float32."""
+    weight = joined(weights)
     (out, size), outputs = weight.shape, few_rows.NUMBERS[weight.dtype].outputs
     wide = weight.float()
     scales = wide.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / MOST[weight.dtype]
@@ -32,7 +35,7 @@ def packed_bytes(weight: Tensor) -> Tensor:
         blocks = pairs.permute(0, 4, 2, 1, 3, 5)
     else:
         blocks = whole.view(out // outputs, outputs, size).transpose(1, 2)
-    return torch.cat([blocks.flatten(1), scales.view(-1, outputs).view(torch.int8)], 1)
+    return Blocks.of(torch.cat([blocks.flatten(1), scales.view(-1, outputs).view(torch.int8)], 1))
 
 
 def use_bytes(module: nn.Module) -> int:

@@ -23,6 +23,7 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.model.cache_names import counts_from_cache
 from decode.model.pretrained import decoder_config, has_encoder
 
 
@@ -134,9 +135,7 @@ def reads_positions(model: PreTrainedModel) -> bool:
 
 def _is_table(module: Any) -> bool:
     """Whether it is a table of positions that counts on from the length of the cache."""
-    if not isinstance(module, nn.Embedding):
-        return False
-    return "past_key_values_length" in inspect.signature(type(module).forward).parameters
+    return isinstance(module, nn.Embedding) and counts_from_cache(module)
 
 
 def _is_local(module: Any) -> bool:

@@ -21,6 +21,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.model.cache.slots import SlotLayer, Slots
+from decode.model.cache_names import with_cache
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.memory import require_memory
@@ -95,8 +96,8 @@ class DecoderForward(TransformersForward):
             attention_mask=form.expand(-1, -1, ids.shape[1], -1),
             decoder_input_ids=ids,
             decoder_attention_mask=decoder_mask,
-            past_key_values=cache,
             use_cache=True,
+            **with_cache(self.model, cache),
         ).logits
         return logits
 

@@ -12,7 +12,6 @@ Rows are replayed in groups that read the same number of tokens. So padding neve
 Shapes: B rows, n tokens fed per row, H hidden size, T tokens in the log.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -26,6 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.model.cache.fed_rows import FedRows
+from decode.model.cache_names import cache_argument, with_cache
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import decoder_config, input_device
 
@@ -166,7 +166,7 @@ class RecurrentStates(FedRows):
                 inputs = log[to_device(self._places[rows, :tokens], log.device)]
                 _set_states(layer, states)
                 mixer = self._mixers[number]
-                mixer(hidden_states=inputs, **{_cache_argument(mixer): self.cache})
+                mixer(hidden_states=inputs, **with_cache(mixer, self.cache))
                 states = _states(layer)
             for x, new in zip(self._now[number], states, strict=True):
                 x[to_device(rows, x.device)] = new
@@ -229,7 +229,7 @@ def _mixer(model: PreTrainedModel, number: int) -> nn.Module:
     name = layer_list_name(model)
     layers: Any = model.get_submodule(name) if name else None
     parts = list(layers[number].children()) if name else []
-    mixers = [part for part in parts if _cache_argument(part)]
+    mixers = [part for part in parts if cache_argument(part)]
     if len(mixers) != 1:
         kind = decoder_config(model).layer_types[number]
         raise UserError(
@@ -238,12 +238,6 @@ def _mixer(model: PreTrainedModel, number: int) -> nn.Module:
             "attention layers, or one such as Qwen3-Next"
         )
     return mixers[0]
-
-
-def _cache_argument(module: nn.Module) -> str:
-    """The argument that takes the cache; empty if there is none."""
-    names = inspect.signature(type(module).forward).parameters
-    return next((name for name in ("cache_params", "past_key_values") if name in names), "")
 
 
 def _store(

@@ -39,7 +39,9 @@ class LlamaServerEngine(Engine):
     def run(self, task: EngineTask) -> EngineRun:
         file = target_gguf(task.target_spec)
         exact = FLOAT32 if _is_float32(file) else ()
-        layout: Any = FORMATS[json.loads((task.export / EXPORT_FILE).read_text())["layout"]]
+        layout: Any = FORMATS[
+            json.loads((task.export / EXPORT_FILE).read_text(encoding="utf-8"))["layout"]
+        ]
         draft = [
             *layout.models(file, task.export), "--spec-type", layout.spec_type,
             "--spec-draft-n-max", str(task.gamma), "--spec-draft-p-min", "0",

@@ -23,8 +23,8 @@ PRECISION = {"INFERENCE_PRECISION_HINT": "f32"}
 
 
 def main(job_file: str, answer_file: str, progress_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
-    with open(progress_file, "a") as progress:
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    with open(progress_file, "a", encoding="utf-8") as progress:
         for name in ("target", "drafter"):
             convert(job[name], Path(job["converted"]) / name)
             print(".", end="", file=progress, flush=True)
@@ -39,7 +39,7 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
         "drafted_tokens": counts[0],
         "accepted_tokens": counts[1],
     }
-    Path(answer_file).write_text(json.dumps(answer))
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def convert(source: str, directory: Path) -> None:

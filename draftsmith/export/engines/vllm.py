@@ -39,7 +39,7 @@ class VLLM(LibraryEngine):
 
     def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
         export = task.export.resolve()
-        layout = json.loads((export / EXPORT_FILE).read_text())["layout"]
+        layout = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))["layout"]
         has_target = layout in WITH_TARGET
         method: Any = FORMATS[layout].vllm
         drafter = {} if has_target else {"model": str(export)}

@@ -18,8 +18,8 @@ ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
 
 
 def main(job_file: str, answer_file: str, progress_file: str) -> None:
-    job = json.loads(Path(job_file).read_text())
-    with open(progress_file, "a") as progress:
+    job = json.loads(Path(job_file).read_text(encoding="utf-8"))
+    with open(progress_file, "a", encoding="utf-8") as progress:
         plain, _ = run(job, None, progress)
         drafted, counts = run(job, job["speculative"], progress)
     answer = {
@@ -28,7 +28,7 @@ def main(job_file: str, answer_file: str, progress_file: str) -> None:
         "drafted_tokens": counts.get(DRAFTED, 0),
         "accepted_tokens": counts.get(ACCEPTED, 0),
     }
-    Path(answer_file).write_text(json.dumps(answer))
+    Path(answer_file).write_text(json.dumps(answer), encoding="utf-8")
 
 
 def run(job: Any, speculative: Any, progress: Any) -> tuple[dict[str, Any], dict[str, int]]:

@@ -17,6 +17,7 @@ from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import require_none
+from draftsmith.export.formats.published_keys import Keys, unknown_keys
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter, public_name, target_hub_id
 from heads.heads_directory import write_heads
@@ -61,13 +62,25 @@ class ImportJob:
 
     target: the model that the drafter was published for. depth: the max depth of a draft, None for
     the one that the checkpoint names or the usual one. layer_ids: `inputs` or `outputs`, what the
-    numbers of captured layers mean; None for the convention of the layout.
+    numbers of captured layers mean; None for the convention of the layout. ignored: keys of the
+    config that the user says change nothing, each as `unknown_keys` writes it.
     """
 
     checkpoint: Checkpoint
     target: Target
     depth: int | None = None
     layer_ids: str | None = None
+    ignored: frozenset[str] = frozenset()
+
+    def key_problems(self, known: Keys) -> list[str]:
+        """Return a problem for each key of the config that is not known, by place."""
+        unknown = unknown_keys(self.checkpoint.config, known)
+        return [
+            f"config.json has {key}, which this import does not know, and which may change what "
+            f"the drafter computes. If it changes nothing: --ignore-keys {key}"
+            for key in unknown
+            if key not in self.ignored
+        ]
 
     def require(self, problems: list[str], layout: str) -> None:
         """Raise UserError with all problems of the checkpoint, if there are any."""
@@ -255,7 +268,7 @@ def require_options(name: str, layout: Format, drafter: TrainedDrafter) -> None:
 
 def export_facts(directory: Path) -> dict[str, Any]:
     """Return the facts that `Format.write` gave for `export.json`."""
-    return json.loads((directory / EXPORT_FILE).read_text())["facts"]
+    return json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["facts"]
 
 
 def format_for(name: str, kind: str) -> Format:

@@ -9,7 +9,13 @@ from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.layer_format import LayerFormat
-from draftsmith.export.formats.published_layer import EMBEDDINGS, is_eagle3, plain_name
+from draftsmith.export.formats.published_keys import Keys
+from draftsmith.export.formats.published_layer import (
+    EMBEDDINGS,
+    LAYER_KEYS,
+    is_eagle3,
+    plain_name,
+)
 from draftsmith.export.formats.tensor_table import Row, layer_rows
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle1Drafter
@@ -36,6 +42,7 @@ class Eagle1(LayerFormat):
     architecture = "LlamaForCausalLM"
     drafter = Eagle1Drafter
     depth_option = "depth"
+    published_keys: ClassVar[Keys] = {"": (*LAYER_KEYS, "bias")}
 
     def refuse(self, job: ExportJob) -> None:
         if "vllm" in self.engines and job.drafter.options.bias:

@@ -21,8 +21,11 @@ from decode.model.loading import Target
 from draftsmith.export.file_schema import extra_key_problems, is_bool, is_count, key_problems
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob
 from draftsmith.export.formats.layer_format import LayerFormat
+from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     LAYER_IDS,
+    LAYER_KEYS,
+    NAMING,
     NESTED,
     captured_count,
     captured_layers,
@@ -35,6 +38,7 @@ from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, layer_rows, 
 from draftsmith.export.published import Checkpoint
 from heads.eagle_drafter import Eagle3Drafter
 from heads.heads_drafter import HeadsDrafter
+from heads.layers.target_layers import output_layer
 
 LAYER = "midlayer"
 OUTPUT = "lm_head.weight"
@@ -42,14 +46,25 @@ MASK_HIDDEN = "mask_hidden"  # of P-EAGLE
 # The version of speculators with this layout.
 VERSION = "0.9.0"
 LAYER_CONFIG, ROWS = "transformer_layer_config", "draft_vocab_size"
+SPECULATORS = "speculators_config"
 MODEL_TYPE = "speculators_model_type"
 # EAGLE-3.1's options, by the same names in our heads and in both layouts.
 SWITCHES = ("fc_norm", "norm_output")
 # Options of published layers, also by the same names.
 OTHER_SWITCHES = ("norm_before_residual", "norm_before_fc")
 ALL_SWITCHES = (*SWITCHES, *OTHER_SWITCHES)
+# What some files state in `eagle_config` of every EAGLE-3 layer, and why another value is refused.
+STATED: dict[str, tuple[Any, str]] = {
+    "use_aux_hidden_state": (True, "else it reads one hidden state, in EAGLE-1's way"),
+    "use_input_layernorm_in_first_layer": (True, "these heads norm the embeddings"),
+    "use_last_layernorm": (True, "these heads have a norm before the output layer"),
+    "use_mtp_layernorm": (False, "these heads have no such norm"),
+    "next_layer_regular": (True, "these heads have one layer"),
+    "parallel_draft_step": (1, "these heads draft one token after the other"),
+    "parallel_draft_heads_num_layers": (None, "these heads draft one token after the other"),
+}
 # Settings of the library speculators outside the layer's.
-OUTER_KEYS = (ROWS, *ALL_SWITCHES, LAYER_IDS, "target_hidden_size", "architectures")
+OUTER_KEYS = (ROWS, *ALL_SWITCHES, *NAMING, "target_hidden_size", "architectures")
 
 
 class Eagle3(LayerFormat):
@@ -66,6 +81,10 @@ class Eagle3(LayerFormat):
     depth_option = "steps"
     carries_vocabulary = True
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = {"sglang": SWITCHES}
+    published_keys: ClassVar[Keys] = {
+        "": (*LAYER_KEYS, *NAMING, NESTED, ROWS, *ALL_SWITCHES),
+        NESTED: (*NAMING, *ALL_SWITCHES, *STATED),
+    }
 
     def refuse(self, job: ExportJob) -> None:
         captured = job.drafter.options.captured_layers
@@ -106,11 +125,18 @@ class Eagle3(LayerFormat):
             config[name] = nested.get(name, contents.get(name, False))
             if not is_bool(config[name]):
                 problems.append(f"config.json: {name} is {config[name]!r}, expected true or false")
-        if nested.get("use_aux_hidden_state", True) is False:
-            problems.append(
-                "eagle_config: use_aux_hidden_state is False, so it reads one hidden state in "
-                "EAGLE-1's way; expected an EAGLE-3 drafter of several"
-            )
+        problems += [
+            f"eagle_config: {key} is {nested[key]!r}, expected {usual!r}: {why}"
+            for key, (usual, why) in STATED.items()
+            if nested.get(key, usual) not in (usual, None)
+        ]
+        if contents.get("tie_word_embeddings") and OUTPUT not in tensors:
+            ours = job.target.model.get_input_embeddings().weight
+            if ours is not output_layer(job.target.model).weight:
+                problems.append(
+                    f"config.json: tie_word_embeddings is True and there is no {OUTPUT}, so its "
+                    f"output layer is its embeddings; expected {OUTPUT}, or a target with tied ones"
+                )
         rows = config[ROWS] = contents.get(ROWS) or contents.get("vocab_size")
         problems += map_problems(tensors, rows, contents.get("vocab_size"))
         named = named_layers(contents)
@@ -202,6 +228,19 @@ def flat_settings(contents: dict[str, Any], outer: Iterable[str]) -> dict[str, A
     return settings | (layer if isinstance(layer, dict) else {})
 
 
+def speculators_keys(*others: str) -> Keys:
+    """The keys of a published config of the library speculators. others: of one kind of heads."""
+    return {
+        "": (
+            *(MODEL_TYPE, "speculators_version", SPECULATORS, LAYER_CONFIG),
+            *(*NAMING, ROWS, *ALL_SWITCHES, "target_hidden_size", *others),
+        ),
+        LAYER_CONFIG: LAYER_KEYS,
+        SPECULATORS: ("algorithm", "proposal_methods", "default_proposal_method", "verifier"),
+        f"{SPECULATORS}.verifier": ("name_or_path", "architectures"),
+    }
+
+
 class Speculators(Eagle3):
     """The layout of the library speculators. vLLM serves such a directory.
 
@@ -217,6 +256,7 @@ class Speculators(Eagle3):
     holds_windows = True
     architecture = "Eagle3DraftModel"
     layer = "layers.0"
+    published_keys = speculators_keys()
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.config.get(MODEL_TYPE) == "eagle3"
@@ -255,7 +295,7 @@ class Speculators(Eagle3):
             "speculators_version": VERSION,
             "speculators_config": speculators_config("eagle3", job),
             LAYER_CONFIG: {key: x for key, x in config.items() if key not in OUTER_KEYS},
-            **{key: config[key] for key in OUTER_KEYS if key != "architectures"},
+            **{key: x for key, x in config.items() if key in OUTER_KEYS[:-1]},
             "embed_requires_grad": False,
             "dtype": config["dtype"],
         }

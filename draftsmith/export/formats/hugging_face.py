@@ -1,5 +1,6 @@
 """A small LM as a plain Hugging Face directory: transformers, vLLM, SGLang, MLX-LM."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,10 +11,11 @@ from decode.drafters import Drafter
 from decode.drafters.pard import mark_parallel, stored_mask_token
 from decode.model.identity import require_same_vocabulary
 from decode.model.loading import DTYPES, Target, load_model_and_tokenizer
-from draftsmith.export.file_schema import is_count, is_id, is_positive, key_problems, read_json
+from draftsmith.export.file_schema import is_count, is_id, key_problems, read_json
 from draftsmith.export.formats import FORMATS, ExportJob, Format, ImportJob, Restored
+from draftsmith.export.formats.published_keys import unread_by_transformers
 from draftsmith.export.formats.published_layer import mask_problems
-from draftsmith.export.model_directory import for_older_readers, model_problems
+from draftsmith.export.model_directory import for_older_readers, model_problems, older_names
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import load_small_lm
 from heads.mtp_checkpoint import has_module
@@ -74,8 +76,7 @@ class HuggingFace(Format):
         problems = key_problems(drafting, generation or {}, "generation_config.json")
         config = read_json(directory / "config.json") or {}
         legacy_names: dict[str, Any] = {"torch_dtype": config.get("dtype")}
-        if "rope_theta" in (config.get("rope_parameters") or {}):  # not by kind of layer
-            legacy_names["rope_theta"] = is_positive
+        legacy_names |= older_names(config)
         problems += key_problems(legacy_names, config, "config.json")
         return problems + model_problems(directory)
 
@@ -108,7 +109,7 @@ class HuggingFace(Format):
             loaded.model.save_pretrained(directory)
             loaded.tokenizer.save_pretrained(directory)
 
-        return Restored(self.kinds[0], write)
+        return Restored(self.kinds[0], write, notes=key_notes(job))
 
     def require_drafting(self, config: Any, job: ImportJob) -> None:
         """Raise UserError if a published model's config lacks what this kind of drafter reads."""
@@ -175,6 +176,15 @@ class ParallelHuggingFace(HuggingFace):
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         return Format.serving(self, target, repository, gamma)  # not those of a small LM
+
+
+def key_notes(job: ImportJob, read: Collection[str] = OTHER_DRAFTERS) -> list[str]:
+    """Notes on the keys of a complete model's config that transformers does not know: other readers
+    may. read: those that the format itself reads."""
+    unread = set(unread_by_transformers(job.checkpoint.config)) - {*read} - job.ignored
+    if not unread:
+        return []
+    return [f"its config has {', '.join(sorted(unread))}, which transformers does not read"]
 
 
 def is_model(checkpoint: Checkpoint) -> bool:

@@ -19,6 +19,7 @@ from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, is_positive, tensor_problems
 from draftsmith.export.formats import ExportJob, ImportJob, Restored, export_facts
+from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
     differences,
@@ -32,6 +33,7 @@ from draftsmith.export.formats.published_layer import (
 )
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import expected_tensors, read_state
+from draftsmith.export.model_directory import older_rotation
 from draftsmith.export.published import renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
@@ -54,6 +56,8 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class LayerFormat(TableFormat):
     """architecture: the name in the config. drafter: our drafter class for the heads. layer: the
     name of the first layer. layer_ids: what the numbers of the target's layers in a config mean.
+    published_keys: the keys of a published config that an import reads (`published_keys.py`); None:
+    the layout names unknown keys itself.
     """
 
     architecture: ClassVar[str]
@@ -61,6 +65,7 @@ class LayerFormat(TableFormat):
     layer: ClassVar[str] = "layers.0"
     layer_ids: ClassVar[str] = "inputs"
     allowed_keys = TOKEN_IDS
+    published_keys: ClassVar[Keys | None] = None
 
     def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
@@ -87,8 +92,8 @@ class LayerFormat(TableFormat):
             "num_hidden_layers": is_count,
             **dict.fromkeys(SIZES, is_count),
             "rms_norm_eps": is_positive,
-            "rope_theta": is_positive,
             "rope_parameters": lambda x: isinstance(x, dict) and is_positive(x.get("rope_theta")),
+            **older_rotation(config.get("rope_parameters") or {}),
             "hidden_act": "silu",
             "attention_bias": False,
             "tie_word_embeddings": False,
@@ -135,7 +140,9 @@ class LayerFormat(TableFormat):
         return HeadOptions.of(options | named), ids, state
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = self.stored_settings(json.loads((directory / "config.json").read_text()))
+        config = self.stored_settings(
+            json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        )
         require_fitting_target(config, directory, target)
         options, ids, state = self.rebuilt(
             config,
@@ -177,8 +184,11 @@ class LayerFormat(TableFormat):
         problems += name_problems + self.target_problems(contents, tensors, target)
         window, window_problems = published_window(contents)
         extra, extra_problems = self.published_config(job, contents, tensors)
+        problems += window_problems + extra_problems
+        if self.published_keys is not None:
+            problems += job.key_problems(self.published_keys)
         # Sizes come first: with wrong ones, every tensor is wrong too.
-        job.require(problems + window_problems + extra_problems, self.name)
+        job.require(problems, self.name)
         layers = self.read_layers(contents, target, job.layer_ids)
         sizes = layer_config(target.model, layer)
         config = llama_settings(sizes, self.architecture, checkpoint.dtype) | extra
@@ -234,9 +244,8 @@ def llama_settings(config: LlamaConfig, architecture: str, dtype: str) -> dict[s
         "num_hidden_layers": 1,
         **{name: getattr(config, name) for name in SIZES},
         "rms_norm_eps": config.rms_norm_eps,
-        # rope_theta is for readers that use transformers 4.
-        "rope_theta": rope["rope_theta"],
         "rope_parameters": dict(rope),
+        **older_rotation(rope),
         "hidden_act": config.hidden_act,
         "attention_bias": False,
         "mlp_bias": False,

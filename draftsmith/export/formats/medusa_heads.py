@@ -24,6 +24,7 @@ from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
 from draftsmith.export.file_schema import DTYPE_NAMES, is_count, tensor_problems
 from draftsmith.export.formats import FORMATS, ExportJob, ImportJob, Restored
+from draftsmith.export.formats.published_keys import model_keys
 from draftsmith.export.formats.published_layer import are_ascending_ids
 from draftsmith.export.formats.table_format import TableFormat
 from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_state
@@ -40,6 +41,12 @@ PREFIX = re.compile(r"^medusa_heads?\.")
 SHARED_OUTPUT, IDS = "lm_head.weight", "token_map"
 # Settings: that all heads have one output layer; the size of a reduced draft vocabulary.
 SHARES, ROWS = "original_lm_head", "truncated_vocab_size"
+# What an import reads, and what vLLM's configs say of trees and of blocks, which tensors show. Some
+# configs are their target's, with Medusa's keys beside it.
+KEYS = (
+    *("medusa_num_heads", "num_heads", "medusa_num_layers", "num_hidden_layers", "medusa_fc_bias"),
+    *("hidden_size", "vocab_size", SHARES, ROWS, "max_paths", "topk", "max_seq_len"),
+)
 
 
 class Medusa(TableFormat):
@@ -117,7 +124,7 @@ class Medusa(TableFormat):
         ]
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
         require_fitting_target(config, directory, target)
         count, layers = config["medusa_num_heads"], config["medusa_num_layers"]
         state = read_state(self.table(config), load_file(directory / self.weights))
@@ -171,6 +178,7 @@ class Medusa(TableFormat):
             if config.get(key, sizes[key]) != sizes[key]
         ]
         problems += _id_problems(ids, target.vocab_size)
+        problems += job.key_problems({"": (*KEYS, *model_keys(config)[""])})
         job.require(problems, "Medusa")
         sizes |= {SHARES: True} if shared else {}
         if ids is not None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from decode.base.artifact import MANIFEST
 from decode.base.device import dtype_name
@@ -30,6 +31,8 @@ from draftsmith.export.formats import (
     Restored,
     export_facts,
 )
+from draftsmith.export.formats.hugging_face import key_notes
+from draftsmith.export.formats.published_keys import HARMLESS
 from draftsmith.export.model_directory import README
 from draftsmith.export.published import Checkpoint
 from heads.heads_directory import make_ready
@@ -120,16 +123,28 @@ class MtpModule(Format):
     def restored(self, job: ImportJob) -> Restored:
         options = {} if job.depth is None else {"depth": job.depth}
         heads = read_module(job.target, options, job.checkpoint.directory)
-        count = len(heads.layers)
+        count, layout = len(heads.layers), layout_of(job.target.model.config, job.target.name)
         notes = [
             f"the checkpoint has a module of {count} layer{'s' if count > 1 else ''}: "
-            f"{sum(x.numel() for x in heads.parameters()):,} parameters"
+            f"{sum(x.numel() for x in heads.parameters()):,} parameters",
+            *key_notes(job, (layout.count or "", f"text_config.{layout.count}")),
+            *_different_settings(job),
         ]
         return Restored.of_heads(heads, job.target, notes)
 
     def serving(self, target: str, repository: str, gamma: int) -> list[tuple[str, str, str]]:
         own = f"draftsmith generate --target {repository} --drafter mtp:depth={gamma} 'A question'"
         return [*super().serving(repository, repository, gamma), ("draftsmith", "", own)]
+
+
+def _different_settings(job: ImportJob) -> list[str]:
+    """A note on the settings in which the checkpoint differs from the target, whose are used."""
+    theirs = AutoConfig.for_model(**job.checkpoint.config).get_text_config().to_dict()
+    ours = job.target.model.config.get_text_config().to_dict()
+    names = [key for key in ours.keys() - HARMLESS if theirs.get(key) != ours[key]]
+    if not names:
+        return []
+    return [f"its config differs from the target's, which is used, in {', '.join(sorted(names))}"]
 
 
 def _copy(source: Path, directory: Path, rewritten: set[str]) -> None:
@@ -165,18 +180,18 @@ def _write_tensors(
         about = index.setdefault("metadata", {})
         if "total_size" in about:
             about["total_size"] += sum(tensors[name].nbytes for name in added)
-        (directory / INDEX).write_text(json.dumps(index, indent=2))
+        (directory / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def _name_layers(directory: Path, layout: Layout, layers: int) -> None:
     """Have config.json say how many layers the module has, if the family says so there."""
     if layout.count is None:
         return
-    config = json.loads((directory / CONFIG).read_text())
+    config = json.loads((directory / CONFIG).read_text(encoding="utf-8"))
     text = config.get("text_config") or config
     if text.get(layout.count) != layers:
         text[layout.count] = layers
-        (directory / CONFIG).write_text(json.dumps(config, indent=2))
+        (directory / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 FORMATS.register("mtp")(MtpModule())

@@ -8,7 +8,7 @@ for unknown tokens. No text contains this token. The other rows are the target's
 Published drafters also name this token `mask_token_id` (library speculators) or `ptd_token_id`.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -30,8 +30,16 @@ from draftsmith.export.formats.eagle3_layer import (
     has_stand_in,
     named_inputs,
     output_option,
+    speculators_keys,
 )
-from draftsmith.export.formats.published_layer import EMBEDDINGS, captured_count, mask_problems
+from draftsmith.export.formats.published_keys import Keys
+from draftsmith.export.formats.published_layer import (
+    EMBEDDINGS,
+    LAYER_KEYS,
+    NESTED,
+    captured_count,
+    mask_problems,
+)
 from draftsmith.export.formats.tensor_table import Row, layer_rows
 from draftsmith.export.published import Checkpoint
 from heads.p_eagle_heads import PEagleDrafter
@@ -56,6 +64,10 @@ class PEagle(Eagle3):
     holds_windows = True
     drafter = PEagleDrafter
     depth_option = "tokens"
+    published_keys: ClassVar[Keys] = {
+        **Eagle3.published_keys,
+        **speculators_keys(*MASK_TOKENS, *LAYER_KEYS, NESTED),
+    }
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         is_named = checkpoint.config.get(MODEL_TYPE) == "peagle"

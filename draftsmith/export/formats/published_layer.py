@@ -10,6 +10,7 @@ counted from 0. In files there are two conventions:
   speculators, vLLM) name layers whose input is read;
 - in `eagle_config` (SpecForge, Model Optimizer), SGLang takes the numbers as outputs if the first
   is 1, else as inputs. The same is done here.
+Each of these keys is read in either place. `target_layer_ids` may mean either.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -17,19 +18,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import CONFIG_MAPPING, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from decode.base.errors import UserError
 from decode.drafters.pard import text_of_used
 from decode.model.loading import Target
 from decode.model.pretrained import explained
-from draftsmith.export.file_schema import is_count, is_positive
+from draftsmith.export.file_schema import is_count, is_id, is_positive
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import auxiliary_layers, output_layer
 
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
 LAYER_IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+OF_BLOCKS = "target_layer_ids"
+NAMING = (LAYER_IDS, OTHER_IDS, OF_BLOCKS)
 NESTED = "eagle_config"
 EMBEDDINGS = "embed_tokens.weight"
 # The names of the one decoder layer in published files.
@@ -42,9 +45,30 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "rope_theta": is_positive,
     "rope_parameters": lambda value: _is_rotation(value),
     "rope_scaling": lambda value: _is_rotation(value),
+    "original_max_position_embeddings": is_count,
     NESTED: lambda value: isinstance(value, dict),
 }
+# What transformers reads of rotary settings.
+ROTARY_KEYS = """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings
+    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor
+    high_freq_factor short_factor long_factor
+"""
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
+# Families whose layers compute what a llama's do, with norms and biases that tensors show.
+LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
+WITHOUT_BIAS = ("attention_bias", "mlp_bias", "qkv_bias")
+# The keys of a published layer that are read here, or that say nothing about such a layer: its
+# positions are the target's, and it has no experts.
+LAYER_KEYS = (
+    *(*NEEDED, *WITHOUT_BIAS, *(key for key in OPTIONAL if key != NESTED)),
+    *("target_hidden_size", "target_vocab_size", "num_hidden_layers", "hidden_act"),
+    *("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"),
+    *("tie_word_embeddings", "max_position_embeddings", "max_window_layers"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+)
+# Keys of rotary positions in transformers 4.
+OLDER_ROTATION = ("rope_theta", "rope_scaling", "original_max_position_embeddings")
 
 
 def plain_name(name: str, layer: str) -> str | None:
@@ -128,8 +152,13 @@ def sound_settings(
         "target_vocab_size": (None, target.vocab_size),
         "num_hidden_layers": (None, layers),
         "hidden_act": (None, "silu"),
-        **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias"), (None, False)),
+        "partial_rotary_factor": (None, 1),
+        **dict.fromkeys(WITHOUT_BIAS, (None, False)),
     }
+    if contents.get("model_type") in CONFIG_MAPPING:
+        expected["model_type"] = (None, *LLAMA_LIKE[::-1])
+    if "sliding_attention" not in (contents.get("layer_types") or ()):
+        expected["use_sliding_window"] = (None, False)
     for key, values in expected.items():
         if contents.get(key) not in values:
             named = "" if len(values) > 1 else f", the target's {key}"
@@ -153,15 +182,15 @@ def sound_settings(
             "and transformers has no such layers"
         ]
     usual = layer_config(target.model)
-    rope = {key: contents[key] for key in ("rope_parameters",) if contents.get(key)} or {
-        key: contents[key] for key in ("rope_theta", "rope_scaling") if contents.get(key)
-    }
+    rope, problems = _rotation(contents)
+    if problems:
+        return None, problems
     with explained(f"config.json: its layer cannot have the rotary settings {rope}"):
         llama = LlamaConfig(
             hidden_size=hidden,
             num_attention_heads=heads,
             max_position_embeddings=usual.max_position_embeddings,
-            **rope,
+            rope_parameters=rope,
         )
     settings = LayerSettings(
         intermediate_size=contents["intermediate_size"],
@@ -200,6 +229,27 @@ def published_window(contents: Mapping[str, Any]) -> tuple[int | None, list[str]
     return window, []
 
 
+def _rotation(contents: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the rotary settings of a config, as `rope_parameters` has them, and the problems with
+    them. None: it has none. Some configs have them for transformers 5 and, once more, for 4."""
+    older = {key: contents[key] for key in OLDER_ROTATION if contents.get(key)}
+    scaling = dict(older.pop("rope_scaling", {}))
+    if "type" in scaling:
+        scaling.setdefault("rope_type", scaling["type"])
+        del scaling["type"]
+    older |= scaling
+    stated = contents.get("rope_parameters") or older
+    different = {key: x for key, x in older.items() if stated.get(key, x) != x}
+    if scaling and stated.get("rope_type", "default") == "default" != scaling.get("rope_type"):
+        different["rope_scaling"] = scaling
+    if not different:
+        return dict(stated) or None, []
+    return None, [
+        f"config.json: rope_parameters is {stated}, but beside it stands {different}, and readers "
+        "take either; expected the same rotary positions in both"
+    ]
+
+
 def _is_rotation(settings: Any) -> bool:
     """Whether these are the settings of rotary positions that transformers can compute."""
     if not isinstance(settings, dict):
@@ -207,7 +257,12 @@ def _is_rotation(settings: Any) -> bool:
     kind = settings.get("rope_type", settings.get("type", "default"))
     others = [x for key, x in settings.items() if key not in ("rope_type", "type")]
     known = kind == "default" or kind in ROPE_INIT_FUNCTIONS
-    return known and all(isinstance(x, (int, float, list, bool, type(None))) for x in others)
+    named = settings.keys() <= set(ROTARY_KEYS.split()) and settings.get(
+        "partial_rotary_factor", 1
+    ) in (1, None)
+    return (
+        known and named and all(isinstance(x, (int, float, list, bool, type(None))) for x in others)
+    )
 
 
 def head_problems(
@@ -231,11 +286,31 @@ def head_problems(
 
 
 def named_layers(contents: Mapping[str, Any]) -> list[int] | None:
-    """Return the numbers of captured layers as a config names them, None if it names none."""
+    """Return the numbers of captured layers as a config names them, None if it names none. Raises
+    UserError if they are no numbers of layers, or others in another place."""
+    named = _namings(contents)
+    for place, numbers in named.items():
+        if not isinstance(numbers, list) or not all(map(is_id, numbers)):
+            raise UserError(f"{place} is {numbers!r}; expected a list of layer numbers")
+        first, expected = next(iter(named.items()))
+        if numbers != expected:
+            raise UserError(
+                f"the config names the layers {expected} in {first} and {numbers} in {place}; "
+                "expected the same ones"
+            )
+    return next(iter(named.values()), None)
+
+
+def _namings(contents: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config says of its captured layers, by the place. Nothing and [] name none."""
     nested = contents.get(NESTED)
-    inner = nested.get(LAYER_IDS) if isinstance(nested, Mapping) else None
-    named = contents.get(LAYER_IDS) or contents.get(OTHER_IDS) or inner
-    return named if isinstance(named, list) and all(map(is_count, named)) else None
+    places = {"": contents, f"{NESTED}.": nested if isinstance(nested, Mapping) else {}}
+    return {
+        f"{place}{key}": settings[key]
+        for place, settings in places.items()
+        for key in NAMING
+        if settings.get(key) not in (None, [])
+    }
 
 
 def captured_layers(
@@ -247,34 +322,36 @@ def captured_layers(
     for numbers that may mean either, and for layers that the target does not have.
     """
     named = named_layers(contents)
-    count = target.model.config.get_text_config().num_hidden_layers
     if named is None:
-        for settings in (contents, contents.get(NESTED) or {}):
-            if settings.get(LAYER_IDS):
-                raise UserError(
-                    f"{LAYER_IDS} is {settings[LAYER_IDS]!r}; expected a list of layer numbers "
-                    "from 1 on"
-                )
         return None
-    at_top = bool(contents.get(LAYER_IDS) or contents.get(OTHER_IDS))
+    count = target.model.config.get_text_config().num_hidden_layers
+    places = _namings(contents)
+    at_top = LAYER_IDS in places or OTHER_IDS in places
     try:
         usual: tuple[int, ...] | None = auxiliary_layers(count)
     except UserError:  # a target with few layers has no usual ones
         usual = None
+    measure = "Measure both with --prompts: --layer-ids inputs and --layer-ids outputs"
     if convention is None and at_top and tuple(named) == usual:
         raise UserError(
             f"the config names the layers {named}. As inputs, which its key means, they are one "
             "lower than the layers that engines capture by default, so they may be meant as "
-            "outputs. Measure both with --prompts: --layer-ids inputs and --layer-ids outputs"
+            f"outputs. {measure}"
+        )
+    if convention is None and all(place.endswith(OF_BLOCKS) for place in places):
+        raise UserError(
+            f"the config names the layers {named} in {OF_BLOCKS}, a key of block drafters, so they "
+            f"may be meant as inputs or as outputs. {measure}"
         )
     if convention is None:
         convention = "outputs" if not at_top and named[0] == 1 else "inputs"
     outputs = [number - (convention == "inputs") for number in named]
-    if outputs != sorted(set(outputs)) or outputs[-1] >= count:
-        last = count if convention == "inputs" else count - 1
+    if outputs != sorted(set(outputs)) or outputs[0] < 0 or outputs[-1] >= count:
+        first, last = (1, count) if convention == "inputs" else (0, count - 1)
+        advice = ". If they are outputs: --layer-ids outputs" if outputs[0] < 0 else ""
         raise UserError(
-            f"the config names the {convention} of layers {named}; expected numbers from 1 to "
-            f"{last} in ascending order, because {target.name} has {count} layers"
+            f"the config names the {convention} of layers {named}; expected numbers from {first} "
+            f"to {last} in ascending order, because {target.name} has {count} layers{advice}"
         )
     return None if tuple(outputs) == usual else outputs
 

@@ -79,7 +79,9 @@ class StoredHeads(Format):
         return problems + unreadable
 
     def reload(self, directory: Path, target: Target) -> Drafter:
-        kind: Any = DRAFTERS[json.loads((directory / CONFIG).read_text())["model_type"]]
+        kind: Any = DRAFTERS[
+            json.loads((directory / CONFIG).read_text(encoding="utf-8"))["model_type"]
+        ]
         dtype = dtype_name(target.dtype)
         drafter: ShapedDrafter = kind.load(directory, target, dtype=dtype)
         return drafter.with_shape(Chain())

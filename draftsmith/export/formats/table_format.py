@@ -91,7 +91,7 @@ class TableFormat(Format):
         }
         weights = written_tensors(self.table(config), self.state(heads, target), shared)
         save_file(copy_to_cpu(weights, dtype), directory / self.weights)
-        (directory / "config.json").write_text(json.dumps(contents, indent=2))
+        (directory / "config.json").write_text(json.dumps(contents, indent=2), encoding="utf-8")
         ids = heads.vocabulary
         is_filled = ids is not None and not self.carries_vocabulary
         return {

@@ -36,7 +36,7 @@ class Keys:
         """Read `{"SHA-256 of a key": {"tenant": NAME, "record": "asked" | "all"}, …}`. Raises
         UserError with the first fault."""
         try:
-            values = json.loads(path.read_text())
+            values = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UserError(f"--record-keys {path} cannot be read: {error}") from None
         if not isinstance(values, dict):

@@ -25,15 +25,23 @@ from draftsmith.learn.record.consent import Keys
 from draftsmith.learn.record.kept_answers import NotRecorded, exchanges
 from draftsmith.learn.record.records import Records, Retention, make_record, tenants
 from draftsmith.learn.record.upstream import Upstream, Upstreams
-from draftsmith.net.access import LOCAL, Guard, error_response, ip_address, media_type
+from draftsmith.net.access import LOCAL, Guard, Paths, ip_address, media_type
+from draftsmith.net.api_error import ApiError
+from draftsmith.net.body import Held, Memory
 from draftsmith.net.hang_up import unless_hung_up
+from draftsmith.net.limits import Limits
 
 CHAT = "/v1/chat/completions"
 ADMIN = "/admin/upstream"
+PATHS = Paths(
+    admin=frozenset({ADMIN}), others="requests go on to the engine, which asks for its own key"
+)
 LONGEST_BODY = 64 << 20  # bytes of a request; images are sent in bodies
+LONGEST_SWITCH = 1 << 16  # bytes of a request for another engine
 LONGEST_ANSWER = 16 << 20  # bytes of an answer that can be recorded
 LONGEST_RECORDED = 4 << 20  # bytes of a request that can be recorded
-HELD_BYTES = 512 << 20  # of bodies and copies of answers, over all requests
+# Of bodies and copies of answers.
+LIMITS = Limits(body_bytes=512 << 20, client_body_bytes=128 << 20)
 LOGGED_REASONS = 100  # different reasons against recording that are counted apart
 PRUNE_SECONDS = 600.0
 # These belong to one connection and not to a message (RFC 9110, 7.6.1).
@@ -52,7 +60,8 @@ Headers = list[tuple[bytes, bytes]]
 class RecordingProxy:
     """The application. directory: the directory of the tenants' directories. clock: seconds since
     1970.
-    guard: who may call. Without an admin_key the upstream cannot be switched."""
+    guard: who may call. Without an admin_key the upstream cannot be switched. limits: of clients.
+    """
 
     upstreams: Upstreams
     directory: Path
@@ -61,20 +70,21 @@ class RecordingProxy:
     clock: Callable[[], float]
     guard: Guard = LOCAL
     counts: Counter[str] = field(default_factory=Counter)  # recorded, and reasons against it
-    _held: "_Held" = field(default_factory=lambda: _Held())
+    limits: Limits = LIMITS
     _writing: set["asyncio.Future[None]"] = field(default_factory=set)
     # One thread: recording many answers takes no more time from the proxy than recording one.
     _writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "record"))
 
+    def __post_init__(self) -> None:
+        self._memory = Memory(self.limits)
+
     def guarded(self) -> ASGIApp:
         """The application behind its guard. An engine takes bodies of other types than JSON."""
-        return replace(self.guard, json=False).around(self)
+        return replace(self.guard, json=False, paths=PATHS).around(self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1003})
         elif scope["path"] == ADMIN:
             await self._admin(scope, receive, send)
         else:
@@ -83,9 +93,10 @@ class RecordingProxy:
     # --- answers ----------------------------------------------------------------------------------
 
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        held = _Held(self._held)
+        held = _Holding(self._memory, scope)
         try:
-            body = await _read_body(scope, receive, held)
+            self._require_fit(scope)
+            body = await held.read(scope, receive, LONGEST_BODY)
             upstream = self.upstreams.current
             upstream.in_flight += 1
             try:
@@ -97,13 +108,25 @@ class RecordingProxy:
                 await self.upstreams.close_idle()
         except ClientDisconnect:
             pass
-        except _Unfit as unfit:
-            await _refuse(unfit.status, str(unfit))(scope, receive, send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
         finally:
             held.leave()
 
+    def _require_fit(self, scope: Scope) -> None:
+        """Raise ApiError for a request that is not passed on."""
+        headers = dict(scope["headers"])
+        if b"content-length" in headers and b"transfer-encoding" in headers:
+            message = "the request has Content-Length and Transfer-Encoding; send one of them"
+            raise ApiError(400, message)
+        if not (scope.get("raw_path") or b"/").startswith((b"/", b"*")):
+            raise ApiError(400, "the target of the request is an address; expected a path")
+        if self.guard.has_admin_key(headers.get(b"authorization", b"").decode("latin-1")):
+            message = f"this key is for {ADMIN} alone and is not passed on; send the engine's key"
+            raise ApiError(403, message, code="admin_key_not_passed_on")
+
     async def _answer(
-        self, upstream: Upstream, scope: Scope, body: bytes, send: Send, held: "_Held"
+        self, upstream: Upstream, scope: Scope, body: bytes, send: Send, held: "_Holding"
     ) -> None:
         target = scope.get("raw_path") or scope["path"].encode()
         if scope["query_string"]:
@@ -114,7 +137,7 @@ class RecordingProxy:
         except httpx2.TransportError as error:
             log.warning("%s does not answer: %s", upstream.url, _reason(error))
             message = f"the engine at {upstream.url} does not answer: {_reason(error)}; try again"
-            await _refuse(502, message)(scope, _nothing, send)
+            await ApiError(502, message).response()(scope, _nothing, send)
             return
         try:
             answer = _forwarded(response.headers.raw)
@@ -141,7 +164,7 @@ class RecordingProxy:
     # --- recording --------------------------------------------------------------------------------
 
     def _copy(
-        self, scope: Scope, body: bytes, response: httpx2.Response, held: "_Held"
+        self, scope: Scope, body: bytes, response: httpx2.Response, held: "_Holding"
     ) -> "_Copy | None":
         """The copy of an answer. None: it is not recorded."""
         if scope["method"] != "POST" or not scope["path"].endswith(CHAT):
@@ -164,7 +187,7 @@ class RecordingProxy:
             log.warning("not recorded: %s; GET %s counts such answers", reason, ADMIN)
         self.counts[reason] += count
 
-    def _write(self, copy: "_Copy", held: "_Held") -> None:
+    def _write(self, copy: "_Copy", held: "_Holding") -> None:
         held.writing = True
         loop = asyncio.get_running_loop()
         writing = loop.run_in_executor(self._writer, self._record, copy)
@@ -201,29 +224,30 @@ class RecordingProxy:
     # --- the switch -------------------------------------------------------------------------------
 
     async def _admin(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self._refusal(scope)
-        if refusal is None and scope["method"] == "POST":
-            held = _Held(self._held)
-            try:
-                asked = _object(await _read_body(scope, receive, held)) or {}
+        held = Held(self._memory, scope)
+        try:
+            self._require_here(scope)
+            if scope["method"] == "POST":
+                asked = _object(await held.read(scope, receive, LONGEST_SWITCH)) or {}
                 await self.upstreams.switch(str(asked.get("url", "")))
-            except UserError as error:
-                refusal = _refuse(400, str(error))
-            except _Unfit as unfit:
-                refusal = _refuse(unfit.status, str(unfit))
-            finally:
-                held.leave()
-        described = self.upstreams.describe() | {"records": dict(self.counts)}
-        response = refusal or JSONResponse(described)
+            response = JSONResponse(self.upstreams.describe() | {"records": dict(self.counts)})
+        except ClientDisconnect:
+            return
+        except UserError as error:
+            response = ApiError(400, str(error)).response()
+        except ApiError as error:
+            response = error.response()
+        finally:
+            held.leave()
         await response(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> JSONResponse | None:
+    def _require_here(self, scope: Scope) -> None:
+        """Raise ApiError for a caller that may not switch."""
         address = ip_address(scope["client"][0]) if scope.get("client") else None
         if self.guard.admin_key is None or address is None or not address.is_loopback:
-            return _refuse(404, f"{ADMIN} is off, or is open only to this machine")
+            raise ApiError(404, f"{ADMIN} is off, or is open only to this machine")
         if scope["method"] not in ("GET", "POST"):
-            return _refuse(405, f"{ADMIN} takes GET and POST")
-        return None
+            raise ApiError(405, f"{ADMIN} takes GET and POST")
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -249,34 +273,15 @@ class RecordingProxy:
             await asyncio.sleep(PRUNE_SECONDS)
 
 
-class _Unfit(Exception):
-    """A request that is not passed on."""
+class _Holding(Held):
+    """What a request holds: its body, and the copy of its answer. writing: the thread that records
+    still needs them."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class _Held:
-    """The bytes of a request that are in memory: its body, and the copy of its answer. all: those
-    of all requests. writing: the thread that records still needs them."""
-
-    def __init__(self, all: "_Held | None" = None) -> None:
-        self.all, self.bytes, self.writing = all or self, 0, False
-
-    def take(self, count: int) -> bool:
-        """Hold more, unless that is too much."""
-        if self.all.bytes + count > HELD_BYTES:
-            return False
-        self.bytes += count
-        self.all.bytes += count
-        return True
+    writing = False
 
     def leave(self) -> None:
-        """Nothing is held any more, unless it is still recorded."""
         if not self.writing:
-            self.all.bytes -= self.bytes
-            self.bytes = 0
+            super().leave()
 
 
 @dataclass
@@ -286,12 +291,12 @@ class _Copy:
     tenant: str
     asked: dict[str, Any]
     stream: bool
-    held: _Held
+    held: Held
     answer: bytearray = field(default_factory=bytearray)
 
     def add(self, piece: bytes) -> bool:
         """Append to it. False: it is too long."""
-        fits = len(self.answer) + len(piece) <= LONGEST_ANSWER and self.held.take(len(piece))
+        fits = len(self.answer) + len(piece) <= LONGEST_ANSWER and self.held.take_free(len(piece))
         if fits:
             self.answer += piece
         return fits
@@ -321,29 +326,6 @@ def _is_stream(response: httpx2.Response) -> bool:
     return kind == "text/event-stream"
 
 
-async def _read_body(scope: Scope, receive: Receive, held: _Held) -> bytes:
-    """The body of a request. Raises _Unfit for a request that cannot be passed on, and
-    ClientDisconnect if the client leaves before its end."""
-    names = [name for name, _ in scope["headers"]]
-    if b"content-length" in names and b"transfer-encoding" in names:
-        raise _Unfit(400, "the request has Content-Length and Transfer-Encoding; send one of them")
-    if not (scope.get("raw_path") or b"/").startswith((b"/", b"*")):
-        raise _Unfit(400, "the target of the request is an address; expected a path")
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        part = message.get("body", b"")
-        if len(body) + len(part) > LONGEST_BODY:
-            raise _Unfit(413, f"the body is longer than {LONGEST_BODY:,} bytes; shorten it")
-        if not held.take(len(part)):
-            raise _Unfit(503, "the bodies of other requests fill the memory; try again")
-        body += part
-        if not message.get("more_body", False):
-            return bytes(body)
-
-
 async def _nothing() -> Any:
     await asyncio.Event().wait()
 
@@ -364,11 +346,6 @@ def _object(body: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _refuse(status: int, message: str) -> JSONResponse:
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return error_response(status, message, kind)
 
 
 def _reason(error: Exception) -> str:

@@ -191,7 +191,7 @@ class Records:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with open(self.directory / ".lock", "a", opener=_private) as lock:
+        with open(self.directory / ".lock", "a", encoding="utf-8", opener=_private) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 

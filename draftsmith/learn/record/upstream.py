@@ -97,7 +97,7 @@ class Upstreams:
         if self._memory is None or not self._memory.is_file():
             return None
         try:
-            stored = json.loads(self._memory.read_text())
+            stored = json.loads(self._memory.read_text(encoding="utf-8"))
             return engine_url(stored["current"]) if stored["first"] == self._first else None
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(

@@ -106,7 +106,7 @@ class AnswerTopK:
                         f"{part} has no log-probabilities: it was written before server.logprobs "
                         f"was set; delete {directory} to ask again"
                     )
-                for line in (part / ANSWERS).read_text().splitlines():
+                for line in (part / ANSWERS).read_text(encoding="utf-8").splitlines():
                     answer = json.loads(line)
                     rows[f"{answer['id']}#{stage}-{answer['sample']}"] = part, begin
                     begin += len(answer["tokens"])

@@ -347,7 +347,7 @@ def _is_written(path: Path) -> bool | None:
     """Whether the server has written a file: then its lock is free. None: there is no lock. Raises
     UserError for a lock that cannot be tried."""
     try:
-        with open(_lock_of(path)) as lock:
+        with open(_lock_of(path), encoding="utf-8") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):  # EAGAIN, or EACCES on some file systems

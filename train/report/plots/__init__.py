@@ -81,7 +81,7 @@ def css_variables(colours: dict[str, str]) -> str:
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is installed: `pip install 'draftsmith[plots]'`."""
+    """Whether matplotlib is installed, the extra `plots`."""
     return find_spec("matplotlib") is not None
 
 

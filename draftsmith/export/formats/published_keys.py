@@ -1,0 +1,100 @@
+"""Which keys of a published config are known. No other key is ignored in silence.
+
+A key may change what a drafter computes: a norm, a scale, the place of its first token. So each key
+of a config must be read, or be known to change nothing. All others are refused by name, unless the
+user says that they change nothing (`--ignore-keys`).
+"""
+
+import inspect
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+# Keys by the place where they stand: "" is the top of a config, `a.b` the object b in the object a.
+Keys = Mapping[str, Collection[str]]
+
+# About the file, the training, the tokens and the generation of a model: they change nothing in
+# what its layers compute. Most are of transformers 4, which writes them into every config.
+_HARMLESS = """
+    _name_or_path _attn_implementation _attn_implementation_autoset attn_implementation
+    architectures auto_map base_model_name_or_path dtype model_name model_type name_or_path
+    target_model_type tokenizer_class torch_dtype transformers_version version
+    attention_dropout embd_pdrop attn_pdrop resid_pdrop hidden_dropout initializer_range
+    router_aux_loss_coef output_router_logits gradient_checkpointing embed_requires_grad
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    bad_words_ids begin_suppress_tokens chunk_size_feed_forward diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label label2id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions
+    output_hidden_states output_scores prefix problem_type remove_invalid_values repetition_penalty
+    return_dict return_dict_in_generate suppress_tokens task_specific_params temperature
+    tf_legacy_loss top_k top_p torchscript typical_p use_bfloat16 use_cache use_return_dict
+    pretraining_tp
+"""
+HARMLESS = frozenset(_HARMLESS.split())
+
+
+def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> list[str]:
+    """Return the keys of a config that are neither known nor harmless, sorted; those of an object
+    in it as `object.key`. Keys with null or something empty say nothing, and are left out. An
+    object for which `known` has no keys is not looked into.
+
+    >>> unknown_keys({"scale": 2, "norm": None, "eagle_config": {"x": 1}}, {"": ["eagle_config"]})
+    ['scale']
+    >>> unknown_keys({"a": {"x": 1, "dtype": 2}}, {"": ["a"], "a": ["y"]})
+    ['a.x']
+    """
+    unknown = []
+    for key, value in config.items():
+        path = f"{place}.{key}" if place else key
+        if key in HARMLESS or value is None or value in ("", [], {}):
+            continue
+        if key not in known[place]:
+            unknown.append(path)
+        elif path in known and isinstance(value, Mapping):
+            unknown += unknown_keys(value, known, path)
+    return sorted(unknown)
+
+
+def model_keys(config: Mapping[str, Any]) -> dict[str, Collection[str]]:
+    """Return the keys that transformers knows in the config of a complete model, by place. None of
+    a model that it does not know."""
+    return _keys_of(_class_of(config, None), config, "")
+
+
+def unread_by_transformers(config: Mapping[str, Any]) -> list[str]:
+    """Return the unknown keys of a complete model's config, as `unknown_keys` writes them, that
+    transformers' code for this family does not name. Models read some keys that no config lists."""
+    made = _class_of(config, None)
+    unknown = unknown_keys(config, model_keys(config))
+    if made is None or not unknown:
+        return unknown
+    folder = Path(inspect.getfile(made)).parent
+    files = [*folder.glob("*.py"), *folder.parent.parent.glob("modeling_rope_utils.py")]
+    words = set(re.findall(r"\w+", "".join(file.read_text(encoding="utf-8") for file in files)))
+    return [path for path in unknown if path.rpartition(".")[2] not in words]
+
+
+def _class_of(
+    config: Mapping[str, Any], usual: type[PreTrainedConfig] | None
+) -> type[PreTrainedConfig] | None:
+    kind = config.get("model_type")
+    # The mapping is filled when it is read, and its `get` reads nothing.
+    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else usual  # noqa: SIM401
+
+
+def _keys_of(
+    made: type[PreTrainedConfig] | None, config: Mapping[str, Any], place: str
+) -> dict[str, Collection[str]]:
+    if made is None or not hasattr(made, "sub_configs"):
+        return {place: ()}
+    keys: dict[str, Collection[str]] = {place: {*made().to_dict(), *made.attribute_map}}
+    for name, usual in made.sub_configs.items():
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            path = f"{place}.{name}" if place else name
+            keys |= _keys_of(_class_of(inner, usual), inner, path)
+    return keys
