@@ -315,8 +315,8 @@ def test_reasoning_that_the_prompt_begins_has_no_calls(mark: str) -> None:
 def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
     service: Running, route: str
 ) -> None:
-    """The text comes first in a stream, and two calls come with its end."""
-    text = f"Hm, 7.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>"
+    """The text comes first in a stream, and two calls come with its end, with what follows them."""
+    text = f"Hm, 7.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>\nOk."
     forced = {"extra_body": {"guided_choice": [text]}}
     names, arguments = ["weather", "now"], [{"city": "Rome", "days": 1}, {}]
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
@@ -325,7 +325,7 @@ def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
             chunks = [*client.chat.completions.create(model=MODEL, stream=True, **asked)]
             deltas = [chunk.choices[0].delta for chunk in chunks]
             calls = [x.function for delta in deltas for x in delta.tool_calls or []]
-            assert "".join(delta.content or "" for delta in deltas) == "Hm, 7."
+            assert "".join(delta.content or "" for delta in deltas) == "Hm, 7.\nOk."
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
         else:
             asked = {"input": "a", "tools": FLAT, **forced}
@@ -334,10 +334,10 @@ def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
             output = events[-1].response.output
             said, *calls = output
             assert [x.type for x in output] == ["message", "function_call", "function_call"]
-            assert said.content[0].text == "Hm, 7."
-            assert "".join(x.token for x in said.content[0].logprobs).startswith("Hm, 7.")
+            assert said.content[0].text == "Hm, 7.\nOk."
+            assert "".join(x.token for x in said.content[0].logprobs) == "Hm, 7.\n"
             deltas = [x for x in events if x.type == "response.output_text.delta"]
-            assert "".join(x.delta for x in deltas) == "Hm, 7."
+            assert "".join(x.delta for x in deltas) == "Hm, 7.\nOk."
             done = [x for x in events if x.type == "response.output_item.done"]
             assert [x.item for x in done] == output
             assert [x.output_index for x in done] == [0, 1, 2]
