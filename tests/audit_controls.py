@@ -32,7 +32,7 @@ from decode.model.loading import Target
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.settings import DecodeSettings
-from decode.text_stream import AnswerText, StopStrings
+from decode.stop_strings import AnswerText, StopStrings
 from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit, Finding, Verdict

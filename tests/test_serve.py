@@ -21,8 +21,8 @@ from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.loop.decoding import Decoding
 from decode.model.pretrained import UNLIMITED_POSITIONS
+from decode.stop_strings import AnswerText
 from decode.text import prompt_ids
-from decode.text_stream import AnswerText
 from draftsmith.net.access import Guard
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS

@@ -13,7 +13,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
-from decode.text_stream import AnswerText, decode
+from decode.stop_strings import AnswerText
+from decode.text_stream import decode
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
 from draftsmith.net.hang_up import unless_hung_up

@@ -17,7 +17,7 @@ from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
-from decode.text_stream import StopStrings
+from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.serve.batching.metrics import Metrics
