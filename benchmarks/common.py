@@ -56,6 +56,11 @@ PromptsOption = Annotated[Path, typer.Option(help="held-out prompts")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
 
 
+class Unable(UserError):
+    """A contestant cannot take part: what it needs is not installed, or it does not have the
+    setting. Any other error of a contestant ends the benchmark with an error status."""
+
+
 def run_command(main: Callable[..., None]) -> None:
     """Run a benchmark's `main` with the options of the command line."""
     app = typer.Typer(pretty_exceptions_show_locals=False)

@@ -181,7 +181,8 @@ def main(
             report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
-    cold = cold_starts(COLD[:3] if quick else COLD, models_of_all, texts[0], gamma, reporter)
+    taking_part = [name for name in (COLD[:3] if quick else COLD) if name in contests[0].seconds]
+    cold = cold_starts(taking_part, models_of_all, texts[0], gamma, reporter)
     profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
 
     time_ratios = ratios(contests)

@@ -22,7 +22,7 @@ from benchmarks import (
     mtp,
     structured,
 )
-from benchmarks.common import PROMPTS, in_fresh_process, require, run_config
+from benchmarks.common import PROMPTS, end_benchmark, in_fresh_process, require, run_config
 from benchmarks.decode import (
     contest_table,
     drafter_config,
@@ -36,10 +36,14 @@ from benchmarks.serve import contestants as serve
 from benchmarks.shared import (
     decode_measurements,
     device_parts,
+    distill_contestants,
+    llama_contestants,
     structured_engine,
 )
 from benchmarks.shared.decode_contestants import JobResult, Models, Passes
 from benchmarks.shared.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.shared.distill_contestants import measure_training, train_ours
+from benchmarks.shared.distill_settings import Settings
 from benchmarks.shared.drafter_contestants import (
     Contestant,
     cascades_of,
@@ -67,13 +71,12 @@ from heads import HEADS
 from heads.heads_directory import new_heads, save_heads, stored_options
 from heads.heads_module import HeadOptions
 from heads.mtp_heads import MtpOptions
+from tests.export import needs
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
-from train.engines.child_process import package_version
-from train.engines.programs import llama_server_program
 from train.engines.server_config import EngineServer
 from train.run.config import validate_config
 
@@ -315,14 +318,22 @@ def tiny_models(tmp_path):
 TEXTS = [[5 + i, 17, 90, 17, 4 + i, 60, 17, 90][: 5 + i % 3] for i in range(6)]
 
 
-def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
+def of_gguf(place: Path, models: Models) -> Models:
+    """These models with a target that is a GGUF file, which llama.cpp needs."""
+    write_gguf(place / "target.gguf")
+    target = load_target(str(place / "target.gguf"))
+    return Models(target, models.assistant, models.drafter_path, models.heads)
+
+
+def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models, tmp_path):
+    models = of_gguf(tmp_path, tiny_models)
     # What a checkpoint may ask for reaches none of them.
-    tiny_models.target.model.generation_config.repetition_penalty = 1.5
-    contest = hold_contest(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
-    # Packages that are not installed here are named; nobody else fails, but llama.cpp, which needs
-    # a GGUF file.
-    others = {name: why for name, why in contest.unable.items() if not name.startswith("llama")}
-    assert all("not installed" in reason for reason in others.values())
+    models.target.model.generation_config.repetition_penalty = 1.5
+    with models.closing:
+        contest = hold_contest(models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
+    # Packages that are not installed here are named; nobody else fails.
+    assert not contest.broken
+    assert all("not installed" in reason for reason in contest.unable.values())
     assert {"plain", "lookup", "heads", "generate", "assisted", "transformers_lookup"} <= set(
         contest.equal
     )
@@ -340,21 +351,50 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
     assert contest_table(contest, 3).row_count == len(contest.seconds)
 
 
+def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_models, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise IsADirectoryError("a folder")
+
+    monkeypatch.setattr("benchmarks.shared.llama_contestants._program", broken)
+    names = ["plain", "generate", "llama", "openvino"]
+    for setting, found in (
+        (Setting(1, 8), {"llama": "IsADirectoryError: a folder"}),
+        (Setting(1, 8, batch=2), {}),  # it does not have this setting
+    ):
+        contest = hold_contest(tiny_models, setting, TEXTS, 3, Reporter(silent=True), names)
+        assert contest.broken == found
+    with pytest.raises(UserError, match="contestants broke: llama"):
+        end_benchmark({"llama": "a folder"})
+    end_benchmark({})
+
+
+def test_llama_cpp_gets_a_file_of_the_target(tmp_path, tiny_models):
+    target = of_gguf(tmp_path, tiny_models).target
+    llama_contestants._write(tmp_path, target.model, target.name)
+    written = load_target(str(tmp_path / llama_contestants.FILE))
+    ids = torch.tensor([TEXTS[0]])
+    assert torch.equal(written.model(ids).logits, target.model(ids).logits)
+    assert written.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("contestant", distill_contestants.OURS)
+def test_our_contestants_of_the_distill_benchmark_take_their_steps(contestant):
+    target, settings = tiny_target(), Settings(layers=(0,), rows=2, steps=2)
+    student = settings.make_student(target)
+    figures = measure_training(contestant, train_ours, target, student, settings)
+    assert figures["steps"] == len(figures["losses"]) == 2
+    assert figures["predicted_tokens"] > 0
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("installed", "name", "more"),
-    [
-        (lambda: llama_server_program(), "llama", ["llama_q8"]),
-        (lambda: package_version("openvino", "openvino_genai"), "openvino", []),
-    ],
+    ("engine", "name", "more"),
+    [("llama-server", "llama", ["llama_q8"]), ("openvino", "openvino", [])],
     ids=["llama-server", "openvino"],
 )
-def test_an_engine_takes_part_where_it_is_installed(installed, name, more, tmp_path, tiny_models):
-    if installed() is None:
-        pytest.skip("it is not installed")
-    write_gguf(tmp_path / "target.gguf")
-    target = load_target(str(tmp_path / "target.gguf"))
-    models = Models(target, tiny_models.assistant, tiny_models.drafter_path)
+def test_an_engine_takes_part_where_it_is_installed(engine, name, more, tmp_path, tiny_models):
+    needs(engine)
+    models = of_gguf(tmp_path, tiny_models)
     same = [name, f"{name}_drafter", f"{name}_lookup"]
     names = ["plain", "generate", *same, *more]
     with models.closing:

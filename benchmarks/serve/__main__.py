@@ -47,6 +47,7 @@ from benchmarks.common import (
     JsonOption,
     PromptsOption,
     TargetOption,
+    Unable,
     describe_machine,
     end_benchmark,
     rows_table,
@@ -131,10 +132,9 @@ def main(
         counts = sorted(set(clients or CLIENTS))
         settings = DecodeSettings(gamma=gamma)
         with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
-            contestants, unable = enter_contestants(
+            contestants, unable, broken = enter_contestants(
                 loaded, drafter, options, settings, Path(directory), stack, max(counts)
             )
-            broken: dict[str, str] = {}
             turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
         unable |= broken
         for name, reason in unable.items():
@@ -172,9 +172,9 @@ def enter_contestants(
     directory: Path,
     stack: ExitStack,
     clients: int,
-) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Start the services, which end with the stack, and return all contestants, and why others
-    cannot take part. clients: the most that ask at once; those without a row wait."""
+) -> tuple[dict[str, Contestant], dict[str, str], dict[str, str]]:
+    """Start the services, which end with the stack. Returns all contestants, why others cannot take
+    part, and how others broke. clients: the most that ask at once; those without a row wait."""
     waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
@@ -195,6 +195,7 @@ def enter_contestants(
     model = load_target(target.name, dtype=dtype, device=str(target.device)).model
     model.generation_config.eos_token_id = None
     unable: dict[str, str] = {}
+    broken: dict[str, str] = {}
 
     def theirs(*more: str) -> Contestant:
         device = str(target.device)
@@ -212,10 +213,12 @@ def enter_contestants(
     }.items():
         try:
             contestants[name] = theirs(*more)
-        except (UserError, RuntimeError) as error:
+        except Unable as error:
             unable[name] = str(error)
+        except (UserError, RuntimeError) as error:
+            broken[name] = str(error)
     contestants |= {"generate_batch": generate_batch(model), "generate": generate(model)}
-    return contestants, unable
+    return contestants, unable, broken
 
 
 def hold_turns(

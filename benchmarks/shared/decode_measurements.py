@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.common import in_fresh_process
+from benchmarks.common import Unable, in_fresh_process
 from benchmarks.shared.decode_contestants import (
     NAMES,
     Contestant,
@@ -93,7 +93,7 @@ class Contest:
             if name in (*OURS, "generate"):
                 raise
             self.unable[name] = _reason(error)
-            if not (isinstance(error, UserError) or _is_missing(error)):
+            if not (isinstance(error, Unable) or _is_missing(error)):
                 self.broken[name] = self.unable[name]
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
@@ -251,16 +251,13 @@ def cold_starts(
     seconds = {}
     for name in names:
         reporter.say(f"cold start: {NAMES[name]}")
-        try:
-            seconds[name] = in_fresh_process(
-                "benchmarks.shared.decode_measurements:first_token",
-                name=name,
-                prompt=list(prompt),
-                gamma=gamma,
-                **models,
-            )
-        except RuntimeError as error:
-            reporter.say(f"  not available: {str(error).splitlines()[-1]}")
+        seconds[name] = in_fresh_process(
+            "benchmarks.shared.decode_measurements:first_token",
+            name=name,
+            prompt=list(prompt),
+            gamma=gamma,
+            **models,
+        )
     return seconds
 
 
