@@ -185,8 +185,8 @@ def test_a_target_that_is_wrong_for_several_tokens_is_found(
 def test_a_cpu_without_bfloat16_is_told_why_nothing_is_packed(
     quick: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(prepare_model._SUPPORTED, torch.bfloat16, lambda: False)
-    monkeypatch.setitem(prepare_model._SUPPORTED, torch.float16, lambda: False)
+    monkeypatch.setitem(prepare_model._SUPPORTED, torch.bfloat16, "_no_such_operator")
+    monkeypatch.setitem(prepare_model._SUPPORTED, torch.float16, "_no_such_operator")
     _, figures = examined(tmp_path, "--dtype", "bfloat16")
     assert figures["kernels"]["packed"] == 0
     assert [x["fast"] for x in figures["dtypes"].values()] == [True, False, False]
