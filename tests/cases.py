@@ -154,6 +154,8 @@ def judged(case: Path, project: Path) -> tuple[str, list[str], str]:
     status, output = ran(case, project)
     if status == TOO_LONG:
         return "cannot judge", [f"no end after {SECONDS} s"], output
+    if re.search(r"\bstatus 124\b", output):
+        return "cannot judge", ["a time limit of the script was reached"], output
     if missing := re.search(
         r"ModuleNotFoundError: No module named '(\w+)|(\S+): not found", output
     ):
@@ -187,9 +189,9 @@ def happens(case: Path) -> str | None:
 
 
 def quotes(case: Path) -> list[str]:
-    """The messages of the fault: in single quotes in what happens, each up to an ellipsis."""
-    texts = re.findall(r"(?<!\w)'([^']+)'(?!\w)", happens(case) or "")
-    parts = [max(text.split("…"), key=len).strip() for text in texts]
+    """The messages of the fault: in single quotes in what happens, cut at each ellipsis."""
+    texts = re.findall(r"(?<!\w)'(.+?)'(?=[\s.,;:)]|$)", happens(case) or "")
+    parts = [part.strip() for text in texts for part in text.split("…")]
     return [part for part in parts if len(part) >= 5]
 
 
