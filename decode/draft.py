@@ -322,21 +322,22 @@ class Draft:
                 chain = torch.ones(nodes, nodes, dtype=torch.bool, device=self.tokens.device)
                 self._ancestors = chain.tril().expand(rows, -1, -1)
             else:
-                self._ancestors = ancestors_of(self.parents)
+                ancestors = torch.as_tensor(ancestors_of(self.parents_on_host()))
+                self._ancestors = to_device(ancestors, self.tokens.device)
         return self._ancestors
 
     def children(self) -> Tensor:
         """int64 [B, N+1, K], K ≥ 1: row r lists the valid children of node r−1 in order (row 0: of
         the last committed token), filled up with −1."""
         if self._children is None:
-            valid = self.valid()
             if self.parents is None:
+                valid = self.valid()
                 below = torch.arange(valid.shape[1] + 1, device=valid.device)
                 ends = torch.nn.functional.pad(valid, (0, 1))
                 self._children = torch.where(ends, below, -1)[..., None]
             else:
-                most = max(int(self.child_counts().max()), 1)
-                self._children = children_of(self.parents, valid, most)
+                table = children_of(self.parents_on_host(), self.sizes)
+                self._children = to_device(table, self.tokens.device)
         return self._children
 
     def nodes_by_depth(self) -> np.ndarray:

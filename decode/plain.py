@@ -81,6 +81,8 @@ class Reader:
     def __init__(self, model: PreTrainedModel, temperature: float) -> None:
         self.model, self.temperature = model, temperature
         self.cache, self.read = DynamicCache(config=model.config), 0
+        # Else a layer with a window drops what it may need again after a rejected token.
+        self.cache.activate_past_recording()
 
     def after(self, text: Sequence[int]) -> Tensor:
         """Read what is new of a text. Returns the distribution after each new token, [n, V]."""

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from decode.base.errors import UserError
-from decode.drafters import Drafter
+from decode.drafters import Drafter, NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.constraint import Constraint
 from decode.draw.logits import LogitsProcessor
@@ -63,8 +63,8 @@ class TextPieces(BaseStreamer):
 class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
-    drafter: a `Drafter`, a smaller model with the target's vocabulary, or a name for
-    `open_drafter`. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or its name
+    drafter: a `Drafter`, a smaller model with the target's vocabulary, a name for `open_drafter`,
+    or None: plain decoding. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or its name
     with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids
     that end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes:
     a prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
@@ -80,7 +80,7 @@ class SpeculativeGenerator:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        drafter: Drafter | PreTrainedModel | str = "ngram",
+        drafter: Drafter | PreTrainedModel | str | None = "ngram",
         *,
         gamma: int = 4,
         rule: Part | Rule | None = None,
@@ -94,7 +94,9 @@ class SpeculativeGenerator:
         self.eos_token_ids = _eos(model, tokenizer)
         if eos_token_ids is not None:
             self.eos_token_ids = tuple(eos_ids(eos_token_ids))
-        if isinstance(drafter, str):
+        if drafter is None:
+            drafter = NoDrafter()
+        elif isinstance(drafter, str):
             drafter = open_drafter(drafter, _target(model, tokenizer))
         elif not isinstance(drafter, Drafter):
             drafter = _of_model(drafter, _target(model, tokenizer))
@@ -282,9 +284,10 @@ class _Closed(Exception):
 
 def _is_one(prompts: Any) -> bool:
     """Whether this is one prompt, not a sequence of prompts."""
-    return isinstance(prompts, str) or (
-        len(prompts) > 0 and not isinstance(prompts[0], str | Sequence)
-    )
+    if isinstance(prompts, str) or not len(prompts):
+        return isinstance(prompts, str)
+    # A message, or a token: a number or an array without dimensions.
+    return not isinstance(prompts[0], str | Sequence) and not getattr(prompts[0], "ndim", 0)
 
 
 def _of_model(model: PreTrainedModel, target: Target) -> SmallLMDrafter:

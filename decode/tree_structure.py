@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 
-def ancestors_of(parents: Tensor) -> Tensor:
+def ancestors_of(parents: np.ndarray) -> np.ndarray:
     """bool [B, N, N]: [b, i, j] is True if node j is node i or one of its ancestors. parents: int64
     [B, N]."""
-    nodes = parents.shape[1]
-    # The matrix takes each node up one step or none. Squaring it doubles the number of steps.
-    order = torch.arange(nodes, device=parents.device)
-    up = ((parents[..., None] == order) | (order[:, None] == order)).float()
-    for _ in range(max(nodes - 1, 1).bit_length()):
-        up = (up @ up).clamp(max=1.0)
-    return up > 0
+    rows, nodes = parents.shape
+    # Row −1 is the root's, which has no ancestors.
+    seen = np.zeros((rows, nodes + 1, nodes), dtype=bool)
+    row = np.arange(rows)
+    for node in range(nodes):
+        seen[:, node] = seen[row, parents[:, node]]
+        seen[:, node, node] = True
+    return seen[:, :nodes]
 
 
 def grown_ancestors(ancestors: Tensor | None, parents: Tensor) -> Tensor:
@@ -48,19 +49,18 @@ def path_of(ancestors: Tensor, nodes: Tensor) -> Tensor:
     return order.sort(1).values.clamp(max=max(count - 1, 0))
 
 
-def children_of(parents: Tensor, valid: Tensor, most: int) -> Tensor:
-    """int64 [B, N+1, K]: row r lists the valid children of node r−1 in order (row 0: of the root),
-    filled up with −1. parents: int64 [B, N]. valid: bool [B, N]. most: K, no node has more."""
-    rows, nodes = parents.shape
-    device, above = parents.device, parents + 1
-    same = (above[:, :, None] == above[:, None, :]) & valid[:, None, :]
-    rank = same.float().tril(-1).sum(2).long()  # number of earlier siblings
-    table = torch.full((rows, (nodes + 1) * most), -1, dtype=torch.int64, device=device)
-    order = torch.arange(nodes, device=device).expand(rows, -1)
-    # Padding writes −1 to an entry that belongs to no child and is already −1.
-    entry = torch.where(valid, above * most + rank, (nodes + 1) * most - 1)
-    table.scatter_(1, entry, torch.where(valid, order, -1))
-    return table.view(rows, nodes + 1, most)
+def children_of(parents: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """int64 [B, N+1, K], K ≥ 1: row r lists the children of node r−1 in order (row 0: of the root)
+    among the first sizes[b] nodes, filled up with −1. parents: int64 [B, N]."""
+    counts = counts_of_children(parents, sizes)
+    row, node = _inside(parents, sizes)
+    above = parents[row, node] + 1
+    order = np.lexsort((node, above, row))  # siblings side by side
+    row, node, above = row[order], node[order], above[order]
+    first = counts.cumsum().reshape(counts.shape) - counts  # of the children of each node
+    table = np.full((*counts.shape, max(int(counts.max(initial=0)), 1)), -1)
+    table[row, above, np.arange(len(node)) - first[row, above]] = node
+    return table
 
 
 def counts_by_depth(parents: np.ndarray, sizes: np.ndarray) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters import DRAFTERS, Drafter
-from decode.drafters.lookup.max_gram import MaxGramDrafter, longest_match
+from decode.drafters.lookup.max_gram import LONGEST_MATCH, MaxGramDrafter, longest_match
 from decode.drafters.lookup.ngram import NgramDrafter, NgramIndex, StoreDrafter
 from decode.drafters.lookup.suffix import SuffixDrafter
 from decode.drafters.several.cascade import HorizontalCascade, VerticalCascade
@@ -365,6 +365,9 @@ def test_max_gram_follows_the_longest_match_then_bigrams() -> None:
             default=(0, size),
         )
         assert longest_match(text) == best[1]
+    # Of two matches that are long enough, the later one counts, not the longer one.
+    same = list(range(10, 10 + LONGEST_MATCH))
+    assert longest_match(np.array([1, *same, 2, *same, 3, 1, *same])) == 2 * LONGEST_MATCH + 2
     drafter = MaxGramDrafter()
     contexts = Contexts.of([[1, 2, 3, 8, 1, 2], [9, 3], [40, 41, 40]], 20)
     drafter.start(contexts)

@@ -10,7 +10,7 @@ from scipy import stats
 from decode import plain
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
-from tests.tiny import tiny_model
+from tests.tiny import generated, tiny_model
 
 PROMPT = [3, 1, 2]
 SMALL = {"vocab": 5, "layers": 1, "hidden": 8, "heads": 1, "kv_heads": 1}
@@ -36,6 +36,17 @@ def test_the_loop_accepts_what_the_page_accepts(gamma: int, seed: int) -> None:
     passes = np.bincount(after.accepted, minlength=gamma + 1)
     assert np.array_equal(passes, decoded.counts.by_accepted)
     assert max(after.accepted) > 0
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3_text"])
+def test_the_page_goes_back_past_a_sliding_window(family: str) -> None:
+    target, drafter = (
+        tiny_model(family, seed=seed, sliding_window=6, tie=False) for seed in (1, 2)
+    )
+    prompt = [5, 17, 250, 9, 42]
+    written = plain.decode(target, drafter, prompt, 12, gamma=3)
+    assert written.tokens == generated(target, prompt, 12)
+    assert min(written.accepted) < 3
 
 
 @pytest.mark.parametrize("lossless", [True, False])

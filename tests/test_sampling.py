@@ -88,7 +88,7 @@ def test_greedy_is_the_argmax() -> None:
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": "1"}, "temperature is '1'"),
         ({"temperature": True}, "temperature is True"),
-        ({"top_k": -1}, "top_k is -1; expected a whole number ≥ 0"),
+        ({"top_k": -2}, "top_k is -2; expected a whole number ≥ -1"),
         ({"top_k": 5.0}, "top_k is 5.0"),
         ({"top_k": float("nan")}, "top_k is nan"),
         ({"top_p": 0.0}, r"top_p is 0.0; expected a number in \(0, 1\]"),

@@ -7,6 +7,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, TextStreamer
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, TextStreamer
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop.decoding import Decoder
 from decode.opening.directory import save_drafter
 from decode.text import SpeculativeGenerator, TextPieces
 from decode.text_stream import decode
@@ -47,7 +49,20 @@ def test_text_in_text_out_as_generate() -> None:
     for prompt in (TEXTS[0], ids, torch.tensor(ids)):
         assert ours.generate(prompt, max_new_tokens=NEW) == wanted[0]
     assert ours.generate(torch.tensor([ids]), max_new_tokens=NEW) == wanted[:1]
-    assert ours.generate([ids, TEXTS[1]], max_new_tokens=NEW) == wanted[:2]
+    for given in (ids, np.array(ids), torch.tensor(ids)):
+        assert ours.generate([given, TEXTS[1]], max_new_tokens=NEW) == wanted[:2]
+    # A list of token ids of any kind is one prompt.
+    for some in (np.array(ids), torch.tensor(ids)):
+        assert ours.generate(list(some), max_new_tokens=NEW) == wanted[0]
+
+
+def test_no_drafter_is_plain_decoding() -> None:
+    ids = tokenizer()(TEXTS[0]).input_ids
+    ours = generator(None)
+    assert ours.generate(ids, max_new_tokens=NEW) == decode(tokenizer(), said(ids))
+    assert ours.decoded is not None
+    assert not ours.decoded.counts.drafted.any()
+    assert Decoder(model("llama"), None).decode([ids], 4).outputs[0] == said(ids)[:4]
 
 
 def test_messages_are_written_by_the_chat_template() -> None:

@@ -36,7 +36,7 @@ def step_inputs(seed: int, rule: str, shape: str, sampling: Sampling) -> tuple[A
         None if parents is None else torch.tensor(parents),
     )
     # What the host knows of the structure comes before the traced part.
-    draft.valid(), draft.children(), draft.levels()
+    draft.valid(), draft.ancestors(), draft.children(), draft.levels()
     rng = CounterRNG(7, torch.arange(ROWS))
     rng.at_lengths(np.array([5, 9, 7]) + seed)
     return draft, logits, rng

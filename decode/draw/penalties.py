@@ -214,15 +214,6 @@ def penalised(logits: Tensor, text: TextBefore) -> Tensor:
     return changed
 
 
-def penalise(logits: Tensor, ids: Tensor, penalty: float | Tensor) -> Tensor:
-    """Repetition penalty (1909.05858): float32 logits [..., V]. The logits of the tokens in
-    ids [..., M] are divided by the penalty if positive and multiplied by it if negative, each once.
-    penalty: one number, or a tensor that fits ids."""
-    before = logits.gather(-1, ids).float()
-    after = torch.where(before < 0, before * penalty, before / penalty)
-    return logits.to(torch.float32, copy=True).scatter_(-1, ids, after)
-
-
 def _once(at: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     """Columns where all that are not inside repeat one that is, and bool [..., 1]: whether there is
     one. So all entries of one column say the same."""
@@ -237,8 +228,11 @@ def _add_bias(logits: Tensor, text: TextBefore) -> None:
 
 
 def _repetition(logits: Tensor, text: TextBefore) -> None:
+    """1909.05858: logits of the tokens are divided by the penalty if positive, and multiplied by it
+    if negative, each once."""
     at, any_ = _once(*text.places(prompt=True))
-    logits.copy_(penalise(logits, at, torch.where(any_, text.each("repetition_penalty"), 1.0)))
+    penalty, before = torch.where(any_, text.each("repetition_penalty"), 1.0), logits.gather(-1, at)
+    logits.scatter_(-1, at, torch.where(before < 0, before * penalty, before / penalty))
 
 
 def _frequency(logits: Tensor, text: TextBefore) -> None:

@@ -32,8 +32,8 @@ HOTTEST = 1e6
 class Sampling(Penalties):
     """How text is drawn: penalties, temperature, top-k, top-p, min-p, in the order of `generate()`.
 
-    temperature 0 is greedy decoding. top_k 0, top_p 1 and min_p 0 switch these settings off. min_p:
-    removes tokens with a probability below min_p times the largest probability. grammar: the texts
+    temperature 0 is greedy decoding. top_k 0, top_p 1 and min_p 0 switch these settings off. A top_k
+    of −1, as vLLM writes it, becomes 0. min_p: removes tokens with a probability below min_p times the largest probability. grammar: the texts
     that may be drawn (`decode.draw.constraint`). Its mask comes after the penalties and before the
     temperature, like a logits processor of `generate()`.
 
@@ -58,7 +58,8 @@ class Sampling(Penalties):
             ("min_p", lambda x: 0 <= x <= 1, "a number in [0, 1], where 0 is off"),
         ):
             require_number(name, getattr(self, name), fits, expected)
-        require_whole(0, top_k=self.top_k)
+        require_whole(-1, top_k=self.top_k)
+        object.__setattr__(self, "top_k", max(int(self.top_k), 0))
 
     @property
     def greedy(self) -> bool:

@@ -12,8 +12,8 @@ class SamplingConfig(Strict):
 
     temperature: float = Field(0.0, ge=0)
     """Divides the logits. 0: greedy decoding."""
-    top_k: int = Field(0, ge=0)
-    """Draw from this many of the likeliest tokens. 0: from all."""
+    top_k: int = Field(0, ge=-1)
+    """Draw from this many of the likeliest tokens. 0 and −1: from all."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Draw from the likeliest tokens whose probabilities add up to this (1904.09751). 1: from
     all."""

@@ -6,7 +6,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.base.errors import require_fits, require_whole
-from decode.drafters import Drafter
+from decode.drafters import Drafter, NoDrafter
 from decode.draw.logits import LogitsProcessor
 from decode.draw.sampling import Sampling
 from decode.lengths import Policy
@@ -36,6 +36,7 @@ class Setup:
 
     model: the target, or an object in the place of its `CachedLM`, such as a target on another
         machine.
+    drafter: None: nothing is drafted, which is plain decoding.
     eos_token_ids: the ids that end a text; one id, or None, as in a generation config, too.
     gamma: the depth of every draft, at least 1. Ignored for drafts with a fixed depth
         (`Drafter.max_depth`), and if a policy is given.
@@ -71,7 +72,7 @@ class Setup:
     def __init__(
         self,
         model: PreTrainedModel | CachedLM,
-        drafter: Drafter,
+        drafter: Drafter | None,
         *,
         eos_token_ids: Sequence[int] | int | None = (),
         gamma: int = 4,
@@ -90,7 +91,7 @@ class Setup:
         self.sampling = sampling or Sampling()
         self.draft_sampling = draft_sampling or self.sampling
         self.usual = RowSettings(self.sampling, 0, stop, draft_sampling=self.draft_sampling)
-        parts = Parts.of(drafter, rule, policy, gamma)
+        parts = Parts.of(NoDrafter() if drafter is None else drafter, rule, policy, gamma)
         parts.require_sampling([(self.sampling, self.draft_sampling)])
         require_fits(lambda x: x >= 1, "at least 1", prefill_tokens=prefill_tokens)
         cached = isinstance(model, CachedLM)

@@ -192,7 +192,7 @@ def trees(lm: Tried) -> str | None:
     rows = np.arange(2)
     texts.begin(rows)
     texts.read(PROMPTS)
-    seen = ancestors_of(torch.tensor([PARENTS], device=lm.device))[0]
+    seen = torch.as_tensor(ancestors_of(np.array([PARENTS]))[0], device=lm.device)
     paths = [texts.path(row, node) for row in range(2) for node in range(len(PARENTS))]
     expected = torch.stack([texts.own(*path)[-1] for path in paths]).unflatten(0, (2, -1))
     nodes = [[path[1][-1] for path in paths[row * len(PARENTS) :][: len(PARENTS)]] for row in rows]

@@ -6,10 +6,15 @@ from decode.drafters import DRAFTERS
 from decode.drafters.lookup.lookup_tree import LookupTree
 from decode.drafters.lookup.ngram import StoreDrafter
 
+# A longer match counts as this long. Each token of a match is a pass over the places that match, and
+# in a text that repeats itself the longest match is nearly as long as the text.
+LONGEST_MATCH = 64
+
 
 def longest_match(text: np.ndarray) -> int:
     """The index of the token that follows the longest earlier match of the end of a text, int64
-    [L]. L if its last token stands nowhere else. Of several matches the last one counts.
+    [L]. L if its last token stands nowhere else. Of several matches, and of those of
+    `LONGEST_MATCH` tokens or more, the last one counts.
 
     >>> longest_match(np.array([1, 2, 3, 9, 2, 3, 1, 2, 3]))
     3
@@ -17,7 +22,7 @@ def longest_match(text: np.ndarray) -> int:
     size = len(text)
     ends = np.flatnonzero(text[:-1] == text[-1])  # where the last token stands
     matches = ends
-    for back in range(1, size):
+    for back in range(1, min(size, LONGEST_MATCH)):
         ends = ends[ends >= back]
         ends = ends[text[ends - back] == text[size - 1 - back]]
         if not len(ends):
@@ -28,8 +33,8 @@ def longest_match(text: np.ndarray) -> int:
 
 @DRAFTERS.register("max_gram")
 class MaxGramDrafter(StoreDrafter):
-    """Drafts what followed the longest earlier match of the text's end, at any length; after that,
-    and without a match, the token that most often followed the last one in all texts so far.
+    """Drafts what followed the longest earlier match of the text's end, up to 64 tokens long; after
+    that, and without a match, the token that most often followed the last one in all texts so far.
 
     It looks through each row's text in every round, with one comparison per token, and keeps no
     index of it. The bigrams are a `store` of endings of one token, which also learns the target's

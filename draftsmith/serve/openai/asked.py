@@ -146,11 +146,6 @@ class Asked(Drawn):
         OurOptions(), description="what this service alone can do"
     )
 
-    @field_validator("top_k", mode="before")
-    @classmethod
-    def _all_tokens(cls, value: Any) -> Any:
-        return 0 if value == -1 else value
-
     @field_validator(*_DRAWN)
     @classmethod
     def _can_be_drawn(cls, value: Any, info: ValidationInfo) -> Any:
