@@ -189,9 +189,10 @@ def happens(case: Path) -> str | None:
 
 
 def quotes(case: Path) -> list[str]:
-    """The messages of the fault: in single quotes in what happens, cut at each ellipsis."""
+    """The messages of the fault: in single quotes in what happens; its longest part between
+    ellipses, which stand for values."""
     texts = re.findall(r"(?<!\w)'(.+?)'(?=[\s.,;:)]|$)", happens(case) or "")
-    parts = [part.strip() for text in texts for part in text.split("…")]
+    parts = [max(text.split("…"), key=len).strip() for text in texts]
     return [part for part in parts if len(part) >= 5]
 
 
