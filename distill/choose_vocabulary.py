@@ -3,13 +3,17 @@
 `decode.drafters.draft_vocabulary` holds its output layer.
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from decode.base.errors import UserError
+
+COUNTED = 1 << 20  # tokens that are counted together
 
 
 def most_frequent(
@@ -36,10 +40,12 @@ def most_frequent(
 
 def token_counts(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
     """int64 [vocab_size]: how often each token occurs."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for text in texts:
-        counts += torch.bincount(torch.tensor(text, dtype=torch.int64), minlength=vocab_size)
-    return counts
+    counts = np.zeros(vocab_size, np.int64)
+    tokens = itertools.chain.from_iterable(texts)
+    # Many texts at once: each sum is over the whole vocabulary.
+    while len(part := np.fromiter(itertools.islice(tokens, COUNTED), np.int64)):
+        counts += np.bincount(part, minlength=vocab_size)
+    return torch.from_numpy(counts)
 
 
 @dataclass(frozen=True)

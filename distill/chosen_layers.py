@@ -134,5 +134,6 @@ def _reference(student: PreTrainedModel, target: PreTrainedModel, rename: Rename
     weights = student.state_dict()
     renamed = {name: rename(name) for name in model.state_dict()}
     known = {name: weights[own] for name, own in renamed.items() if own in weights}
+    # The layers that the student lacks have no weights here: they are not run.
     model.load_state_dict(known, strict=False, assign=True)
     return model

@@ -1,4 +1,4 @@
-"""A model in training, with or without adapters, and plain copies of it."""
+"""A model in training, with or without adapters, and the plain models made of its weights."""
 
 import copy
 import re
@@ -9,6 +9,7 @@ from typing import Any
 
 import peft
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
@@ -68,12 +69,14 @@ class DrafterLora(LoraConfig):
 
 
 class Trainable:
-    """A model in training. It returns copies of its current state.
+    """A model in training, and how plain models are made of its weights. It holds no second copy
+    of these.
 
     model: the same object as given; adapters are inserted into it. vocabulary: the reduced draft
     vocabulary of its output layer. layers: the names of the layers that get an adapter, for a
     model that transformers does not define. Raises UserError if the adapters' targets match no
-    layer, or match one that cannot have an adapter that is kept.
+    layer, one that losses read directly, one whose weight another layer shares, or one that cannot
+    have an adapter that is kept.
     """
 
     def __init__(
@@ -102,47 +105,101 @@ class Trainable:
                 adapted = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
-        # Engines may take the model apart, so keep a complete copy on the CPU. If the reduced layer
-        # is tied to the embeddings, it stays tied, because both are copied together.
-        self._copy, self._adapted, self._vocabulary = copy.deepcopy((model, adapted, vocabulary))
+            _require_own_weights(model, lora)
+        # Engines may take the model apart, so keep its structure, without its weights.
+        self._parts = _rebuilt(
+            (model, adapted, vocabulary),
+            {
+                id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+                for p in model.parameters()
+            },
+        )
+
+    def weights(self) -> dict[str, Tensor]:
+        """Copies of the weights of `model` on the CPU, as long as no engine has prepared it."""
+        return {name: p.detach().to("cpu", copy=True) for name, p in self.model.named_parameters()}
 
     @torch.no_grad()
-    def plain(self, weights: dict[str, Tensor]) -> tuple[Any, ReducedVocabulary | None]:
-        """Return a plain copy of the model on the CPU, and its vocabulary.
+    def plain(self, weights: Mapping[str, Tensor]) -> tuple[Any, ReducedVocabulary | None]:
+        """Return a plain model on the CPU made of these weights, and its vocabulary.
 
-        weights: the values of the trained weights, with the names of `model`. Adapters are merged
-        into their layers. The copy is in eval mode and has no gradients.
+        weights: all of them, trained or not, with the names of `model`. The model takes them over.
+        Adapters are merged into their layers. The model is in eval mode and has no gradients.
         """
-        self._copy.load_state_dict(weights, strict=False)
-        model, adapted, vocabulary = copy.deepcopy((self._copy, self._adapted, self._vocabulary))
+        model, adapted, vocabulary = self._filled(weights)
         if adapted is not None:
             with _keeping_ties(model):
                 model = adapted.merge_and_unload()
         return model.eval().requires_grad_(False), vocabulary
 
-    def adapter(self, weights: dict[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
+    def adapter(self, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
         """Return peft's config of the adapters and their weights, with the names of peft's files.
 
         weights: as for `plain`.
         """
-        assert self._adapted is not None
-        self._copy.load_state_dict(weights, strict=False)
-        state = peft.get_peft_model_state_dict(self._adapted, save_embedding_layers=False)
-        return self._adapted.peft_config["default"], state
+        _, adapted, _ = self._filled(weights)
+        assert adapted is not None
+        state = peft.get_peft_model_state_dict(adapted, save_embedding_layers=False)
+        return adapted.peft_config["default"], state
+
+    def _filled(self, weights: Mapping[str, Tensor]) -> Any:
+        """(model, adapted model, vocabulary) with these weights. What was tied is tied."""
+        named = dict(self._parts[0].named_parameters())
+        if named.keys() != weights.keys():
+            lost, unknown = sorted(named.keys() - weights), sorted(weights.keys() - named)
+            raise UserError(
+                f"these are not the weights of the model in training: {len(lost)} are missing "
+                f"({', '.join(lost[:3]) or 'none'}) and {len(unknown)} are unknown "
+                f"({', '.join(unknown[:3]) or 'none'}), so no drafter is written. The stage's "
+                "checkpoints have the trained weights; this is a fault of draftsmith"
+            )
+        return _rebuilt(
+            self._parts,
+            {id(p): nn.Parameter(weights[name], p.requires_grad) for name, p in named.items()},
+        )
+
+
+def _rebuilt(parts: Any, parameters: dict[int, nn.Parameter]) -> Any:
+    """A copy of `parts` with other parameters. parameters: by the id of those that they replace."""
+    return copy.deepcopy(parts, dict(parameters))
+
+
+def _require_own_weights(model: Any, lora: LoraConfig) -> None:
+    """Raise UserError for an adapter that could not be merged into the model that is trained: the
+    output layer's, which losses read without it, or one on a weight that another layer shares."""
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    owners: dict[int, list[tuple[str, nn.Module]]] = {}
+    for name, layer in model.named_modules():  # one that is used twice is one owner
+        for parameter in layer.parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((name, layer))
+    for name, layer in model.named_modules():
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        if layer is output:
+            raise UserError(
+                f"lora.targets gives the output layer {name} an adapter, but losses read that "
+                "layer directly; leave it out of the targets"
+            )
+        base = layer.get_base_layer()
+        for parameter in base.parameters(recurse=False):
+            if others := [x for x, owner in owners[id(parameter)] if owner is not base]:
+                raise UserError(
+                    f"lora.targets gives {name} an adapter, but its weight is tied to {others[0]}, "
+                    "so merging the adapter would change both; leave it out of the targets, or "
+                    "start from a drafter whose config has tie_word_embeddings: false"
+                )
 
 
 def _require_linear(model: Any, lora: DrafterLora) -> None:
     """Raise UserError if a layer would get an adapter that cannot be kept apart."""
     if lora.targets == "all-linear":
         return
-    output = getattr(model, "get_output_embeddings", lambda: None)()
     modules = dict(model.named_modules())
     for name in lora.layers(modules):
-        if modules[name] is output or isinstance(modules[name], nn.Embedding):
+        if isinstance(modules[name], nn.Embedding):
             raise UserError(
                 f"lora.targets gives {name} an adapter, but adapters that are kept (merge: false) "
-                "belong to linear layers other than the output layer; leave it out of the targets, "
-                "or set merge: true"
+                "belong to linear layers; leave it out of the targets, or set merge: true"
             )
 
 

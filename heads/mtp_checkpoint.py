@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import try_to_load_from_cache
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -20,7 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import MtpModel
 
 from decode.base.errors import UserError
-from decode.model.loading import Target
+from decode.model.loading import Target, stored_directory
 from decode.model.pretrained import explained, no_progress_bars
 from heads.heads_directory import build_heads
 from heads.heads_module import HeadOptions
@@ -104,11 +103,8 @@ def layout_of(config: Any, name: str) -> Layout:
 
 def checkpoint_directory(target: Target) -> Path:
     """The directory with the target's files. Raises UserError for a target from a GGUF file."""
-    path = Path(target.name).expanduser()
-    if not path.exists():
-        config = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
-        path = Path(config).parent if isinstance(config, str) else path
-    if not path.is_dir():
+    path = stored_directory(target)
+    if path is None:
         raise UserError(
             f"the target {target.name} is not a directory with safetensors, so it has no module of "
             "multi-token prediction that can be read; name the directory or the hub id of its "

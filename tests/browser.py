@@ -16,11 +16,11 @@ HOSTILE = '<script>window.hit = 1</script><img src="x" onerror="window.hit = 1">
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Any]:
-    """Skips the test where no browser is; fails it where DRAFTSMITH_NEED_ENGINES names chromium."""
+    """Skips the test where no browser is."""
     try:
         path = find_browser()
     except UserError as error:
-        require_environment("chromium", str(error), "apt install chromium")
+        require_environment(str(error), "apt-get install chromium")
         raise
     with sync_playwright() as session:
         opened = session.chromium.launch(executable_path=path, args=["--no-sandbox"])
@@ -44,3 +44,10 @@ class Visit:
         )
         self.page.on("request", lambda asked: self.hosts.add(urlsplit(asked.url).netloc))
         self.page.goto(url)
+
+    def ask(self, text: str) -> None:
+        self.page.fill("#prompt", text)
+        self.page.press("#prompt", "Enter")
+
+    def until_answered(self) -> None:
+        self.page.wait_for_selector("#stop[disabled]")

@@ -15,6 +15,8 @@ from tests.tiny import VOCAB, tiny_target
 from tests.training import begin_anew
 from train.base.stage import StageInputs
 
+pytest_plugins = ["tests.skips"]
+
 
 def pytest_collection_finish() -> None:
     """What was imported stays. Each training ends with a full garbage collection, which need not

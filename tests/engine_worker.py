@@ -22,9 +22,10 @@ from distill.losses import WeightedLoss
 from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
-from train.loop import parallel, rank_weights
+from train.loop import parallel
 from train.loop.optimizer import OptimizerConfig
 from train.loop.optimizer_step import take_step
+from train.loop.rank_weights import RankWeights
 from train.loop.trainer import Trainer
 
 SHARDED = "stages.frozen.shard_teacher=true"
@@ -47,9 +48,11 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
         {"params": fast, "lr": 1e-2, "base_lr": 1e-2},
     ]
     config = OptimizerConfig(clip=0.5, warmup_steps=0, schedule="constant")
+    door = RankWeights(accelerator, module)
     module, optimizer = parallel.prepare(accelerator, module, torch.optim.AdamW(groups), clip=0.5)
+    door.follow(module)
     clip = partial(parallel.clip_gradients, accelerator, module)
-    average = [share.clone() for share in rank_weights.local_weights(accelerator, module)]
+    average = [share.clone() for share in door.local()]
     held = sum(share.numel() for share in average)
     rank, world = accelerator.process_index, accelerator.num_processes
     generator = torch.Generator().manual_seed(0)
@@ -65,9 +68,7 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
                 parallel.backward(accelerator, module, loss * scale)
         norms.append(take_step(optimizer, config, step=step, total=6, clip=clip)[0])
         if step < 5:
-            for share, now in zip(
-                average, rank_weights.local_weights(accelerator, module), strict=True
-            ):
+            for share, now in zip(average, door.local(), strict=True):
                 share.lerp_(now, 0.5)
     resident = sum(
         (p.to_local() if isinstance(p, DTensor) else p).numel()
@@ -76,15 +77,19 @@ def probe(accelerator: Accelerator) -> dict[str, Any]:
     )
     with torch.no_grad():  # leaves weights gathered under FSDP2
         module(ids, mask, mask.bool())
-    weights = rank_weights.gathered_weights(accelerator, module, "student.")
-    with rank_weights.exchanged(accelerator, module, average):
-        averaged = rank_weights.gathered_weights(accelerator, module, "student.")
-    again = rank_weights.gathered_weights(accelerator, module, "student.")
+    assert door.changed()
+    weights = door.gathered("student.", frozen=False)
+    with door.exchanged(average):
+        averaged = door.gathered("student.", frozen=False)
+    again = door.gathered("student.")
     assert all(torch.equal(again[name], weights[name]) for name in weights)
-    # Every rank has them, and together with a plain copy they make the model.
-    missing, unexpected = plain.load_state_dict(weights, strict=False)
-    assert not unexpected
-    assert sum("mlp" in name for name in missing) == 3
+    # Every rank has them, and with those that are frozen they make the model.
+    assert again.keys() == dict(plain.named_parameters()).keys()
+    frozen = plain.model.layers[0].mlp.state_dict(prefix="model.layers.0.mlp.")
+    assert again.keys() - weights.keys() == frozen.keys()
+    assert all(torch.equal(again[name], x) for name, x in frozen.items())
+    mine = door.gathered("student.", everywhere=False)
+    assert mine.keys() == (again.keys() if accelerator.is_main_process else set())
     accelerator.free_memory()
     total = sum(x.numel() for x in weights.values())
     return {

@@ -69,8 +69,7 @@ def randomise(trained: Trainable) -> dict[str, torch.Tensor]:
         for name, parameter in trained.model.named_parameters():
             if "lora_B" in name:
                 parameter += 0.5 * torch.randn(parameter.shape, generator=g)
-    named = trained.model.named_parameters()
-    return {name: p.detach().clone() for name, p in named if p.requires_grad}
+    return trained.weights()
 
 
 def blocks(drafter: Any) -> set[int]:
@@ -261,7 +260,7 @@ def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: P
     layers = lora.layers(linear_sizes(heads, heads.read_directly))
     trained = Trainable(heads, lora=lora, layers=layers)
     weights = randomise(trained)
-    merged, _ = trained.plain(weights)
+    merged, _ = trained.plain(trained.weights())
 
     ids = torch.arange(20)[None] + 5
     passes = copy.deepcopy(target.model)(ids, output_hidden_states=True)  # it leaves hooks

@@ -1,10 +1,8 @@
 """The benchmarks' settings and helpers; what they measure is not a test's business."""
 
 import contextlib
-import itertools
 import json
 import pkgutil
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,30 +10,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from benchmarks import (
-    boosting,
     common,
     context,
     device,
     drafters,
-    encoder_decoder,
-    exact,
-    grammars,
     heads,
     mtp,
-    objectives,
-    online,
-    pipeline,
-    repeat,
-    routed,
     structured,
-    within_text,
 )
-from benchmarks.common import PROMPTS, in_fresh_process, require, run_config
+from benchmarks.common import PROMPTS, end_benchmark, in_fresh_process, require, run_config
 from benchmarks.decode import (
     contest_table,
     drafter_config,
@@ -49,13 +36,14 @@ from benchmarks.serve import contestants as serve
 from benchmarks.shared import (
     decode_measurements,
     device_parts,
-    domain_prompts,
-    online_runs,
+    distill_contestants,
+    llama_contestants,
     structured_engine,
 )
-from benchmarks.shared.context_costs import cost_rows, with_random_weights
 from benchmarks.shared.decode_contestants import JobResult, Models, Passes
 from benchmarks.shared.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.shared.distill_contestants import measure_training, train_ours
+from benchmarks.shared.distill_settings import Settings
 from benchmarks.shared.drafter_contestants import (
     Contestant,
     cascades_of,
@@ -67,17 +55,8 @@ from benchmarks.shared.drafter_contestants import (
     untrained,
 )
 from benchmarks.shared.notes import behind_notes
-from benchmarks.shared.pipeline_checks import weight_difference
-from benchmarks.shared.pipeline_runs import PipelineRun, draw_places
 from benchmarks.shared.small_vocabulary import write_student
 from benchmarks.shared.structured_prompts import KINDS, prompts_of
-from benchmarks.shared.translation import (
-    SYLLABLES,
-    Language,
-    Shape,
-    make_tokenizer,
-    write_target,
-)
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.grammars import Grammars
@@ -92,15 +71,14 @@ from heads import HEADS
 from heads.heads_directory import new_heads, save_heads, stored_options
 from heads.heads_module import HeadOptions
 from heads.mtp_heads import MtpOptions
+from tests.export import needs
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
-from train.engines.child_process import package_version, run_job
-from train.engines.programs import llama_server_program
 from train.engines.server_config import EngineServer
-from train.run.config import load_config, validate_config
+from train.run.config import validate_config
 
 
 def test_a_row_is_named_after_its_run_only_if_its_kind_does_not_tell_it_apart():
@@ -221,83 +199,6 @@ def test_modules_are_restored_and_trained_anew_by_the_recipe(tmp_path):
     assert restored.model_dump(exclude=plain) == anew.model_dump(exclude=plain)
 
 
-def test_the_second_drafters_of_the_boosting_benchmark_differ_by_the_boost_only(tmp_path):
-    config = boosting.boosting_config(quick=True, runs=tmp_path)
-    stages = {stage.name: stage for stage in validate_config(config, base_dir=PROMPTS).stages}
-    assert {name for arm in boosting.ARMS.values() for name in arm} <= stages.keys()
-    plain, boosted = (
-        stages[name].model_dump(exclude={"name", "boost"}) for name in ("plain", "boosted")
-    )
-    assert plain == boosted
-    assert (stages["plain"].boost, stages["boosted"].boost.names) == (None, ["a"])
-    limits = {
-        (stages[name].loop.max_steps, stages[name].loop.epochs)
-        for name in stages
-        if name != "answers"
-    }
-    assert len(limits) == 1
-
-
-def test_an_invented_translation_says_what_its_source_says():
-    language, draw = Language(), random.Random(0)
-    tokenizer = make_tokenizer(language)
-    syllables = {syllable for kind in SYLLABLES for syllable in kind}
-    words = {text: word for word, text in language.translation.items()}
-    assert len(words) == len(language.translation)
-    for _ in range(50):
-        source, text = language.sentence(draw)
-        read = []
-        for clause in text.removesuffix(" .").split(" , "):
-            tokens = clause.split()
-            pairs = map(" ".join, itertools.pairwise(tokens))
-            read.append({words[pair] for pair in pairs if pair in words})
-            read[-1] |= {token for token in tokens if token in syllables}
-        asked = [{*clause.split()} - {"in"} for clause in source.removesuffix(" .").split(" , ")]
-        assert read == asked
-        for side in (source, text):
-            ids = tokenizer(side)["input_ids"]
-            assert tokenizer.decode(ids, skip_special_tokens=True) == side
-
-
-@pytest.mark.usefixtures("fresh_accelerate")
-def test_drafters_of_a_target_with_an_encoder_are_trained_and_compared(tmp_path):
-    """All of the benchmark, at sizes that learn nothing; what is there is not made again."""
-    settings = encoder_decoder.Settings(
-        "tiny",
-        tmp_path,
-        Shape(width=32, encoder_layers=1, layers=2, rows=4, train=8, dev=1, test=2),
-        target_steps=3,
-        drafter_steps=2,
-        tokens=6,
-        timed=1,
-        gammas=(2,),
-    )
-    reporter = Reporter(silent=True)
-    _, target, figures = encoder_decoder.measure_all(settings, reporter)
-    assert list(figures) == ["ngram", "blockwise", "medusa", "small"]
-    assert all(row["same_text"] == 1 for row in figures.values())
-    assert all(row["trained_parameters"] > 0 for row in list(figures.values())[1:])
-    assert len(encoder_decoder.ratios(figures)) == 8
-    assert encoder_decoder.drafters_table(figures, target).row_count == 4
-    made = write_target(tmp_path / "tiny-target", settings.shape, 3, reporter)
-    assert made["seconds"] == target["seconds"]
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_the_objectives_are_one_sound_run(quick: bool, tmp_path):
-    arms = [(loss, text, seed) for seed in range(2) for loss, text in objectives.ARMS]
-    config = validate_config(
-        objectives.objectives_config(arms, quick=quick, runs=tmp_path), base_dir=PROMPTS
-    )
-    assert len({stage.name for stage in config.stages}) == len(config.stages)
-    assert objectives.choose_arms("lk_hybrid-sampled", quick=False) == [
-        objectives.BASE,
-        ("lk_hybrid", "sampled"),
-    ]
-    with pytest.raises(UserError, match="unknown arm 'lk'; known arms: cross_entropy-sampled"):
-        objectives.choose_arms("lk", quick=quick)
-
-
 @pytest.mark.parametrize(
     "arms",
     [heads.ARMS, heads.KNOWN, ("eagle1",), ("eagle3_lk",), (heads.SMALL_LM,), (heads.PARD,)],
@@ -396,22 +297,6 @@ def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
         context.parse_lengths("0,few")
 
 
-def test_costs_are_measured_behind_texts_beyond_the_targets_context():
-    target = with_random_weights(tiny_target(layers=4, max_positions=64), 200)
-    names = ["eagle1", "kangaroo:window=20,sinks=2"]
-    rows = cost_rows(target, names, [20, 200], 2, Reporter(silent=True))
-    assert [(row["context"], row["drafter"]) for row in rows] == [
-        (length, name) for length in (20, 200) for name in names
-    ]
-    assert all(min(row["c"], row["plain_ms"], row["draft_ms"]) > 0 for row in rows)
-    for name, lengths, message in (
-        ("medusa", [20], "keep nothing of the text"),
-        ("eagle1", [1], "at least 2"),
-    ):
-        with pytest.raises(UserError, match=message):
-            cost_rows(target, [name], lengths, 2, Reporter(silent=True))
-
-
 @pytest.fixture
 def tiny_models(tmp_path):
     """A target, and as drafter what is left of it after some noise: it is right now and then."""
@@ -433,14 +318,22 @@ def tiny_models(tmp_path):
 TEXTS = [[5 + i, 17, 90, 17, 4 + i, 60, 17, 90][: 5 + i % 3] for i in range(6)]
 
 
-def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
+def of_gguf(place: Path, models: Models) -> Models:
+    """These models with a target that is a GGUF file, which llama.cpp needs."""
+    write_gguf(place / "target.gguf")
+    target = load_target(str(place / "target.gguf"))
+    return Models(target, models.assistant, models.drafter_path, models.heads)
+
+
+def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models, tmp_path):
+    models = of_gguf(tmp_path, tiny_models)
     # What a checkpoint may ask for reaches none of them.
-    tiny_models.target.model.generation_config.repetition_penalty = 1.5
-    contest = hold_contest(tiny_models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
-    # Packages that are not installed here are named; nobody else fails, but llama.cpp, which needs
-    # a GGUF file.
-    others = {name: why for name, why in contest.unable.items() if not name.startswith("llama")}
-    assert all("not installed" in reason for reason in others.values())
+    models.target.model.generation_config.repetition_penalty = 1.5
+    with models.closing:
+        contest = hold_contest(models, Setting(3, 20), TEXTS, 3, Reporter(silent=True))
+    # Packages that are not installed here are named; nobody else fails.
+    assert not contest.broken
+    assert all("not installed" in reason for reason in contest.unable.values())
     assert {"plain", "lookup", "heads", "generate", "assisted", "transformers_lookup"} <= set(
         contest.equal
     )
@@ -458,21 +351,50 @@ def test_all_greedy_contestants_say_the_same_and_count_alike(tiny_models):
     assert contest_table(contest, 3).row_count == len(contest.seconds)
 
 
+def test_a_contestant_that_is_installed_and_fails_breaks_the_benchmark(tiny_models, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise IsADirectoryError("a folder")
+
+    monkeypatch.setattr("benchmarks.shared.llama_contestants._program", broken)
+    names = ["plain", "generate", "llama", "openvino"]
+    for setting, found in (
+        (Setting(1, 8), {"llama": "IsADirectoryError: a folder"}),
+        (Setting(1, 8, batch=2), {}),  # it does not have this setting
+    ):
+        contest = hold_contest(tiny_models, setting, TEXTS, 3, Reporter(silent=True), names)
+        assert contest.broken == found
+    with pytest.raises(UserError, match="contestants broke: llama"):
+        end_benchmark({"llama": "a folder"})
+    end_benchmark({})
+
+
+def test_llama_cpp_gets_a_file_of_the_target(tmp_path, tiny_models):
+    target = of_gguf(tmp_path, tiny_models).target
+    llama_contestants._write(tmp_path, target.model, target.name)
+    written = load_target(str(tmp_path / llama_contestants.FILE))
+    ids = torch.tensor([TEXTS[0]])
+    assert torch.equal(written.model(ids).logits, target.model(ids).logits)
+    assert written.tokenizer.get_vocab() == target.tokenizer.get_vocab()
+
+
+@pytest.mark.parametrize("contestant", distill_contestants.OURS)
+def test_our_contestants_of_the_distill_benchmark_take_their_steps(contestant):
+    target, settings = tiny_target(), Settings(layers=(0,), rows=2, steps=2)
+    student = settings.make_student(target)
+    figures = measure_training(contestant, train_ours, target, student, settings)
+    assert figures["steps"] == len(figures["losses"]) == 2
+    assert figures["predicted_tokens"] > 0
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("installed", "name", "more"),
-    [
-        (lambda: llama_server_program(), "llama", ["llama_q8"]),
-        (lambda: package_version("openvino", "openvino_genai"), "openvino", []),
-    ],
+    ("engine", "name", "more"),
+    [("llama-server", "llama", ["llama_q8"]), ("openvino", "openvino", [])],
     ids=["llama-server", "openvino"],
 )
-def test_an_engine_takes_part_where_it_is_installed(installed, name, more, tmp_path, tiny_models):
-    if installed() is None:
-        pytest.skip("it is not installed")
-    write_gguf(tmp_path / "target.gguf")
-    target = load_target(str(tmp_path / "target.gguf"))
-    models = Models(target, tiny_models.assistant, tiny_models.drafter_path)
+def test_an_engine_takes_part_where_it_is_installed(engine, name, more, tmp_path, tiny_models):
+    needs(engine)
+    models = of_gguf(tmp_path, tiny_models)
     same = [name, f"{name}_drafter", f"{name}_lookup"]
     names = ["plain", "generate", *same, *more]
     with models.closing:
@@ -548,200 +470,6 @@ def test_a_step_is_taken_apart(tiny_models):
         assert row["operations"]
     assert found["plain"]["draft_ms"] < found["speculative"]["draft_ms"]
     assert profile_table(found).row_count > 5
-
-
-def test_masks_are_timed_in_a_process_of_their_own(tmp_path):
-    tiny_target().tokenizer.save_pretrained(tmp_path)
-    job = {"tokenizer": str(tmp_path), "schemas": grammars.SCHEMAS[:1], "library": "llguidance"}
-    python = Path(sys.executable)
-    drawn = run_job("llguidance", grammars.CHILD, job | {"texts": None}, python=python)
-    given = run_job("llguidance", grammars.CHILD, job | {"texts": drawn["texts"]}, python=python)
-    assert drawn["taken"] == given["taken"] == [len(drawn["texts"][0])]
-    assert len(given["mask_ms"]) == given["taken"][0] > 9
-    assert given["tokenizer_seconds"] > 0 < given["compile_seconds"][0]
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_the_online_benchmark_is_two_sound_runs(quick: bool, tmp_path):
-    families = online_runs.FAMILIES if quick else tuple(online_runs.START)
-    settings = online_runs.Settings(quick, tmp_path, tmp_path, requests=100, families=families)
-    taken = dict.fromkeys(families, 20) | {online_runs.SMALL_LM: 24}
-    first = validate_config(online_runs.first_config(settings), base_dir=tmp_path)
-    second = validate_config(online_runs.second_config(taken, settings), base_dir=tmp_path)
-    for family, more in taken.items():
-        start, longer = (
-            {stage.name: stage for stage in run.stages}[online_runs.START[family]]
-            for run in (first, second)
-        )
-        assert longer.loop.max_steps == start.loop.max_steps + more
-        assert {"loop", "optimizer", "losses"} <= set(start.model_dump())
-        same = [x.model_dump(exclude={"loop"}) for x in (start, longer)]
-        assert same[0] == same[1]
-    served = {s.name: s for run in (first, second) for s in run.stages if s.kind == "online"}
-    assert set(served) == {arm.stage for arm in settings.arms}
-    # Nothing but where they start and what is learnt tells the arms apart.
-    alike = [s.model_dump(exclude={"name", "learning", "drafter"}) for s in served.values()]
-    assert all(other == alike[0] for other in alike)
-    learning = {arm: served[arm.stage].learning for arm in settings.arms if arm.share}
-    plain = [x.model_dump(exclude={"accepted"}) for x in learning.values()]
-    assert all(other == plain[0] for other in plain)
-    assert all(x.accepted == online_runs.SHARES[arm.share] for arm, x in learning.items())
-    assert {arm.family for arm in settings.arms} == set(families)
-
-
-def test_the_routed_benchmark_is_one_sound_run_and_tells_domains_apart(tmp_path):
-    settings = online_runs.Settings(True, tmp_path, tmp_path, requests=100)
-    config = validate_config(online_runs.routed_config(settings), base_dir=tmp_path)
-    served = {stage.name: stage for stage in config.stages if stage.kind == "online"}
-    kinds = {domain: [domain] for domain in online_runs.DOMAINS}
-    assert {name: stage.kinds for name, stage in served.items()} == {
-        "frozen": None,
-        "one": None,
-        **kinds,
-    }
-    # Of the adapters, nothing but what is trained and its rate differs.
-    config = validate_config(
-        online_runs.adapters_config("code", tmp_path, settings), base_dir=tmp_path
-    )
-    full, adapter = (stage.model_dump() for stage in config.stages[1:])
-    assert {key for key in full if full[key] != adapter[key]} == {"name", "lora", "optimizer"}
-    drafters = {x: {"acceptance": 0.5, "bytes": 4e6} for x in ("base", "full", "adapter")}
-    assert routed.adapters_table({"code": drafters}).row_count == 3
-    for domain in online_runs.DOMAINS:
-        lines = [f'{{"id": "{domain} {row}"}}\n' for row in range(2)]
-        (tmp_path / f"{domain}-stream.jsonl").write_text("".join(lines))
-    routed.mix(tmp_path)
-    mixed = (tmp_path / "mixed-stream.jsonl").read_text().splitlines()
-    domains = [json.loads(line)["id"].split()[0] for line in mixed]
-    assert domains == [*online_runs.DOMAINS] * 2
-
-    def counts(*accepted: int) -> np.ndarray:
-        return np.array([[8, 16, 10, x] for x in accepted])
-
-    of_stage = {"frozen": counts(*[5, 1, 2] * 50), "one": counts(*[5, 3, 2] * 50)}
-    of_stage |= {domain: counts(*[x] * 50) for domain, x in zip(kinds, (6, 4, 1), strict=True)}
-    figures = routed.arm_figures(of_stage)
-    assert [x["value"] for x in figures["one for all"].values()] == [0.5, 0.3, 0.2]
-    assert [x["value"] for x in figures["one for each"].values()] == [0.6, 0.4, 0.1]
-    assert routed.arms_table(figures, dict.fromkeys(figures, 0)).row_count == 3
-
-
-def test_the_online_benchmarks_figures_are_of_the_counts(tmp_path):
-    """20 requests a domain with 10 positions each: the frozen arm accepts 5, 1 and 1 of them; the
-    learning one 5, then 3, then 4."""
-
-    def counts(*accepted: int) -> np.ndarray:
-        rows = [[8, 16, 10, a] for a in accepted for _ in range(20)]
-        return np.array(rows)
-
-    def figures(*accepted: int, learning: float) -> dict[str, Any]:
-        summary = {
-            "decoding_seconds": 10.0,
-            "learning_seconds": learning,
-            "tokens": 960,
-            "versions_kept": 1,
-            "versions_rolled_back": 0,
-        }
-        return online.arm_figures(counts(*accepted), summary, 20)
-
-    rows = {}
-    for family in online_runs.FAMILIES:
-        rows[online_runs.Arm(family)] = figures(5, 1, 1, learning=0.0)
-        rows[online_runs.Arm(family, "mix")] = figures(5, 3, 4, learning=5.0)
-        rows[online_runs.Arm(family, offline=True)] = figures(4, 4, 4, learning=0.0)
-    found = online.ratios(rows)
-    assert found["heads_acceptance_gain_code"] == pytest.approx(0.2)
-    assert found["small_LM_acceptance_gain_maths"] == 0
-    assert found["small_LM_acceptance_code_vs_offline"] == pytest.approx(0.75)
-    assert found["heads_net_speed_vs_frozen"] == pytest.approx(10 / 15)
-    own = rows[online_runs.Arm("heads", "mix")]
-    assert own["learning_share"] == pytest.approx(1 / 3)
-    assert own["tokens_per_step"] == 2
-    assert own["recovered_after"] == {"maths": 0, "code": 0, "general": 0}
-    assert own["end_tokens_per_step"] == dict.fromkeys(online_runs.DOMAINS, 2)
-    late = np.concatenate([counts(5, 1), counts(3)])  # a domain of two windows, the second better
-    summary = {"decoding_seconds": 1.0, "learning_seconds": 0.0, "tokens": 1}
-    kept = {"versions_kept": 0, "versions_rolled_back": 0}
-    found = online.arm_figures(np.tile(late[:40], (3, 1)), summary | kept, 40)
-    assert found["recovered_after"]["code"] == 0
-    found = online.arm_figures(np.tile(late[20:], (3, 1)), summary | kept, 40)
-    assert found["recovered_after"]["code"] == 20
-    ngram = {"gamma": 2, "tokens_per_step": 1.2, "acceptance_rate": 0.4}
-    training = {arm: {"steps": 1, "seconds": 2.0, "answer_seconds": 3.0} for arm in rows}
-    assert online.arms_table(rows, ngram, training).row_count == len(rows)
-    drawn = {arm: counts(5, 3, 4) for arm in rows}
-    online.plot_stream(drawn, 20, tmp_path / "online.png")
-    # Two seeds that are alike: their requests are taken together.
-    arms = (online_runs.Arm("heads"), online_runs.Arm("heads", "mix"))
-    both = {
-        arm: online.in_turn([counts(*accepted)] * 2)
-        for arm, accepted in zip(arms, ((5, 1, 1), (5, 3, 4)), strict=True)
-    }
-    gained = online.gains(both, dict.fromkeys(arms, 4e12), 20, 2)
-    assert [row["value"] for row in gained] == pytest.approx([0, 0.2, 0.3])
-    assert [row["low"] for row in gained] == pytest.approx([0, 0.2, 0.3])  # all requests alike
-    assert gained[1]["per_teraflop"] == pytest.approx(0.2 / 2)
-    assert gained[1]["per_1000_tokens"] == pytest.approx(1000 * 0.2 / 320)
-    assert online.gains_table(gained).row_count == 3
-    assert (tmp_path / "online.png").stat().st_size > 0
-
-
-def test_prompts_to_serve_are_not_those_to_learn_from(tmp_path):
-    files = {}
-    for domain in online_runs.DOMAINS:
-        files[domain] = tmp_path / f"{domain}.jsonl"
-        rows = [{"prompt": f"{domain} {i}", "reference": "known"} for i in range(10)]
-        files[domain].write_text("".join(json.dumps(row) + "\n" for row in rows))
-    domain_prompts.prepare(files, tmp_path / "data", {"train": 4, "stream": 6})
-    lines = {
-        split: (tmp_path / "data" / f"code-{split}.jsonl").read_text().splitlines()
-        for split in ("train", "stream")
-    }
-    assert [len(lines[split]) for split in ("train", "stream")] == [4, 6]
-    assert not {json.loads(x)["id"] for x in lines["train"]} & {
-        json.loads(x)["id"] for x in lines["stream"]
-    }
-    assert "known" not in "".join(lines["stream"])
-    with pytest.raises(UserError, match="expected prompts in all of the first 11 rows"):
-        domain_prompts.prepare(files, tmp_path / "more", {"train": 5, "stream": 6})
-
-
-def test_two_measurements_are_compared():
-    def one(low: float, high: float, *paths: list[int]) -> dict[str, Any]:
-        return {"speedup": {"low": low, "high": high}, "tree": {"paths": paths} if paths else None}
-
-    same, other = one(1.1, 1.4, [0], [1]), one(1.3, 1.5, [0], [0, 0])
-    assert repeat.compare([same, same]) == {"intervals_overlap": True, "same_tree": True}
-    assert repeat.compare([same, other]) == {"intervals_overlap": True, "same_tree": False}
-    assert not repeat.compare([same, other, one(1.0, 1.2)])["intervals_overlap"]
-    assert repeat.compare([one(1, 2), one(1, 2)])["same_tree"] is None
-    short = {"speedup": {"value": 1.0}, "tree": None}  # too few prompts for intervals
-    assert repeat.compare([one(1, 2), short])["intervals_overlap"] is None
-
-
-@pytest.mark.parametrize("drafter", ["ngram", "model"])
-def test_what_is_measured_again(tmp_path, monkeypatch, drafter: str):
-    monkeypatch.setattr(repeat, "cores", torch.get_num_threads)
-    save_tiny(tmp_path / "model")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "the dog"}\n{"prompt": "a fox and the sea"}\n')
-    what = {"target": str(tmp_path / "model"), "dtype": "float32", "device": "cpu", "tokens": 4}
-    what |= {"drafter": "ngram" if drafter == "ngram" else what["target"]}
-    speed = repeat.measure_speed(**what, gamma=2, prompts=str(prompts), timed_prompts=2)
-    assert speed["speedup"]["value"] > 0
-    tree = repeat.measure_tree(**what, prompts=str(prompts), limit=2)
-    assert (tree is None) == (drafter == "ngram")
-    found = [{**speed, "tree": tree}] * 2
-    assert repeat.compare(json.loads(json.dumps(found)))["same_tree"] in (None, True)
-
-
-def test_equal_bits_are_priced_and_equal_texts_counted() -> None:
-    target = tiny_target()
-    costs = exact.measure_costs(target, 100, quick=True)
-    assert [cost["fed"] for cost in costs] == list(exact.FED)
-    assert all(cost["pass_ms"] > 0 and np.isfinite(cost["share_of_pass"]) for cost in costs)
-    prompts = [[5, 6, 7, 5, 6], [9, 8, 7]]
-    assert exact.equal_shares(target, ["ngram"], prompts, gamma=3, tokens=12) == {"ngram": 1.0}
 
 
 def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
@@ -844,24 +572,6 @@ def test_all_contestants_of_the_service_answer_alike_and_their_ratios_have_names
     assert all(value > 0 for value in values.values())
 
 
-@pytest.mark.parametrize("overrides", [(), pipeline.QUICK])
-def test_the_pipeline_is_one_sound_run(overrides, tmp_path):
-    settings = load_config(pipeline.CONFIG, [*overrides, f"output_dir={tmp_path}"])
-    assert [stage.kind for stage in settings.stages] == ["generate", "generate", "heads"]
-    # Only then are two runs of it the same.
-    assert settings.precision == "no"
-    assert settings.target.dtype == "float32"
-
-
-def test_places_of_kills_are_uniform_over_the_time_of_a_run():
-    seconds = {"answers": 30.0, "heads": 60.0, "evaluation": 10.0}
-    places = draw_places(seconds, 3000, np.random.default_rng(0))
-    assert places == sorted(places, key=lambda place: [*seconds].index(place[0]))
-    assert all(0 <= second < seconds[phase] for phase, second in places)
-    shares = [sum(phase == name for phase, _ in places) / 3000 for name in seconds]
-    assert shares == pytest.approx([0.3, 0.6, 0.1], abs=0.03)
-
-
 WORKER = """
 import pathlib, sys, time
 run = pathlib.Path(sys.argv[1])
@@ -880,28 +590,6 @@ with open(run / "logs/log.txt", "a", buffering=1) as log:
                 manifest.touch()
         done.touch()
 """
-
-
-def test_a_killed_run_goes_on_and_says_what_was_lost(tmp_path, monkeypatch):
-    run = PipelineRun(tmp_path / "no.yaml", "two", tmp_path, ())
-    run._train = ["-c", WORKER, str(run.directory)]
-    kills = run.killed(1, [("first", 0.2), ("first", 0.3), ("second", 0.2)])
-    phases = [kill.phase for kill in kills]
-    assert phases == sorted(phases)
-    assert len(phases) == 3
-    assert all(0 <= kill.lost <= kill.seconds for kill in kills)
-    assert all(kill.restart > 0 and not kill.left_behind for kill in kills)
-    assert len(list(run.directory.glob("stages/*/done.json"))) == 2
-    # A run that has ended is killed no more.
-    assert run.killed(1, [("second", 0.0)]) == []
-
-
-def test_weights_that_differ_are_measured():
-    one = {"a": torch.tensor([3.0, 4.0]), "b": torch.ones(4)}
-    two = {"a": torch.tensor([3.0, 4.5]), "b": torch.ones(4)}
-    assert weight_difference(one, two) == pytest.approx({"relative": 0.1, "largest": 0.5})
-    with pytest.raises(ValueError, match="other tensors"):
-        weight_difference(one, {"a": one["a"]})
 
 
 def test_structured_output_is_measured_here_and_by_an_engine(
@@ -944,18 +632,3 @@ def test_structured_output_is_measured_here_and_by_an_engine(
     assert rows[3]["valid"] == [1, 1]
     assert rows[4]["tokens"] == [sum(row["tokens"][0] for row in rows[:4])] * 2
     assert structured._engine_cells(rows[3])["valid"] == "100% → 100%"
-
-
-def test_heads_adapted_within_a_text_by_hand():
-    p, state = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([1.0, 2.0])
-    logits = torch.tensor([0.0, 1.0, -1.0])
-    for way in within_text.RATES:
-        adapted = within_text.Adapted.begin(way, 0.5, 3, 2)
-        q = adapted.q(state, logits)
-        assert torch.equal(q, logits.softmax(-1))
-        adapted.learn(state, p, q)
-        # On the state that it learnt from, both moved the logits by rate · (p − q).
-        expected = (logits + 0.5 * (p - q)).softmax(-1)
-        torch.testing.assert_close(adapted.q(state, logits), expected)
-    assert within_text._looked_up([5, 6, 7, 8, 9, 5, 6, 7]) == 8
-    assert within_text._looked_up([5, 6, 7, 5, 6]) is None

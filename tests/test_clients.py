@@ -31,7 +31,7 @@ def command(client: Client) -> list[str]:
     """The client's script in the environment that pins it. Skips the test where that is missing."""
     place = INSTALLED / client.environment
     if not (place / ".installed").exists():
-        pytest.skip(f"{place} is missing; make test-clients installs it")
+        pytest.skip(f"{place} is missing; install it with: make test-clients")
     if client.environment == "node":
         # node looks for packages beside the script.
         return ["node", str(place / client.script)]

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from decode.base.errors import UserError
 from decode.drafters.draft_vocabulary import load_vocabulary, reduce_output, save_with_vocabulary
 from decode.model.pretrained import decoder_config
-from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens
+from distill.choose_vocabulary import coverage, most_frequent, rows_of_tokens, token_counts
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import require_linear_logits, split_model
@@ -254,10 +254,19 @@ def test_a_remembering_teacher_says_the_same_without_a_second_forward():
     assert len(calls) == 1
 
 
-def test_draft_vocabulary_keeps_the_most_frequent_tokens():
+def test_draft_vocabulary_keeps_the_most_frequent_tokens(monkeypatch):
     ids, coverage = most_frequent([[5, 5, 5, 7, 7, 9], [5, 9, 9, 9]], 2, 12)
     assert ids.tolist() == [5, 9]
     assert coverage == pytest.approx(0.8)
+    monkeypatch.setattr("distill.choose_vocabulary.COUNTED", 4)  # across texts
+    assert token_counts(iter([[5, 5, 5], [7], [], [7, 9, 5]]), 10).tolist() == [
+        *[0] * 5,
+        4,
+        0,
+        2,
+        0,
+        1,
+    ]
     ids, _ = most_frequent([[5, 5, 7, 7]], 2, 12, always=[11])
     assert ids.tolist() == [5, 11]
     with pytest.raises(UserError, match="fewer than the target's 12"):

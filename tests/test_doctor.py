@@ -18,7 +18,7 @@ from decode.measure.time_passes import pass_seconds, weight_bytes
 from decode.model import trials
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache_names import given_cache
-from decode.model.forward import prepare_model
+from decode.model.forward import lean_parts, prepare_model
 from decode.model.forward.prepare_model import has_products, reason_against_packing
 from decode.model.loading import EMBEDDED, EmbeddedModel
 from draftsmith.cli import examination
@@ -264,6 +264,9 @@ def test_the_distance_of_texts_from_their_law() -> None:
 def test_why_a_model_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     assert reason_against_packing(model) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(lean_parts, "OPERATORS", ("_linear_pointwise", "_renamed"))
+        assert "has no torch.ops.mkldnn._renamed" in (reason_against_packing(model) or "")
     assert "float64" in (reason_against_packing(tiny_llama().double()) or "")
     assert "not on the CPU" in (reason_against_packing(tiny_llama().to("meta")) or "")
     model.is_quantized = True

@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from benchmarks import edge as benchmark
-from benchmarks.shared.relay import Relay
 from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.draw.sampling import Sampling
@@ -35,6 +33,7 @@ from draftsmith.edge.protocol import (
 )
 from draftsmith.edge.server import Line
 from tests.edge import NEW, PROMPTS, edge, plain_texts, serving, target
+from tests.relay import Relay
 from tests.tiny import near_drafter, save_tiny
 
 GREEDY, SAMPLED = Sampling(), Sampling(0.9, top_p=0.95, repetition_penalty=1.1)
@@ -265,7 +264,7 @@ def test_messages_hold_what_they_say() -> None:
             decode(broken, UP)
 
 
-# --- the command, the benchmark -------------------------------------------------------------------
+# --- the command -------------------------------------------------------------------
 
 
 def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
@@ -309,27 +308,3 @@ def test_a_server_without_texts_rests() -> None:
         time.sleep(0.5)
         assert time.process_time() - begin < 0.25
     assert server.verifier.passes == 0
-
-
-def test_the_benchmark_measures_the_same_texts(tmp_path: Path) -> None:
-    with serving() as server:
-        rows = benchmark.measure(
-            target(),
-            near_drafter(),
-            PROMPTS[:2],
-            server.port,
-            round_trips=(0, 30),
-            tokens=8,
-            gamma=3,
-            policy="fixed",
-            sampling=SAMPLED,
-            jitter=1,
-            bandwidth=100,
-        )
-    assert all(row["identical"] for row in rows)
-    assert rows[1]["rounds"]["rtt_ms"] - rows[0]["rounds"]["rtt_ms"] > 20
-    for row in rows:
-        assert set(benchmark.shown(row)) > {"round trip, ms", "edge", "formula", "edge pays"}
-        assert row[benchmark.EDGE] <= row[benchmark.FORMULA] <= row[benchmark.AHEAD]
-    benchmark.plot_rows(rows, tmp_path / "edge.png")
-    assert (tmp_path / "edge.png").stat().st_size

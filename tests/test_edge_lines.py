@@ -16,7 +16,6 @@ import torch
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 
-from benchmarks.shared.relay import Fate, Relay, random_fates
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft, Limits
 from decode.drafters.small_lm import SmallLMDrafter
@@ -25,6 +24,7 @@ from decode.draw.sampling import Sampling
 from draftsmith.edge.link import Link
 from draftsmith.edge.protocol import DOWN, UP, VERSION, encode
 from tests.edge import NEW, PROMPTS, Serving, edge, plain_texts, serving
+from tests.relay import Fate, Relay, random_fates
 from tests.tiny import near_drafter, save_tiny, tiny_target
 from train.engines.child_process import free_port
 

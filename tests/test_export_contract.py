@@ -18,6 +18,7 @@ from decode.model.loading import Target, load_target
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.formats import FORMATS
+from draftsmith.export.formats.readers import KNOWN, READERS
 from tests.export import (
     DFLASH,
     DFLASH2,
@@ -49,6 +50,7 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "dspark": (DSPARK, None),
     "speculators-dflash": (DFLASH, KEPT),
     "speculators-dspark": (DSPARK, KEPT),
+    "speculators-dflash2": (DFLASH2, None),
 }
 SMALL_LMS = ("hf", "pard", "gguf")
 LAYOUTS = (*HEADS, *SMALL_LMS)
@@ -69,7 +71,7 @@ def target(spare: Target) -> Target:
 
 # Options of heads, a format, and why it cannot hold them.
 UNHELD: list[tuple[dict[str, Any], str, str]] = [
-    (MEDUSA, "gguf", r"llama\.cpp has no Medusa heads; serve them with vLLM or TGI"),
+    (MEDUSA, "gguf", r"llama\.cpp has no Medusa heads, and vLLM none since 0\.33; train EAGLE-3"),
     (MEDUSA, "llama-server", r"llama\.cpp has no Medusa heads"),
     (MEDUSA, "sglang", "sglang cannot hold a medusa drafter; use --format medusa"),
     (EAGLE1, "gguf", r"llama\.cpp has no EAGLE-1; serve it with vLLM"),
@@ -120,6 +122,28 @@ def test_what_cannot_be_exported_is_refused_by_name(
     with pytest.raises(UserError, match=message):
         export_drafter(tmp_path / "drafter", form, tmp_path / "out", ExportOptions(gamma=gamma))
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_says_that_the_newest_engine_does_not_read_it(
+    tmp_path: Path, target: Target
+) -> None:
+    for options, said in (
+        (MEDUSA, ["note: vLLM reads layout medusa up to 0.32, and 0.33 does not"]),
+        (EAGLE3, []),
+    ):
+        place, lines = tmp_path / str(options["type"]), []
+        make_heads(place / "drafter", target, options)
+        export_drafter(place / "drafter", "vllm", place / "out", say=lines.append)
+        assert lines == said
+    assert "vLLM up to 0.32:" in (tmp_path / "medusa" / "out" / "README.md").read_text()
+
+
+def test_every_layout_is_in_the_table_of_readers() -> None:
+    assert set(READERS) == set(FORMATS)
+    for readers in READERS.values():
+        for engine, reads in readers.items():
+            assert bool(reads.since) == bool(KNOWN[engine].newest)
+            assert reads.until != KNOWN[engine].newest or not reads.until
 
 
 # --- faults ---------------------------------------------------------------------------------------

@@ -24,14 +24,17 @@ from decode.model.forward.prepare_model import prepare, refresh_packed
 from decode.model.forward.weight_bytes import MOST, use_bytes
 from decode.model.identity import require_same_weights, sample_weights, weights_sha256
 from heads.layers.llama_layer import DraftLayer, Rotary
+from tests.export import require_environment
 from tests.tiny import VOCAB, tiny_model
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     found: torch.dtype = getattr(torch, request.param)
-    if few_rows.library(found) is None:
-        pytest.skip("no compiler, or a processor without the instructions, or with better ones")
+    if not few_rows._processor_fits(few_rows.NUMBERS[found]):
+        pytest.skip(f"this CPU has no products of few rows in {found}, or has better ones")
+    no_library = "no C++ compiler" if few_rows.library(found) is None else None
+    require_environment(no_library, "apt-get install g++")
     return found
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -100,7 +101,7 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
 # By layout and by what is said: the fault.
 FAULTS: dict[str, dict[str, Callable[[Path], Any]]] = {
     "dflash": {
-        "layer_types is ['full_attention', 'sliding_attention'], which is not valid": settings(
+        "layer_types is ['full_attention', 'sliding_attention'] and sliding_window None": settings(
             layer_types=["full_attention", "sliding_attention"]
         ),
         "num_target_layers is 36, expected 4": settings(num_target_layers=36),
@@ -167,12 +168,113 @@ def test_a_published_dflash2_says_all_that_readers_need(tmp_path: Path, target: 
     }
     scaled = config["dflash_config"] | {"output_multiplier": 0.2}
     for change, message in (
-        ({"is_causal": None}, "is_causal is True, expected False"),
-        ({"dflash_config": scaled}, "output_multiplier of dflash_config is 0.2, expected 1"),
+        ({"is_causal": None}, "a token of a block sees only those before it"),
+        ({"dflash_config": scaled}, "dflash_config.output_multiplier is 0.2, expected 1"),
     ):
         edit_json("config.json", **config | change)(tmp_path / "export")
         with pytest.raises(UserError, match=message):
             import_drafter(str(tmp_path / "export"), target, tmp_path / "x")
+
+
+def model_optimizer(kind: str = "dflash", **inner: Any) -> Published:
+    """As Model Optimizer 0.47 writes it: with `causal` always, and DSpark's settings in
+    `dflash_config` and its tensors by other names. inner: other settings there."""
+    published, rank = z_lab(), 8
+    published.config["dflash_config"] |= {"causal": False} | inner
+    if kind == "dspark":
+        published.config["dflash_config"] |= {
+            "projector_type": "dspark",
+            "shift_label": True,
+            "markov_rank": rank,
+            "markov_head_type": "vanilla",
+            "use_confidence_head": True,
+        } | inner
+        shapes = {f"markov_w{n}.weight": (ROWS, rank) for n in (1, 2)}
+        shapes |= {"confidence_proj.weight": (1, HIDDEN + rank), "confidence_proj.bias": (1,)}
+        published.tensors.update(random_tensors(shapes, torch.bfloat16))
+    return published
+
+
+def test_model_optimizers_dflash_is_read(tmp_path: Path, target: Target) -> None:
+    plain = import_drafter(str(z_lab().save(tmp_path / "a")), target, tmp_path / "a-out")
+    same = import_drafter(str(model_optimizer().save(tmp_path / "b")), target, tmp_path / "b-out")
+    assert same.settings == plain.settings
+    window = model_optimizer(use_swa=True, swa_window_size=16)
+    seeing = import_drafter(str(window.save(tmp_path / "c")), target, tmp_path / "c-out")
+    assert seeing.settings == (plain.settings or {}) | {"window": 16}
+
+
+def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) -> None:
+    published = model_optimizer("dspark")
+    source = str(published.save(tmp_path / "a"))
+    assert import_drafter(source, target, tmp_path / "out").layout == "dspark"
+    export_drafter(tmp_path / "out", "vllm", tmp_path / "export")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    for theirs, ours in (
+        ("markov_w1.weight", "markov_head.markov_w1.weight"),
+        ("markov_w2.weight", "markov_head.markov_w2.weight"),
+        ("confidence_proj.weight", "confidence_head.proj.weight"),
+        ("confidence_proj.bias", "confidence_head.proj.bias"),
+        ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
+    ):
+        assert torch.equal(exported[ours], published.tensors[theirs]), ours
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config["confidence_head_with_markov"] is True
+    assert config["target_layer_ids"] == [1, 2]
+    assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inner", "outer", "said"),
+    [
+        ("dflash", {"causal": True}, {}, "a token of a block sees only those before it"),
+        ("dflash", {"attention_sink_bias": True}, {}, "these heads have no learnt sinks"),
+        ("dflash", {}, {"attention_sink_bias": True}, "these heads have no learnt sinks"),
+        ("dflash", {"projector_type": "domino"}, {}, "'domino', heads that are not read here"),
+        ("dflash", {"use_swa": True}, {}, "expected one kind of layers, and a window"),
+        ("dflash", {"emb_dim": 8}, {}, "has dflash_config.emb_dim, which this import does not"),
+        ("dflash", {}, {"gate": 8}, "config.json has gate, which this import does not know"),
+        ("dspark", {"markov_head_type": "rnn"}, {}, "markov_head_type is 'rnn', expected"),
+        ("dspark", {"shift_label": False}, {}, "shift_label is False, expected True"),
+        ("dspark", {}, {"markov_rank": 4}, "markov_rank is 4, and dflash_config.markov_rank 8"),
+    ],
+)
+def test_what_a_block_cannot_compute_is_refused_by_name(
+    kind: str,
+    inner: dict[str, Any],
+    outer: dict[str, Any],
+    said: str,
+    tmp_path: Path,
+    target: Target,
+) -> None:
+    published = model_optimizer(kind, **inner)
+    published.config.update(outer)
+    with pytest.raises(UserError, match=re.escape(said)):
+        import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+
+
+def test_a_window_that_says_it_is_not_causal_is_read(tmp_path: Path, target: Target) -> None:
+    published = z_lab()
+    published.config |= {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16}
+    published.config |= {"use_sliding_window": True}
+    with pytest.raises(UserError, match="a token of a block sees only those before it"):
+        import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+    published.config["dflash_config"]["causal"] = False
+    imported = import_drafter(str(published.save(tmp_path / "b")), target, tmp_path / "out")
+    assert (imported.settings or {})["window"] == 16
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("mtp", "speculators stitch-mtp"), ("xpress", "refiner of a block"), ("new", "not known")],
+)
+def test_other_types_of_the_library_speculators_are_refused_by_name(
+    kind: str, said: str, tmp_path: Path, target: Target
+) -> None:
+    published = z_lab()
+    published.config["speculators_model_type"] = kind
+    with pytest.raises(UserError, match=f"of type '{kind}'; .*{said}"):
+        import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
 
 
 def test_layer_numbers_may_mean_inputs(tmp_path: Path, target: Target) -> None:

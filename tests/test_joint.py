@@ -361,7 +361,7 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(std=0.05)
-    weights = {f"backbone.{n}": p for n, p in model.named_parameters() if p.requires_grad}
+    weights = {f"backbone.{n}": x for n, x in backbone.trainable.weights().items()}
     made, drift = backbone.save(weights, context.directory / "target")
     ids = batch()["input_ids"]
     torch.testing.assert_close(made.model(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
@@ -371,6 +371,7 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
     other = trained_backbone(
         BackboneConfig(lora=AdapterConfig(**LORA)), replace(context, target=half)
     )
+    weights = {f"backbone.{n}": x for n, x in other.trainable.weights().items()}
     made, _ = other.save(weights, context.directory / "half")
     assert made.dtype == torch.bfloat16
 

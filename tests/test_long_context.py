@@ -4,7 +4,6 @@ Shapes: B rows, T tokens, N heads, G key heads, D head size.
 """
 
 import weakref
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks import long_context
-from benchmarks.shared.dense_attention import dense_attention
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from distill.early_exit import EarlyExitTraining
@@ -28,6 +25,7 @@ from heads.heads_module import HeadBatch
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
 from tests.contract import moved_heads
+from tests.dense_attention import dense_attention
 from tests.stages import LOOP, drafter_weights, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_target
 from tests.trained_heads import features_of
@@ -359,23 +357,3 @@ def test_plain_causal_attention_is_the_first_step(attention: None) -> None:
 
 
 # --- the benchmark --------------------------------------------------------------------------------
-
-
-def test_the_benchmark_measures_both_parts_and_their_ratios() -> None:
-    shape = long_context.Shape(4, 2, 8, 32, 50, steps=3)
-    results = {
-        name: {70: measure(name, asdict(shape), 70, "cpu")}
-        for part, names in long_context.PARTS.items()
-        for measure in [getattr(long_context, f"measure_{part}")]
-        for name in names
-    }
-    values = long_context.ratios(results)
-    assert len(values) == 4
-    assert all(value > 0 for value in values.values())
-    assert "step_peak_bytes_70" in values
-    assert max(long_context.measure_differences(shape, 70, "cpu").values()) < 1e-4
-    # A row that failed has no ratio.
-    assert set(long_context.ratios(results | {"merged": {}})) == {
-        "step_seconds_70",
-        "step_peak_bytes_70",
-    }

@@ -4,6 +4,7 @@ counted while it runs."""
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,15 +13,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from decode.base.errors import UserError
 from distill.flops import TextFlops, layers_flops
 from draftsmith.cli.main import app
-from tests.stages import DRAFTER, LOOP, make_stage, run_stage, stage_context
+from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import tiny_llama, tiny_target
 from tests.training import Lines, tiny_trainer
+from train.loop.estimates import idle_in_words
 from train.loop.meters.peak_flops import peak_of
+from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.meters.profiler import WARM_UP
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.trainer import Trainer
+from train.loop.training_task import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -184,3 +189,79 @@ def test_the_rule_of_a_stage_is_near_what_its_step_needs(tmp_path, monkeypatch, 
     stage = make_stage(kind, "one", **(settings | loop))
     counted, rule = counted_step(monkeypatch, tmp_path, stage)
     assert rule == pytest.approx(counted, rel=0.1)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def test_the_peak_of_a_stage_is_not_that_of_the_one_before():
+    if not restart_peak():
+        pytest.skip("this system keeps the peak of the process")
+    large = torch.ones(64 << 20)  # 256 MiB
+    before = peak_memory()
+    del large
+    assert restart_peak()
+    assert peak_memory() < before - (128 << 20)
+
+
+def test_where_the_peak_cannot_begin_anew_a_stage_has_none(tmp_path, monkeypatch):
+    monkeypatch.setattr("train.loop.meters.peak_memory.PROCESS", tmp_path / "none")
+    assert not restart_peak()
+    assert peak_memory() > 0
+
+
+# --- ranks without a row --------------------------------------------------------------------------
+
+
+def test_ranks_without_a_row_are_said_with_what_to_set(tmp_path):
+    """Batches of 36 tokens have three or four of these rows."""
+    lines = Lines()
+    trainer = tiny_trainer(tmp_path, 1, reporter=lines)
+    trainer._text(0)
+    assert "get no row" not in str(lines)
+    batches = trainer._text(0).batches
+    rows = [len(batches.batch(i)) for i in range(len(batches))]
+    idle = sum(8 - n for n in rows) / len(rows)
+    assert batches.idle_ranks(8) == pytest.approx(idle)
+    trainer.accelerator = SimpleNamespace(num_processes=8)
+    trainer._say_idle(trainer._text(0))
+    assert f"{idle:.1f} of 8 ranks get no row" in str(lines)
+    assert "loop.tokens_per_batch=80" in str(lines)
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, False), (8, True)])
+def test_a_plan_says_how_many_processes_get_no_row(tmp_path, processes, said):
+    context = replace(stage_context(tmp_path, tiny_target()), processes=processes)
+    settings = DRAFTER | {"losses": {"forward_kl": 1.0}, "loop": LOOP | {"tokens_per_batch": 64}}
+    stage = make_stage("distill", "one", **settings)
+    what = plan_stage(context, stage).what
+    assert ("of 8 processes get no row of a batch of 64 tokens" in what) == said
+    assert idle_in_words([100], LoopConfig(tokens_per_batch=300), 3) == ""
+    assert "about 5.0 of 8" in idle_in_words([600], LoopConfig(tokens_per_batch=2048), 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "words"),
+    [
+        ("distill", DRAFTER | {"remember_teacher": True}, "remember_teacher keeps .*feature_cache"),
+        (
+            "heads",
+            {"heads": {"type": "medusa"}, "remember_features": True},
+            "remember_features keeps .*feature_cache",
+        ),
+        (
+            "heads",
+            {"heads": {"type": "medusa"}}
+            | {"backbone": {"losses": {"forward_kl": 1.0}, "remember_teacher": True}},
+            r"backbone\.remember_teacher keeps",
+        ),
+        ("layer_skip", {"exit_layer": 2, "remember_teacher": True}, "remember_teacher keeps"),
+    ],
+)
+def test_remembered_states_are_of_one_process(tmp_path, kind, settings, words):
+    """With several, nearly nothing would be found again."""
+    context = stage_context(tmp_path, tiny_target())
+    given = {"losses": {"forward_kl": 1.0}, "loop": LOOP} | settings
+    stage = make_stage(kind, "one", **given)
+    with pytest.raises(UserError, match=words):
+        plan_stage(replace(context, processes=2), stage)

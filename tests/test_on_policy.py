@@ -28,6 +28,8 @@ from tests.stages import (
 from tests.tiny import padded
 from tests.training import Killed, assert_equal, scramble
 from train.base.stage import StageInputs
+from train.data import training_text
+from train.data.batches import permutation
 from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.training_text import OnPolicyConfig, OnPolicyText
 
@@ -98,8 +100,16 @@ def test_a_round_has_the_share_of_own_text_that_was_asked_for(context, target, f
         assert all(given[s.id] == s for s in samples if s not in own(samples))
 
 
-def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, target):
-    """Ten of each; five rounds of four prompts and of two samples."""
+def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, target, monkeypatch):
+    """Ten of each; five rounds of four prompts and of two samples. An order is made once."""
+    orders = []
+
+    def counted(count: int, key: str) -> list[int]:
+        orders.append(key)
+        return permutation(count, key)
+
+    training_text._order.cache_clear()
+    monkeypatch.setattr(training_text, "permutation", counted)
     student = Student(target)
     text = text_of(context, student, fraction=4 / 6, max_new_tokens=1)
     rounds = [text.round(number, student.weights) for number in range(5)]
@@ -109,6 +119,7 @@ def test_prompts_and_given_text_are_dealt_out_evenly_over_the_rounds(context, ta
     ids = [example.id for example in context.corpus.examples["train"]]
     assert written == dict.fromkeys(ids, 2)
     assert given == dict.fromkeys(ids, 1)
+    assert len(set(orders)) == len(orders) == 3
     assert len(set(names)) == len(names)  # a remembering teacher would mix up what has one name
 
 
@@ -200,7 +211,7 @@ def test_a_reduced_vocabulary_says_its_own_tokens_only_and_in_its_own_shares(con
 def test_padding_is_never_written(context, target):
     """The target may have no embedding for it."""
     student = Student(replace(target, model=padded(target.model, 340)))
-    bare, _ = student.trainable.plain({})
+    bare, _ = student.trainable.plain(student.trainable.weights())
     assert bare(torch.arange(3, 9)[None]).logits.argmax(-1).max() >= 300
     samples = text_of(context, student, fraction=1.0).round(0, student.weights)
     assert max(token for sample in own(samples) for token in sample.tokens) < 300

@@ -281,8 +281,10 @@ def test_a_buffer_on_disk_survives_a_restart(
     for begin in range(0, 12, 3):
         buffer.add(record_of(i) for i in range(begin, begin + 3))
         buffer.commit()
+    assert len(list((tmp_path / "buffer").iterdir())) == 4
+    buffer.forget(buffer.first)
     kept = sorted(path.name for path in (tmp_path / "buffer").iterdir())
-    assert kept == ["shard-6", "shard-9"]  # of the others every record is forgotten
+    assert kept == ["shard-6", "shard-9"]  # of the others every record is dropped
     again = ReplayBuffer(5 * size, made_with, tmp_path / "buffer")
     again.restore(target)
     assert all(same(a, b) for a, b in zip(again, buffer, strict=True))

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from tests.training import (
     two_ranks,
 )
 from train.base.stage import Outcome, StageInputs
+from train.data.corpus import Corpus
 from train.loop.checkpoint import Stopped
 from train.online import stream_progress
 from train.online.learning import Online
@@ -323,12 +325,60 @@ def assert_same_after_kills(context, monkeypatch, places, stage_of, whole):
     assert without_times(killed.summary) == without_times(whole.summary)
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("place", ["progress", "commit", "forget"])
+def test_a_small_buffer_survives_kills_and_a_damaged_save(context, monkeypatch, place, damaged):
+    """Each save drops all records of the one before. A kill before and after each of its parts; and
+    then the newest save is damaged, so that the older one counts."""
+    kind = Versions if place == "progress" else Online
+    settings = {"learning": LEARNING | {"buffer_mib": 1500 / 2**20}}
+    wanted = run_stage(context, online_stage("all", **settings))
+    (state,) = (context.directory / "all/progress").glob("progress-6/progress.json")
+    assert json.loads(state.read_text())["buffers"][0][0] > 0  # records were dropped
+    original = getattr(kind, "save_progress" if place == "progress" else place)
+    for number, after in ((2, True), (3, False)):
+        calls = []
+
+        def dying(self, *args, calls=calls, number=number, after=after):
+            calls.append(1)
+            if len(calls) == number and not after:
+                raise Killed
+            found = original(self, *args)
+            if len(calls) == number:
+                raise Killed
+            return found
+
+        name = f"killed-{number}-{after}"
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, original.__name__, dying)
+            with pytest.raises(Killed):
+                run_stage(context, online_stage(name, **settings))
+        saves = sorted((context.directory / name / "progress").glob("progress-*"))
+        if damaged and len(saves) > 1:
+            (saves[-1] / "progress.json").write_text("{")
+        scramble()
+        killed = run_stage(context, online_stage(name, **settings))
+        assert "missing on disk" not in str(context.reporter)
+        assert_equal(drafter_weights(killed), drafter_weights(wanted))
+
+
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
+    """A prompt is made when it is served, and once more for a check before the first one."""
+    made, prompt = [], Corpus.prompt
+
+    def counted(self, example):
+        made.append(example.id)
+        return prompt(self, example)
+
+    monkeypatch.setattr(Corpus, "prompt", counted)
     with monkeypatch.context() as patch:
         before_call(patch, Serving, "_serve", 3, ask_to_stop)
         with pytest.raises(Stopped, match="after 12 of 22 requests"):
             run_stage(context, online_stage("stopped"))
+    assert Counter(made) == Counter([f"stream-{i}" for i in (*range(REQUESTS), *range(12))])
+    made.clear()
     stopped = run_stage(context, online_stage("stopped"))
+    assert made == [f"stream-{i}" for i in range(12, REQUESTS)]
     assert "continuing after 12 of 22 requests" in str(context.reporter)
     assert_equal(drafter_weights(stopped), drafter_weights(whole))
 

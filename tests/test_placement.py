@@ -278,14 +278,17 @@ def _int8(model: Any) -> Any:
     return model
 
 
+TORCHAO = "torchao is not installed; install it with: make test-quantised"
+
+
 def _torchao(model: Any) -> Any:
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torchao = pytest.importorskip("torchao.quantization", reason=TORCHAO)
     torchao.quantize_(model.base_model, torchao.Int8WeightOnlyConfig())
     return model
 
 
 @pytest.mark.filterwarnings("ignore")  # of the packages that are optional
-@pytest.mark.parametrize("quantise", [_int8, _torchao])
+@pytest.mark.parametrize("quantise", [_int8, pytest.param(_torchao, marks=pytest.mark.quantised)])
 def test_quantised_targets(quantise: Callable[[Any], Any], tmp_path: Path) -> None:
     """Text is plain decoding's. Heads are for the quantised target that they were made for, and not
     for the model that it was made of."""
@@ -351,11 +354,12 @@ def test_a_checkpoint_in_8_bits_is_loaded_by_its_quantiser(tmp_path: Path) -> No
     assert planned < sum(p.nbytes for p in whole.parameters())
 
 
+@pytest.mark.quantised
 @pytest.mark.filterwarnings("ignore")  # of torchao
 @pytest.mark.parametrize("bits", [8, 4])
 def test_a_checkpoint_of_torchao_decodes_as_it_says(bits: int, tmp_path: Path) -> None:
     """transformers quantises the weights, stores them, and loads them by their config."""
-    torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
+    torchao = pytest.importorskip("torchao.quantization", reason=TORCHAO)
     plain, path = save_tiny(tmp_path / "plain", tie=False), tmp_path / "target"
     config = torchao.Int8WeightOnlyConfig()
     if bits == 4:

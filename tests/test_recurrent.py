@@ -26,6 +26,7 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.prefix_cache import PrefixCache, prefix_cache
 from decode.model.cache.requirements import require_trees
+from decode.model.kinds import recurrent_states
 from decode.model.kinds.recurrent_states import LONGEST_LOG, RecurrentStates
 from decode.model.memory import slot_bytes
 from decode.opening.directory import open_drafter
@@ -347,6 +348,13 @@ def test_what_would_need_trees_or_other_passes_is_refused() -> None:
     assert prefix_cache(lm, 1 << 20) is None
     with pytest.raises(UserError, match="decode without a prefix cache"):
         Decoder(lm, NgramDrafter(), prefixes=PrefixCache()).decode(PROMPTS, NEW)
+
+
+def test_states_in_another_form_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = model("qwen3_next")
+    monkeypatch.setattr(recurrent_states, "STATES", ("conv_states", "renamed"))
+    with pytest.raises(UserError, match=r"in a form that is not known with transformers \d"):
+        RecurrentStates(lm, [0])
 
 
 def test_only_layers_with_attention_have_slots() -> None:

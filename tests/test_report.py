@@ -640,3 +640,19 @@ def test_how_figures_are_written() -> None:
     assert [format_duration(x) for x in (None, 0.84, 42.2, 185, 7620)] == [
         "–", "0.8 s", "42 s", "3 min 5 s", "2 h 7 min",
     ]  # fmt: skip
+
+
+def test_a_stage_that_is_done_shows_the_settings_of_its_figures(tmp_path: Path) -> None:
+    """Not those that a later start of the run has."""
+    run = write_run(tmp_path, ROWS)
+    done = run / "stages/01-one/done.json"
+    made_by = {"name": "one", "kind": "distill", "optimizer": {"lr": 0.01}}
+    done.write_text(json.dumps(json.loads(done.read_text()) | {"settings": made_by}))
+    report = make_report(run)
+    assert report["config"]["stages"][1] == made_by
+    assert report["stages"][1]["changed_since"] == ["optimizer"]
+    assert "stage one was done before its optimizer changed" in "\n".join(footnotes(report))
+    config = json.loads((run / "config.json").read_text())
+    config["stages"][1] = made_by
+    (run / "config.json").write_text(json.dumps(config))
+    assert "changed_since" not in make_report(run)["stages"][1]

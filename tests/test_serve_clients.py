@@ -39,7 +39,7 @@ def service() -> Iterator[tuple[str, Answer]]:
 @pytest.mark.parametrize("stream", [True, False])
 def test_curl(service: tuple[str, Answer], stream: bool) -> None:
     if shutil.which("curl") is None:
-        pytest.skip("curl is not installed")
+        pytest.skip("curl is not installed; install it with: apt-get install curl")
     url, answer = service
     body = json.dumps(BODY | {"stream": stream})
     header = ("-H", "Content-Type: application/json")

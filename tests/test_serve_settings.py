@@ -67,8 +67,7 @@ def save_adapter_of(base: Path, directory: Path) -> None:
     """An adapter that makes another drafter of a small model."""
     model = AutoModelForCausalLM.from_pretrained(base)
     trained = Trainable(model, lora=DrafterLora(r=2, merge=False))
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    weights = {name: p.detach() + 0.1 * ("lora_B" in name) for name, p in named.items()}
+    weights = {name: x + 0.1 * ("lora_B" in name) for name, x in trained.weights().items()}
     save_adapter(directory, trained, weights, base, target=target(), provenance={})
 
 

@@ -61,7 +61,6 @@ TEACHER = {"verifier_lm_head.weight", "verifier_norm.weight"}
 def test_saved_drafters_are_imported_exported_and_loaded(tmp_path: Path) -> None:
     """Bit by bit, with the same settings."""
     require_environment(
-        LIBRARY,
         None if package_version(LIBRARY, LIBRARY) else "the library speculators is not installed",
         "make engine-speculators",
     )
@@ -121,7 +120,7 @@ def assert_same_settings(before: dict[str, Any], after: dict[str, Any]) -> None:
 def test_a_training_step_is_the_librarys(tmp_path: Path) -> None:
     """The benchmark's: the same loss and gradient, from the same weights and hidden states, also
     after steps of AdamW. The library's trainer takes none without an accelerator."""
-    require_environment(LIBRARY, speculators.missing_library(), "make engine-speculators")
+    require_environment(speculators.missing_library(), "make engine-speculators")
     target = save_target(tmp_path / "target", layers=7)
     results, error = speculators.compare(
         target,

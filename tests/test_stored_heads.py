@@ -109,7 +109,9 @@ def test_heads_with_nan_are_refused_by_the_name_of_the_weight(
         read_heads(path, target)
 
 
-@pytest.mark.skipif(few_rows.library(torch.float32) is None, reason="no products of few rows")
+@pytest.mark.skipif(
+    few_rows.library(torch.float32) is None, reason="this CPU has no products of few rows"
+)
 def test_a_drafter_opens_with_weights_in_bytes(tmp_path: Path, target: Target) -> None:
     """The texts are the same, nearly as much is accepted, and a quarter is read of float32."""
     make_heads(tmp_path / "drafter", target, EAGLE, moved=0.02)

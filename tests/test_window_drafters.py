@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.shared.dense_attention import dense_attention
 from decode.base.errors import UserError
 from decode.draft import Contexts, Draft
 from decode.drafters import DRAFTERS
@@ -30,6 +29,7 @@ from heads.heads_module import HeadOptions
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
 from tests.contract import moved_heads
+from tests.dense_attention import dense_attention
 from tests.test_long_context import assert_close, drawn, gradients
 from tests.tiny import tiny_model, tiny_target
 from tests.trained_heads import features_of, trained_logits

@@ -125,6 +125,9 @@ def check_world_sizes(base: Path) -> None:
                 assert refused == [2] * second
             settings = {"breaks": False, "allow_changes": True}
             assert ranks(second, directory, engine, **settings) == [0] * second
+            # Where every rank has all of the average, one writes it.
+            written = {x.name for x in directory.glob("checkpoints/*/average*")}
+            assert written == {"average" if engine == "fsdp2" else "average-0.safetensors"}
             found = json.loads((directory / "history.json").read_text())
             assert len(found) == STEPS
             for entry, wanted in zip(found, history, strict=True):

@@ -117,6 +117,7 @@ def served(app: Any, port: int = 0, limits: Limits | None = None) -> Iterator[st
         if limits is None:
             config = uvicorn.Config(
                 app,
+                ws="none",
                 log_level="critical",
                 lifespan="off",
                 timeout_graceful_shutdown=1,

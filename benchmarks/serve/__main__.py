@@ -47,7 +47,9 @@ from benchmarks.common import (
     JsonOption,
     PromptsOption,
     TargetOption,
+    Unable,
     describe_machine,
+    end_benchmark,
     rows_table,
     run_command,
     save_figure,
@@ -130,10 +132,11 @@ def main(
         counts = sorted(set(clients or CLIENTS))
         settings = DecodeSettings(gamma=gamma)
         with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
-            contestants, unable = enter_contestants(
+            contestants, unable, broken = enter_contestants(
                 loaded, drafter, options, settings, Path(directory), stack, max(counts)
             )
-            turns = hold_turns(contestants, loaded, examples, counts, unable, reporter, quick=quick)
+            turns = hold_turns(contestants, loaded, examples, counts, broken, reporter, quick=quick)
+        unable |= broken
         for name, reason in unable.items():
             reporter.say(f"not available: {NAMES[name]}: {reason}")
         figures |= {
@@ -157,6 +160,8 @@ def main(
         write_json(json_file, {**figures, "process": machine})
     if soak_seconds is not None and result.faults:
         raise typer.Exit(1)
+    if soak_seconds is None:
+        end_benchmark({NAMES[name]: how for name, how in broken.items()})
 
 
 def enter_contestants(
@@ -167,9 +172,9 @@ def enter_contestants(
     directory: Path,
     stack: ExitStack,
     clients: int,
-) -> tuple[dict[str, Contestant], dict[str, str]]:
-    """Start the services, which end with the stack, and return all contestants, and why others
-    cannot take part. clients: the most that ask at once; those without a row wait."""
+) -> tuple[dict[str, Contestant], dict[str, str], dict[str, str]]:
+    """Start the services, which end with the stack. Returns all contestants, why others cannot take
+    part, and how others broke. clients: the most that ask at once; those without a row wait."""
     waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
@@ -190,6 +195,7 @@ def enter_contestants(
     model = load_target(target.name, dtype=dtype, device=str(target.device)).model
     model.generation_config.eos_token_id = None
     unable: dict[str, str] = {}
+    broken: dict[str, str] = {}
 
     def theirs(*more: str) -> Contestant:
         device = str(target.device)
@@ -207,10 +213,12 @@ def enter_contestants(
     }.items():
         try:
             contestants[name] = theirs(*more)
-        except (UserError, RuntimeError) as error:
+        except Unable as error:
             unable[name] = str(error)
+        except (UserError, RuntimeError) as error:
+            broken[name] = str(error)
     contestants |= {"generate_batch": generate_batch(model), "generate": generate(model)}
-    return contestants, unable
+    return contestants, unable, broken
 
 
 def hold_turns(
@@ -218,12 +226,12 @@ def hold_turns(
     target: Target,
     examples: Sequence[Example],
     clients: Sequence[int],
-    unable: dict[str, str],
+    broken: dict[str, str],
     reporter: Reporter,
     *,
     quick: bool,
 ) -> Turns:
-    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `unable`."""
+    """Let all contestants answer. Who fails leaves `contestants` and gets a reason in `broken`."""
     tokens, rounds = (32, 2) if quick else (96, 4)
     turns: Turns = {}
     sent = 0
@@ -244,7 +252,7 @@ def hold_turns(
         except Exception as error:  # of another package; ours fails the benchmark
             if name in ("served", "plain_served", "alone"):
                 raise
-            unable[name] = f"{type(error).__name__}: {error}"
+            broken[name] = f"{type(error).__name__}: {error}"
             del contestants[name]
             return None
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from benchmarks.common import Unable
 from benchmarks.serve.client import ask_all
 from benchmarks.serve.process import MODEL, ServiceProcess
 from decode.base.device import dtype_name
-from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.settings import DecodeSettings
@@ -157,10 +157,10 @@ def greedy(model: Any, tokens: int) -> GenerationConfig:
 
 def transformers_command(model: Any, tokenizer: Any, directory: Path, device: str) -> list[str]:
     """The command `transformers serve` for this model, which is stored in the directory. Raises
-    UserError if what it needs is not installed."""
+    Unable if what it needs is not installed."""
     for package in ("fastapi", "uvicorn", "openai"):
         if importlib.util.find_spec(package) is None:
-            raise UserError(f"{package} is not installed; pip install 'transformers[serving]'")
+            raise Unable(f"{package} is not installed; pip install 'transformers[serving]'")
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     main = "from transformers.cli.transformers import main; main()"

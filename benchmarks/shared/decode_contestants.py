@@ -1,8 +1,9 @@
 """The decoding loops that `benchmarks.decode` compares, each as a call: prompts in, new tokens out.
 
 All of them decode the same two modules, a target and a drafter, without an end-of-text token, so
-all emit the same number of tokens. A contestant that does not support a setting raises its
-package's error, and the benchmark reports it. `Passes` has the passes of a loop, reported by the
+all emit the same number of tokens. A contestant that does not support a setting raises `Unable`,
+and the benchmark reports it. Any other error ends the benchmark with an error status.
+`Passes` has the passes of a loop, reported by the
 loop or observed from outside.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
+from benchmarks.common import Unable
 from benchmarks.shared.llama_contestants import Answers, llama_answers
 from benchmarks.shared.openvino_contestants import openvino_answers
 from decode.base.device import dtype_name
@@ -226,7 +228,7 @@ def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict
 
     def heads() -> Drafter:
         if not models.heads:
-            raise UserError("no heads are given (--heads)")
+            raise Unable("no heads are given (--heads)")
         return open_drafter(models.heads, models.target)
 
     return {
@@ -253,7 +255,7 @@ def makers(models: Models, *, gamma: int, sampled: bool, batch: int = 1) -> dict
 
 def _engine(start: Callable[[], Answers], others: bool) -> Contestant:
     if others:
-        raise RuntimeError("it is compared in greedy decoding at batch 1 only")
+        raise Unable("it is compared in greedy decoding at batch 1 only")
     answer = start()
 
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
@@ -290,7 +292,7 @@ def _ours(decoder: Decoder) -> Contestant:
 
 def _pack(model: PreTrainedModel) -> PreTrainedModel:
     if not can_pack(model):
-        raise RuntimeError("these weights are not packed on this device")
+        raise Unable("these weights are not packed on this device")
     return packed_copy(model)
 
 
@@ -307,6 +309,8 @@ def _transformers(
     lookup = drafting if assistant is None and drafting else {}
 
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
+        if drafting is not None and len(prompts) > 1:
+            raise Unable("it drafts for a batch of 1 only")
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=sampled, pad_token_id=pad, **sampling, **lookup
         )
@@ -363,7 +367,7 @@ def _flashspec(models: Models, gamma: int, sampled: bool, *, lookup: bool) -> Co
 
     def run(prompts: Prompts, tokens: int, seed: int) -> JobResult:
         if len({len(prompt) for prompt in prompts}) > 1:
-            raise RuntimeError("it supports only prompts of equal length, and no attention mask")
+            raise Unable("it supports only prompts of equal length, and no attention mask")
         ids = torch.tensor([list(prompt) for prompt in prompts], device=device)
         assistant = None if lookup else models.assistant
         with watched(target.model, assistant) as watch:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.common import in_fresh_process
+from benchmarks.common import Unable, in_fresh_process
 from benchmarks.shared.decode_contestants import (
     NAMES,
     Contestant,
@@ -65,7 +65,8 @@ class Setting:
 @dataclass
 class Contest:
     """The results of one setting. By contestant: seconds and outputs by job, and passes. `unable`
-    has the reason why a contestant does not take part."""
+    has the reason why a contestant does not take part, and `broken` those of them that are
+    installed and failed."""
 
     setting: Setting
     dtype: str
@@ -73,6 +74,7 @@ class Contest:
     outputs: dict[str, list[list[list[int]]]] = field(default_factory=dict)
     passes: dict[str, Passes] = field(default_factory=dict)
     unable: dict[str, str] = field(default_factory=dict)
+    broken: dict[str, str] = field(default_factory=dict)
     equal: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
@@ -91,6 +93,8 @@ class Contest:
             if name in (*OURS, "generate"):
                 raise
             self.unable[name] = _reason(error)
+            if not (isinstance(error, Unable) or _is_missing(error)):
+                self.broken[name] = self.unable[name]
             for results in (self.seconds, self.outputs, self.passes):
                 results.pop(name, None)
 
@@ -224,8 +228,13 @@ def timed(device: torch.device, work: Callable[[], T]) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
+def _is_missing(error: Exception) -> bool:
+    """Whether a package of a contestant is not installed."""
+    return isinstance(error, ModuleNotFoundError) and error.name in PACKAGES
+
+
 def _reason(error: Exception) -> str:
-    if isinstance(error, ModuleNotFoundError) and error.name in PACKAGES:
+    if isinstance(error, ModuleNotFoundError) and _is_missing(error):
         return f"not installed ({install_command('benchmarks')} installs {error.name})"
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0]}"
@@ -242,16 +251,13 @@ def cold_starts(
     seconds = {}
     for name in names:
         reporter.say(f"cold start: {NAMES[name]}")
-        try:
-            seconds[name] = in_fresh_process(
-                "benchmarks.shared.decode_measurements:first_token",
-                name=name,
-                prompt=list(prompt),
-                gamma=gamma,
-                **models,
-            )
-        except RuntimeError as error:
-            reporter.say(f"  not available: {str(error).splitlines()[-1]}")
+        seconds[name] = in_fresh_process(
+            "benchmarks.shared.decode_measurements:first_token",
+            name=name,
+            prompt=list(prompt),
+            gamma=gamma,
+            **models,
+        )
     return seconds
 
 

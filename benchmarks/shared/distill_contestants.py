@@ -281,6 +281,12 @@ class _FixedBatches(Batches):
     def __init__(self, batches: list[list[int]]) -> None:
         self._batches = batches
 
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def batch(self, i: int) -> list[int]:
+        return self._batches[i]
+
 
 class _MeteredReporter(Reporter):
     """A silent reporter. Its bar calls the meter at the start of training and after each step."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedModel
 
+from benchmarks.common import Unable
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.model.loading import target_gguf
@@ -46,7 +47,7 @@ Answers = Callable[[Sequence[int], int], Answer]
 
 def llama_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callable[[], Answers]]:
     """By contestant, a function that starts its server. `models.closing` stops the servers. Raises
-    UserError without llama-server, and for a target that cannot be written as GGUF."""
+    Unable without llama-server, and for a target that cannot be written as GGUF."""
     file = functools.cache(functools.partial(_written, models))
 
     def drafter() -> list[str]:
@@ -79,7 +80,7 @@ def llama_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callabl
 def _program() -> Path:
     found = llama_server_program()
     if found is None:
-        raise UserError("llama-server is not installed (make engine-llama)")
+        raise Unable("llama-server is not installed (make engine-llama)")
     return found
 
 
@@ -115,9 +116,13 @@ def _written(models: "Models", kind: str) -> Path:
 def _write(folder: Path, model: PreTrainedModel, spec: str) -> None:
     config: Any = model.config
     if config.model_type not in ARCHITECTURES:
-        raise UserError(f"a {config.model_type} model is not written as GGUF here")
+        raise Unable(f"a {config.model_type} model is not written as GGUF here")
     name, dtype = ARCHITECTURES[config.model_type].name, dtype_name(model.dtype)
     described = metadata(config, name, dtype)
     tensors = gguf_tensors(config, own_weights(model))
-    copied = tokenizer_keys(target_gguf(spec), config.vocab_size)
-    write_gguf(folder, name, described, copied, tensors, dtype)
+    try:
+        stored = target_gguf(spec)
+    except UserError as error:
+        raise Unable(str(error)) from error
+    copied = tokenizer_keys(stored, config.vocab_size)
+    write_gguf(folder / FILE, name, described, copied, tensors, dtype)

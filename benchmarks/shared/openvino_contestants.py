@@ -11,6 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
+from benchmarks.common import Unable
 from benchmarks.shared.llama_contestants import Answer, Answers
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
@@ -25,7 +26,7 @@ Child = subprocess.Popen[str]
 
 def openvino_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Callable[[], Answers]]:
     """By contestant, a function that starts its process. `models.closing` ends the processes.
-    Raises UserError if OpenVINO is not installed, or fails."""
+    Raises Unable if OpenVINO is not installed, UserError if it fails."""
     folder = functools.cache(functools.partial(_saved, models))
 
     def start(kind: str) -> Answers:
@@ -55,7 +56,7 @@ def openvino_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Call
 def _saved(models: "Models") -> Path:
     """A folder with the directories of the target and of the drafter."""
     if package_version("openvino", "openvino_genai") is None:
-        raise UserError("OpenVINO GenAI is not installed (make engine-openvino)")
+        raise Unable("OpenVINO GenAI is not installed (make engine-openvino)")
     folder = Path(models.closing.enter_context(tempfile.TemporaryDirectory()))
     for name, model in (("target", models.target.model), ("drafter", models.assistant)):
         model.save_pretrained(folder / name)

@@ -3,7 +3,7 @@
 Shapes: B rows, C tokens of space.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,15 +196,16 @@ def _whole_numbers(index: int, prompt: Any) -> np.ndarray:
     )
 
 
-def require_prompts(prompts: Sequence[Sequence[int]], max_positions: int, vocab_size: int) -> None:
+def require_prompts(prompts: Iterable[Sequence[int]], max_positions: int, vocab_size: int) -> None:
     """Raise UserError for prompts (token ids) that cannot be decoded: no prompts, an empty prompt,
     a prompt that fills the context, or ids outside the vocabulary. The message gives the index of
     the prompt."""
-    if not prompts:
-        raise UserError("there are no prompts to decode")
+    row = -1
     for row, prompt in enumerate(prompts):
         if problem := prompt_problem(prompt, max_positions, vocab_size):
             raise UserError(f"prompt {row} {problem}")
+    if row < 0:
+        raise UserError("there are no prompts to decode")
 
 
 def prompt_problem(prompt: Sequence[int], max_positions: int, vocab_size: int) -> str | None:

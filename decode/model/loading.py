@@ -418,6 +418,18 @@ def _load_hub(hub_id: str, options: LoadOptions, revision: str | None) -> Loaded
     return Loaded(model, tokenizer, Path(config).parent.name if isinstance(config, str) else None)
 
 
+def stored_directory(target: Target) -> Path | None:
+    """Return the directory with the target's files: its own, or that of its hub repository in the
+    cache. None for a GGUF file."""
+    path = Path(target.name).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if path.exists() or not HUB_ID.fullmatch(target.name):
+        return None
+    config = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+    return Path(config).parent if isinstance(config, str) else None
+
+
 def _read(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
     load = load_sharded if options.sharded else from_pretrained
     return load(source, options, **where)

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-from transformers.distributed import DistributedConfig
 
 from decode.base.errors import UserError
 
@@ -68,6 +67,8 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     if options.device_map is not None:
         where |= {"device_map": options.device_map, "max_memory": options.max_memory}
     if options.fsdp_plan is not None:
+        from transformers.distributed import DistributedConfig
+
         config.get_text_config().base_model_fsdp_plan = options.fsdp_plan
         where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     attention = options.attn_implementation

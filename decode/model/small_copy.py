@@ -74,7 +74,8 @@ def _parts(config: Any) -> list[Any]:
 
 def _change(config: Any, name: re.Pattern[str], change: Any) -> None:
     """Change the whole numbers of a config with such names, also those of single layers."""
-    overrides = [layer for x in _spec(config) for layer in x["per_layer_overrides"].values()]
+    of_layers = [x.get("per_layer_overrides", {}) for x in _spec(config)]
+    overrides = [layer for layers in of_layers for layer in layers.values()]
     for values in (vars(config), *overrides):
         for key, value in values.items():
             if type(value) is int and name.search(key):

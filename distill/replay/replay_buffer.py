@@ -209,8 +209,8 @@ class ReplayBuffer:
     """Keeps the newest records that fit into `max_bytes` and drops older ones.
 
     A single record larger than `max_bytes` is not added. With a `directory`, every `commit`
-    atomically writes the new records as a shard and deletes shards whose records are all dropped.
-    `restore` reads the shards after a restart. made_with: the result of
+    atomically writes the new records as a shard. `restore` reads the shards after a restart, and
+    `forget` deletes those that no restart needs. made_with: the result of
     `distill.teacher.top_k_cache.describe_teacher`, the settings that the numbers depend on.
     """
 
@@ -258,7 +258,8 @@ class ReplayBuffer:
         self.first += 1
 
     def commit(self) -> None:
-        """Bring the directory up to date.
+        """Write the records that are not on disk yet. Nothing is deleted: what was saved before
+        may name the shards.
 
         Raises UserError if it cannot be written, for example on a full disk. The existing shards
         then stay intact.
@@ -273,8 +274,13 @@ class ReplayBuffer:
                 self.directory / f"{SHARD}-{begin}", lambda path: _store(path, new), meta=meta
             )
         self._written = self.next
+
+    def forget(self, first: int) -> None:
+        """Delete the shards that have only records below number `first`."""
+        if self.directory is None:
+            return
         for (_, path), (following, _) in itertools.pairwise(_shards(self.directory)):
-            if following <= self.first:
+            if following <= first:
                 remove_directory(path)
 
     def restore(self, target: Target, *, first: int = 0, end: int | None = None) -> None:

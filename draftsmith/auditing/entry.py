@@ -41,7 +41,8 @@ def audit(
     law. Nothing is sent to another address than `url` and `baseline`.
 
     url: `http://HOST:PORT`, with or without `/v1`. target: judges; load it in float32. prompts:
-    token ids. options: sampling, number and length of the answers, exact short ones, level and rounding.
+    token ids. options: sampling, number and length of the answers, exact short ones, level and
+    rounding.
     baseline: the address of the same engine without drafts, for weights that are not the target's:
     its law is then the one to keep to, and the rounding of its greedy tokens is allowed. drafter,
     gamma: the one that the engine uses, and the tokens of its drafts: its acceptance must then be

@@ -51,6 +51,10 @@ class Audit:
     subject: dict[str, Any]
     findings: list[Finding] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        named = {k: printable(x) if isinstance(x, str) else x for k, x in self.subject.items()}
+        object.__setattr__(self, "subject", named)
+
     @property
     def verdict(self) -> Verdict:
         """WRONG if anything is, else UNJUDGED if anything could not be judged."""

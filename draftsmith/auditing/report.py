@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from decode.base.artifact import write_file
-from draftsmith.auditing.findings import Audit, Finding, Verdict, printable
+from draftsmith.auditing.findings import Audit, Finding, Verdict
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +32,7 @@ def terminal_table(found: Audit) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    title = printable(f"{found.subject['url']} beside {found.subject['target']}")
+    title = f"{found.subject['url']} beside {found.subject['target']}"
     table = Table(title=Text(title), show_lines=True)
     for name in ("", "verdict", "p", "found", "would have seen"):
         table.add_column(name)

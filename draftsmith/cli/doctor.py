@@ -123,6 +123,8 @@ def _facts(title: str, rows: list[tuple[str, str]]) -> "Table":
 
 def _machine(figures: dict[str, Any], runs: Path) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
+    if "system" in figures:
+        rows.append(("system", figures["system"]))
     if process := figures.get("process"):
         machine, versions = process["machine"], process["versions"]
         rows += [

@@ -30,6 +30,7 @@ from decode.model.loading import (
     resolve_dtype,
 )
 from train.base.launcher import cores
+from train.base.platforms import support
 from train.base.provenance import describe_process, version_of
 from train.engines.child_process import environment_of, package_version
 from train.engines.programs import find_vllm, llama_server_program
@@ -125,6 +126,7 @@ def examine(
     # First of all, because the measurements are load too.
     add("load", lambda: psutil.getloadavg()[0])
     others = OtherProcesses()
+    add("system", support)
     add("process", describe_process)
     add("packages", lambda: _optional_packages(engine_python))
     add("cores", cores)

@@ -104,17 +104,22 @@ def export(
         Measuring,
         check_export,
         export_drafter,
+        planned_layout,
         push_export,
         push_target,
         target_repository,
     )
+    from draftsmith.export.trained_drafter import TrainedDrafter, target_hub_id
     from draftsmith.export.verify_export import engine_for, require_engine, verify_export
     from train.base.console import Reporter
     from train.data.read import read_examples
 
     engine = _engine_options(verify, engine_dtype, engine_python, engine_options, concurrency)
-    if verify is not None:
-        require_engine(verify, engine_python)  # before anything is measured
+    if verify is not None:  # before anything is measured
+        if form is None:
+            require_engine(verify, engine_python)
+        else:
+            engine_for(verify, planned_layout(drafter, form), engine_python)
     quieten()
     reporter = Reporter()
     examples = read_examples(str(prompts))[0] if prompts else []
@@ -132,6 +137,11 @@ def export(
         if options.backbone is not None:
             reporter.say(f"exported its target to {options.backbone}")
     record = check_export(directory)
+    if options.repository is not None and options.backbone is None and record.get("backbone"):
+        raise UserError(
+            f"{directory} needs the target that was trained with it; give --backbone DIR, the "
+            "directory that this target was exported to, to push both"
+        )
     if check:
         kind = record["kind"]
         reporter.say(f"{directory}: a valid {record['layout']} export of a {kind} drafter")
@@ -140,8 +150,15 @@ def export(
         write_json(json_file, figures)
     else:
         engine_for(verify, record["layout"], engine_python)
-        default_target = options.backbone or record["drafter"]["target"]["name"]
-        target_spec = str(options.target or default_target)
+        # An export does not say where its target is on this machine.
+        described = record["drafter"] if form is None else TrainedDrafter.open(drafter).description
+        named = described["target"]["name"]
+        target_spec = str(options.target or options.backbone or named)
+        if target_spec == named and not (target_hub_id(named) or Path(named).exists()):
+            raise UserError(
+                f"{directory} names its target as {named}, which is no hub id and not here; give "
+                "it with --target"
+            )
         target = load_target(target_spec, dtype=engine_dtype)
         task = EngineTask(
             target,
@@ -165,11 +182,6 @@ def export(
     if options.repository is not None:
         if options.backbone is not None:
             reporter.say(f"pushed: {push_target(options.backbone, target_repository(options))}")
-        elif record.get("backbone"):
-            raise UserError(
-                f"{directory} needs the target that was trained with it; give --backbone DIR, the "
-                "directory that this target was exported to, to push both"
-            )
         reporter.say(f"pushed: {push_export(directory, options.repository)}")
 
 
@@ -253,6 +265,8 @@ def _engine_options(
     if dtype != "float32":
         given["--engine-dtype"] = dtype
     used = [name for name, value in given.items() if value is not None]
+    if engine == "llama-server":
+        used = [name for name in used if name != "--engine-options"]
     if used and engine != "vllm":
         raise UserError(f"{used[0]} is for --verify vllm; give both, or leave it out")
     try:

@@ -181,7 +181,7 @@ class Link:
         self._closing.close()
 
 
-def _reason(body: bytes) -> str:
+def _reason(body: bytes | bytearray) -> str:
     """What a server says with an error status. A proxy before it may say it in another way."""
     try:
         return str(json.loads(body)["error"]["message"])

@@ -130,7 +130,8 @@ class VerifyServer:
     async def _serve(self, listening: Callable[[], None], signals: bool) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT) if signals else ():
-            self._loop.add_signal_handler(number, self._stopping.set)
+            # The loop's own handlers exist on Linux and macOS alone.
+            signal.signal(number, lambda *_: self.stop())
         async with serve(
             self._connect,
             sock=self._bound,
@@ -138,7 +139,7 @@ class VerifyServer:
             max_queue=4,
             compression=None,
             process_request=self._let_in,
-            create_connection=partial(EdgeConnection, self._door),
+            create_connection=partial(EdgeConnection, self._door),  # type: ignore[arg-type]
             open_timeout=None,  # the connection has its own
             close_timeout=1,
             backlog=ACCEPTED_AT_ONCE,

@@ -27,7 +27,8 @@ from decode.measure.evaluation import evaluate
 from decode.model.loading import DTYPES, Target, load_target
 from decode.model.same_target import require_same_target
 from decode.opening.adapters import KIND as ADAPTER
-from decode.opening.directory import open_drafter
+from decode.opening.adapters import base_of
+from decode.opening.directory import describe_drafter, open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from draftsmith.export import ExportOptions
@@ -40,10 +41,11 @@ from draftsmith.export.formats import (
     format_for,
     require_options,
 )
+from draftsmith.export.formats.readers import outdated
 from draftsmith.export.merged import write_merged
 from draftsmith.export.model_card import drafter_card, target_card
 from draftsmith.export.model_directory import README, find_backbone, write_backbone
-from draftsmith.export.trained_drafter import TrainedDrafter
+from draftsmith.export.trained_drafter import TrainedDrafter, without_directories
 from draftsmith.export.trained_in_run import evaluation_in_run, training_in_run
 
 FORMAT = 1
@@ -101,6 +103,15 @@ def export_drafter(
         _export(trained, form, out, options, measuring, say)
 
 
+def planned_layout(drafter: Path, form: str) -> str:
+    """The name of the layout that `export_drafter` writes. Raises UserError if there is none."""
+    trained = TrainedDrafter.open(drafter)
+    kind = trained.kind
+    if kind == ADAPTER:
+        kind = describe_drafter(base_of(drafter, trained.description))["kind"]
+    return format_for(form, kind).name
+
+
 def _export(
     trained: TrainedDrafter,
     form: str,
@@ -111,6 +122,9 @@ def _export(
 ) -> None:
     drafter = trained.path
     layout = format_for(form, trained.kind)
+    for engine in layout.engines:
+        if (reason := outdated(layout.name, engine)) is not None:
+            say(f"note: {reason}")
     backbone = _backbone_to_export(trained, options, out)
     evaluation = evaluation_in_run(trained)
     max_depth = layout.max_depth(trained)
@@ -150,7 +164,10 @@ def _export(
             "kind": trained.kind,
             "gamma": job.gamma,
             "facts": {"kept": None, "filled_from": None, **facts, "max_depth": max_depth},
-            "drafter": {"manifest_sha256": file_sha256(drafter / MANIFEST), **trained.description},
+            "drafter": {
+                "manifest_sha256": file_sha256(drafter / MANIFEST),
+                **without_directories(trained.description),
+            },
             "backbone": job.backbone,
             "repository": options.repository or out.name,
             "licence": options.licence,

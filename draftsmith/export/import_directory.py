@@ -17,10 +17,17 @@ from decode.settings import EvaluationProtocol
 from draftsmith.export import LAYER_ID_MEANINGS, ImportOptions
 from draftsmith.export.export_directory import DEFAULT_GAMMA, Say, vacant
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, Format, ImportJob
+from draftsmith.export.formats.eagle3_layer import MODEL_TYPE
 from draftsmith.export.published import CARD, Checkpoint
 
 # Names that cards give to tokens per step. All count the token that the target adds to a draft.
 CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length", "accept_length")
+
+# The types of drafters of the library speculators that are not read, and what to do.
+UNREAD = {
+    "mtp": "put it back into its target with `speculators stitch-mtp`, and import the result",
+    "xpress": "no heads here have its refiner of a block; train dflash2 or dspark heads",
+}
 
 
 @dataclass(frozen=True)
@@ -160,10 +167,15 @@ def _layout_of(checkpoint: Checkpoint, form: str | None) -> Format:
             return FORMATS[name]
     reading = [name for name in FORMATS if type(FORMATS[name]).restored is not Format.restored]
     config = checkpoint.config
+    kind = config.get(MODEL_TYPE)
+    if kind is not None:
+        advice = UNREAD.get(kind, "such heads are not known here")
+        raise UserError(
+            f"{checkpoint.source} is a drafter of the library speculators of type {kind!r}; "
+            f"{advice}"
+        )
     stated = {
-        key: config[key]
-        for key in ("architectures", "model_type", "speculators_model_type", "auto_map")
-        if key in config
+        key: config[key] for key in ("architectures", "model_type", "auto_map") if key in config
     }
     raise UserError(
         f"{checkpoint.source} is in no layout that can be imported (its config says {stated}); "

@@ -14,6 +14,7 @@ from decode.base.errors import UserError
 from decode.model.without_weights import load_config
 from decode.opening.directory import DRAFTER_FILE
 from draftsmith.export.formats import ExportJob, format_for, require_options
+from draftsmith.export.formats.readers import outdated
 from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
 from train.base.schema import StageConfig
@@ -73,6 +74,11 @@ def require_readable(config: RunConfig) -> None:
 
 def _require(engine: str, drafter: PlannedDrafter) -> None:
     layout = format_for(engine, drafter.kind)
+    reason = outdated(layout.name, engine)
+    if reason is not None:
+        raise UserError(
+            f"{reason}; train eagle3 heads, or leave engine out if yours is an older one"
+        )
     if drafter.is_reduced and not layout.carries_vocabulary:
         raise UserError(
             f"{drafter} has a reduced draft vocabulary, which no reader of layout {layout.name} "

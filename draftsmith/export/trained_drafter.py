@@ -1,6 +1,7 @@
 """A trained drafter that is exported: a small LM with an output layer for every token, or heads."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -221,6 +222,28 @@ def public_name(name: str) -> str:
     """Return a target's name to show to others. A local path is cut to its last part: the rest is
     private and helps nobody else."""
     return name if target_hub_id(name) else Path(name).name
+
+
+# Directories in a word: `/a/b/` of /a/b/c, also behind `=`, `[` or the like; not of a URL.
+_DIRECTORIES = re.compile(r"(?<![\w.:/\\~])(?:~|[A-Za-z]:)?[/\\](?:[^\s,=\[\]{}\"'/\\]+[/\\])+")
+
+
+def without_directories(value: Any) -> Any:
+    """Return a JSON value without the directories of this machine: each path in it is cut to its
+    last part. The rest is private and helps nobody else.
+
+    >>> without_directories({"start": "/home/me/run/drafter", "said": "read ~/a/b.json", "n": [1]})
+    {'start': 'drafter', 'said': 'read b.json', 'n': [1]}
+    """
+    if isinstance(value, Mapping):
+        return {key: without_directories(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_directories(x) for x in value]
+    if not isinstance(value, str | Path):
+        return value
+    text = str(value)
+    is_path = Path(text).is_absolute() or text.startswith("~/")
+    return Path(text).name if is_path and "\n" not in text else _DIRECTORIES.sub("", text)
 
 
 def heads_drafter(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from draftsmith.export.trained_drafter import TrainedDrafter, public_name
+from draftsmith.export.trained_drafter import TrainedDrafter, public_name, without_directories
 
 
 def evaluation_in_run(drafter: TrainedDrafter) -> dict[str, Any] | None:
@@ -60,16 +60,12 @@ def _stage_name(stage: Path) -> str:
     return re.sub(r"^\d+-", "", stage.name)
 
 
-# In a word of a command: of /a/b/c, ~/b/c or, behind `=`, `[` or the like, /a/b/c, all but c.
-_DIRECTORIES = re.compile(r"(?:(?<![\w./])~|(?<![\w.:/~]))/(?:[^\s,=\[\]{}\"']*/)?")
-
-
 def _command(argv: list[str]) -> list[str] | None:
     """The command of a run, without directories of this machine. None: it is a program's."""
     words = argv[2:] if argv[1:2] == ["train"] else argv[1:]
     if not words or not words[0].endswith((".yaml", ".yml")):
         return None
-    return ["draftsmith", "train", *(_DIRECTORIES.sub("", word) for word in words)]
+    return ["draftsmith", "train", *map(without_directories, words)]
 
 
 def _text_in_run(run: Path, stage: Mapping[str, Any]) -> dict[str, Any]:

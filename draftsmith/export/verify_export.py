@@ -18,6 +18,7 @@ from draftsmith.export import MIN_DRAFTED
 from draftsmith.export.acceptance import Acceptance
 from draftsmith.export.engines import ENGINES, Counting, Engine, EngineRun, EngineTask
 from draftsmith.export.export_directory import check_export, reload_export
+from train.base.platforms import require_posix
 from train.engines.counters import DraftCounts
 
 BATCH = 8
@@ -81,8 +82,9 @@ class ExportVerification:
 
 
 def require_engine(name: str, python: str | None = None) -> Engine:
-    """Return the engine. Raises UserError with advice if it is not installed. python: that of its
-    environment; None: where draftsmith looks."""
+    """Return the engine. Raises UserError with advice if it is not installed, or on a system
+    without process groups. python: that of its environment; None: where draftsmith looks."""
+    require_posix(f"--verify {name}")
     engine = ENGINES[name]
     if missing := engine.missing(python):
         raise UserError(f"{missing}. Install it with: {engine.install}")

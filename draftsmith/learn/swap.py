@@ -12,6 +12,7 @@ import psutil
 
 from decode.base.errors import UserError
 from draftsmith.learn.learn_config import EngineConfig
+from train.base.platforms import require_posix
 from train.engines.child_process import ask, free_port, log_ending, start_process
 
 STOP_SECONDS = 30.0
@@ -23,9 +24,11 @@ _LAUNCH = 'echo $$ > "$0" && exec "$@"'
 
 class EngineProcesses:
     """Starts and stops the engines of versions, as processes of this machine made from a command.
-    key: the key that they ask for. directory: a version's, which keeps its engine's files."""
+    key: the key that they ask for. directory: a version's, which keeps its engine's files. Raises
+    UserError on a system without process groups."""
 
     def __init__(self, config: EngineConfig, gamma: int, key: str = "") -> None:
+        require_posix("draftsmith learn")
         self.config, self.gamma, self._key = config, gamma, key
         self._children: dict[Path, subprocess.Popen[bytes]] = {}
 

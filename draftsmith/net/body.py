@@ -67,8 +67,8 @@ class Held:
         except TimeoutError:
             if self._dropped:
                 raise self._full() from None
-            message = f"the body did not arrive in {allowed:.0f} s"
-            raise ApiError(408, f"{message}; send it faster, or in parts") from None
+            late = f"the body did not arrive in {allowed:.0f} s"
+            raise ApiError(408, f"{late}; send it faster, or in parts") from None
         finally:
             self._limit = None
         self._memory.pool.busy(self._place)

@@ -15,7 +15,9 @@ from draftsmith.net.connections import ACCEPTED_AT_ONCE, BACKLOG, HEALTH, Door, 
 from draftsmith.net.limits import Limits
 
 # Parts of a body in one read. More cost the event loop more time than their bytes are worth.
-_PARTS, _BYTES_PER_PART = 2048, 64
+_PARTS, _BYTES_PER_PART = 1024, 96
+# Bytes to a line end, of which each part has two. Fewer are so many parts that none is read.
+_BYTES_PER_END = 8
 
 
 class HttpServer(uvicorn.Server):
@@ -59,6 +61,8 @@ class HttpServer(uvicorn.Server):
 class _Connection(Watched, H11Protocol):
     """One connection of HTTP/1.1."""
 
+    conn: "_Reader"
+
     def __init__(self, door: Door, **parts: Any) -> None:
         self.door = door
         super().__init__(**parts)
@@ -67,7 +71,7 @@ class _Connection(Watched, H11Protocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         if self.spare:
-            self.app = _Spare(self, self.app)  # type: ignore[assignment]
+            self.app = _Spare(self, self.app)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -102,18 +106,24 @@ class _Reader(h11.Connection):
     that is being answered."""
 
     is_ahead = False
-    _parts = 0
+    _in_parts = False  # the body is chunked
+    _crowded = False  # its parts are tiny
+    _parts = 0  # that may still come in this read
 
     def receive_data(self, data: bytes) -> None:
         self._parts = _PARTS + len(data) // _BYTES_PER_PART
+        ends = data.count(b"\r\n")
+        self._crowded = ends > _PARTS and _BYTES_PER_END * ends > len(data)
         super().receive_data(data)
 
     def next_event(self) -> Any:
         event = super().next_event()
         self.is_ahead = event is h11.PAUSED
-        if isinstance(event, h11.Data):
+        if isinstance(event, h11.Request):
+            self._in_parts = any(name == b"transfer-encoding" for name, _ in event.headers)
+        elif isinstance(event, h11.Data) and self._in_parts:
             self._parts -= 1
-            if self._parts < 0:
+            if self._crowded or self._parts < 0:
                 raise h11.RemoteProtocolError("the body has too many parts")
         return event
 

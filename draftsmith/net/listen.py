@@ -1,5 +1,6 @@
 """The socket that a server listens on."""
 
+import os
 import socket
 
 from decode.base.errors import UserError
@@ -12,7 +13,9 @@ def bind(host: str, port: int) -> socket.socket:
     # asyncio turns Nagle's algorithm off only for sockets that name TCP. With it, every second of
     # two small messages waits some 40 ms for the other side's acknowledgement.
     bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # On Windows this option lets two servers share a port, and without it a port is free at once.
+    if os.name == "posix":
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
     except (OSError, OverflowError) as error:

@@ -20,7 +20,9 @@ FILES = {
     "/page.css": ("page.css", "text/css"),
     "/favicon.svg": ("favicon.svg", "image/svg+xml"),
 }
-OPEN = dict.fromkeys(FILES, "no secrets are in it, and without it nobody could enter a key")
+OPEN = dict.fromkeys(
+    FILES, "no secrets are in these files, and without them nobody could enter a key"
+)
 # Nothing from elsewhere, nothing inline, in no frame.
 _POLICY = "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'"
 HEADERS = {

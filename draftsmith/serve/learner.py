@@ -293,4 +293,5 @@ class ServiceLearner(RowWatch):
         progress.buffers = [online.commit()]
         progress.version, progress.served = online.version, online.collector.requests
         progress.online = [online.state()]
-        self._versions.save_progress(progress)
+        for numbers in self._versions.save_progress(progress):
+            online.forget(numbers)

@@ -153,8 +153,13 @@ def _grouped(heads: Tensor, keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _has_kernel(queries: Tensor, keys: Tensor, values: Tensor) -> bool:
     """Whether PyTorch has flash attention for these tensors: on a CPU always, else on CUDA."""
+    on_cpu = queries.device.type == "cpu"
+    name = f"_scaled_dot_product_flash_attention{'_for_cpu' if on_cpu else ''}"
+    # These operators have no public name, so a release may rename them.
+    if not (hasattr(aten, name) and hasattr(aten, f"{name}_backward")):
+        return False
     if queries.device.type != "cuda":
-        return queries.device.type == "cpu"
+        return on_cpu
     params = SDPAParams(queries, keys, values, None, 0.0, True, keys.shape[1] < queries.shape[1])
     # The kernel wants heads of a multiple of 8, and is called here without padding.
     return queries.shape[-1] % 8 == 0 and can_use_flash_attention(params)

@@ -1,13 +1,13 @@
 """Only one process works in a directory, of a run or of a learner."""
 
 import errno
-import fcntl
 import os
 import socket
 import time
 from pathlib import Path
 
 from decode.base.errors import UserError
+from train.base.file_lock import lock_file
 
 LOCK_FILE = ".lock"
 # What a file system answers that has no locks.
@@ -40,16 +40,18 @@ class DirectoryLock:
 
     def _lock(self, fd: int) -> None:
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(fd, 500, 0).decode(errors="replace") or "another process"
+            lock_file(fd)
+        except (BlockingIOError, PermissionError):  # EAGAIN, or EACCES on some systems
+            os.lseek(fd, 0, os.SEEK_SET)
+            holder = os.read(fd, 500).decode(errors="replace") or "another process"
             raise UserError(f"{holder} works in {self.path.parent}; {self.advice}") from None
         except OSError as error:
             if error.errno not in NO_LOCKS:
                 raise
-        os.truncate(fd, 0)
+        os.ftruncate(fd, 0)
+        os.lseek(fd, 0, os.SEEK_SET)
         holder = f"process {os.getpid()} on {socket.gethostname()} (since {time.ctime()})"
-        os.pwrite(fd, holder.encode(), 0)
+        os.write(fd, holder.encode())
 
     def __enter__(self) -> "DirectoryLock":
         return self

@@ -10,6 +10,7 @@ from typing import TypedDict
 import numpy as np
 import torch
 
+from decode.base.device import to_device
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from train.data.chat_tokens import Sample
@@ -63,6 +64,11 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def idle_ranks(self, world: int) -> float:
+        """The mean number of `world` ranks that get no row of a batch, in [0, world)."""
+        idle = np.maximum(world - (self._ends - self._starts), 0)
+        return float(idle.mean()) if len(idle) else 0.0
 
     def batch(self, i: int) -> list[int]:
         """The indices of the samples of global batch `i`, 0 <= i < len(self)."""
@@ -174,11 +180,11 @@ class Inputs(TypedDict):
 
 
 def inputs(batch: Batch, device: torch.device) -> Inputs:
-    """A batch's tensors, on a device."""
+    """A batch's tensors, on a device. The host does not wait for the copies."""
     return {
-        "input_ids": batch["input_ids"].to(device),
-        "attention_mask": batch["attention_mask"].to(device),
-        "loss_mask": batch["loss_mask"].to(device),
+        "input_ids": to_device(batch["input_ids"], device),
+        "attention_mask": to_device(batch["attention_mask"], device),
+        "loss_mask": to_device(batch["loss_mask"], device),
     }
 
 

@@ -4,9 +4,11 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
@@ -225,9 +227,15 @@ def dealt_out(items: Sequence[Item], count: int, number: int, key: str) -> list[
     first = number * count
     while len(dealt) < count:
         cycle, begin = divmod(first + len(dealt), len(items))
-        order = permutation(len(items), f"{key} {cycle}")
-        dealt += [items[i] for i in order[begin : begin + count - len(dealt)]]
+        order = _order(len(items), f"{key} {cycle}")
+        dealt += [items[i] for i in order[begin : begin + count - len(dealt)].tolist()]
     return dealt
+
+
+# Of the prompts and of the given text: an order serves many rounds.
+@lru_cache(maxsize=4)
+def _order(count: int, key: str) -> np.ndarray:
+    return np.array(permutation(count, key), np.int64)
 
 
 def _restore_vocabulary(model: PreTrainedModel, ids: torch.Tensor) -> None:

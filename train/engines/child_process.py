@@ -10,6 +10,7 @@ of them outlives our process, not even if that is killed (`guard.py`).
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError
-from decode.model.loading import Target
+from decode.model.loading import Target, stored_directory
+from train.base.platforms import require_posix
 
 STOP_SECONDS = 10.0
 READY_SECONDS = 180.0
@@ -91,6 +93,7 @@ def start_process(
     """Start `command` in a new process group, with its output in the file `log`. Raises UserError
     if it cannot be started. guarded: kill the group when this process ends, whatever ends it. The
     process is then the guard (`guard.py`), which exits with the command's status."""
+    require_posix(f"starting {name}")
     if guarded:
         command = [sys.executable, "-I", "-S", str(GUARD), *command]
     try:
@@ -260,12 +263,20 @@ def package_version(name: str, package: str) -> str | None:
     return next((info.name.removesuffix(".dist-info").rpartition("-")[2] for info in infos), None)
 
 
-def model_directory(target: Target, spec: str, directory: Path) -> Path:
-    """Return the target as a Hugging Face directory: the one it was loaded from, else `directory`,
-    into which the loaded weights are saved. spec: as `load_target` takes it."""
-    loaded_from = Path(spec).expanduser()
-    if loaded_from.is_dir():
-        return loaded_from.resolve()
+def model_directory(target: Target, directory: Path) -> Path:
+    """Return the target as a Hugging Face directory: the one it was loaded from, or that of its hub
+    repository in the cache. Else, for a GGUF file, `directory`, into which the loaded weights are
+    saved. Raises UserError if there is no room for them."""
+    if (stored := stored_directory(target)) is not None:
+        return stored
+    size = sum(x.nbytes for x in target.model.state_dict().values())
+    free = shutil.disk_usage(directory.parent).free
+    if size > free:
+        raise UserError(
+            f"{target.name} is no model directory, so its weights are written for the engine: "
+            f"{size / 1e9:.1f} GB, but {directory.parent} has {free / 1e9:.1f} GB left. Give the "
+            "target as a directory or a hub id, or set TMPDIR"
+        )
     target.model.save_pretrained(directory)
     target.tokenizer.save_pretrained(directory)
     return directory

@@ -22,6 +22,7 @@ from decode.measure.ranks import ALONE, Ranks
 from decode.model.loading import EMBEDDED_PREFIX, Target, target_gguf
 from train.base.exit_status import ExitStatus
 from train.base.launcher import cores, environment_of_one, on_several_machines
+from train.base.platforms import require_posix
 from train.engines.child_process import model_directory, python_of, serving
 from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
 from train.engines.server_config import EngineServer
@@ -35,6 +36,8 @@ def require_server(config: EngineServer, target: Target) -> None:
     config.key()
     if importlib.util.find_spec("httpx2") is None:
         raise UserError(f"a server needs httpx2; run {install_command('serve')}")
+    if config.launch:
+        require_posix("server.launch")
     if config.launch and on_several_machines():
         raise UserError(
             "server.launch starts one engine on this machine, but the run's processes are on "
@@ -179,7 +182,7 @@ def _vllm_arguments(target: Target, longest: int, directory: Path) -> list[str]:
     """directory: for the target, if it is neither a model directory nor a hub id."""
     name, revision = target.name, [] if target.revision is None else ["--revision", target.revision]
     if Path(name).expanduser().exists() or name.startswith(EMBEDDED_PREFIX):
-        name, revision = str(model_directory(target, name, directory)), []
+        name, revision = str(model_directory(target, directory)), []
     return [
         # Its build for CPUs refuses `vllm serve`, which asks for the version of another package.
         "-m", "vllm.entrypoints.openai.api_server",

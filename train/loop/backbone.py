@@ -36,8 +36,8 @@ class Backbone(ABC):
 
     @abstractmethod
     def join(self, heads: HeadTraining, *, chunk: int) -> HeadTraining | JointTraining:
-        """The module to train, on the heads' device. chunk: the number of tokens whose logits are
-        in memory at a time."""
+        """The module to train. chunk: the number of tokens whose logits are in memory at a
+        time."""
 
     @abstractmethod
     def forward(

@@ -37,8 +37,8 @@ class BestVersion:
         """Store the version after this step, and note it in `progress`, if its figure is above that
         of the best version. Every rank must call this.
 
-        weights: gathers the complete trained weights. Raises UserError if `figures` lacks the
-        figure.
+        weights: gathers the complete trained weights for the main process. Raises UserError if
+        `figures` lacks the figure.
         """
         if figure not in figures:
             raise UserError(

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import DynamoBackend, broadcast_object_list
 
 from decode.base.artifact import (
     manifest_sha256,
@@ -179,15 +179,28 @@ class Checkpoints:
                 )["progress"]
 
     def _made_with(self) -> dict[str, Any]:
-        return {
+        made = {
             "ranks": self.accelerator.num_processes,
             "engine": self.accelerator.distributed_type.value,
         }
+        dynamo = self.accelerator.state.dynamo_plugin
+        if made["engine"] in UNSHARDED and dynamo.backend != DynamoBackend.NO:
+            # accelerate then stores the weights under other names.
+            made["compiled"] = "regions" if dynamo.use_regional_compilation else "whole"
+        return made
 
     def _require_same(self, before: dict[str, Any], path: Path) -> None:
         now = self._made_with()
         if before == now:
             return
+        if before.get("compiled") != now.get("compiled"):
+            words = {None: "no dynamo_backend", "whole": "dynamo_backend"}
+            words["regions"] = "dynamo_backend and use_regional_compilation"
+            one, two = (words[x.get("compiled")] for x in (before, now))
+            raise UserError(
+                f"{path} was made with {one}, and now there is {two}: its weights have other "
+                "names. Launch with the settings of accelerate that it was made with"
+            )
         described = [f"{x['ranks']} ranks under {x['engine']}" for x in (before, now)]
         engines = {before["engine"], now["engine"]}
         if engines <= UNSHARDED or (engines == {"FSDP"} and (path / RESHARDED).is_dir()):

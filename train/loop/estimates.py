@@ -196,6 +196,25 @@ def steps_in_words(tokens: int, loop: LoopConfig, optimizer: OptimizerConfig) ->
     return words
 
 
+def idle_in_words(lengths: Sequence[int], loop: LoopConfig, processes: int) -> str:
+    """How many of the processes get no row of a batch, and what to set; "" if all get one.
+
+    lengths: of the rows, in tokens, or the greatest one, if it is all that is known.
+    """
+    size = loop.tokens_per_batch
+    rows = [max(1, size // length) for length in lengths]
+    batches = [1 / count for count in rows]  # that each row is
+    idle = sum(max(0, processes - count) * n for count, n in zip(rows, batches, strict=True))
+    idle /= sum(batches)
+    if idle < processes / 100:
+        return ""
+    longest = max(lengths)
+    return (
+        f"; about {idle:.1f} of {processes} processes get no row of a batch of {size} tokens, with "
+        f"rows of up to {longest}: set loop.tokens_per_batch={processes * longest} to use all"
+    )
+
+
 def read_speeds(option: str) -> dict[str, float]:
     """Tokens per second by stage or kind of stage, and those of all evaluations as `evaluation`,
     from `generate=900,distill=4000` or from the directory of a run that measured them. Raises

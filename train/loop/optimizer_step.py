@@ -66,4 +66,5 @@ class EMA:
         """Update after optimizer step `step` (from 1). Early steps use a smaller decay, so the
         untrained init weights fade out quickly."""
         decay = min(self.decay, step / (step + 10))
-        torch._foreach_lerp_(self.shares, list(shares), 1 - decay)
+        for share, new in zip(self.shares, shares, strict=True):
+            share.lerp_(new, 1 - decay)

@@ -25,7 +25,7 @@ def prepare(
 ) -> tuple[Any, Any]:
     """Pass module and optimizer to the engine. Use only the returned objects afterwards.
 
-    The engine may shard `module` itself. Copy it before if you need the complete module later.
+    The engine may shard `module` itself: reach its weights through `RankWeights` only.
     """
     # The loop divides by all tokens of a step; accelerate must not divide again.
     accelerator.gradient_accumulation_steps = 1
@@ -53,6 +53,13 @@ def prepare(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
             )
     return accelerator.prepare(module, optimizer)
+
+
+def place(accelerator: Accelerator, module: nn.Module) -> None:
+    """Move a module that will be trained to the device, unless the engine moves its shards: a
+    device may have no room for all of them."""
+    if not accelerator.is_fsdp2:
+        module.to(accelerator.device)
 
 
 @contextmanager

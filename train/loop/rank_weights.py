@@ -1,6 +1,8 @@
-"""The trained weights of an engine: complete copies, and the share of one rank.
+"""The weights of a module in an engine: the one door by which they leave a training.
 
-DDP, FSDP2 and DeepSpeed keep them in different places.
+DDP, FSDP2 and DeepSpeed keep them in different places, and a module that is compiled or that
+recomputes its activations gives them other names. Whatever is decoded, compared, averaged or saved
+reads them here, under the names of the module before `prepare`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,132 +10,189 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-
-def gathered_weights(accelerator: Accelerator, module: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Complete float32 copies of the trained parameters, on the CPU of every rank.
-
-    Only names that begin with `prefix` are included; the prefix is removed. Names are those of
-    `module` before `prepare`; a tied parameter has its first name. To get the current model, load
-    them (strict=False) into a copy made before `prepare`. Every rank must call this.
-    """
-    return {
-        name.removeprefix(prefix): _full(accelerator, parameter).detach().to("cpu", copy=True)
-        for name, parameter in _trained(accelerator, module)
-        if name.startswith(prefix)
-    }
+from decode.base.errors import UserError
 
 
-def local_weights(accelerator: Accelerator, module: Any) -> list[Tensor]:
-    """This rank's share of the trained float32 weights, as views: writing to them changes the
-    weights.
+class RankWeights:
+    """The weights of a module that an engine may shard, wrap or keep in another precision.
 
-    The engine sets the shapes and the order. They are the same at every call of one launch. Under
-    DDP a share is all the weights.
-    """
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        return [
-            p.to_local().detach() if isinstance(p, DTensor) else p.detach()
-            for _, p in _trained(accelerator, module)
-        ]
-    if module.zero_optimization_partition_weights():
-        from deepspeed.utils import safe_get_local_fp32_param
-
-        return [safe_get_local_fp32_param(p).detach() for _, p in _trained(accelerator, module)]
-    return [flat.detach() for flat in module.optimizer.single_partition_of_fp32_groups]
-
-
-@contextmanager
-def exchanged(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -> Iterator[None]:
-    """Inside this context `gathered_weights` returns `shares` instead of the weights. `shares` has
-    the format of `local_weights`.
-
-    Under DeepSpeed the module's forward pass still uses the trained weights.
+    module: before `parallel.prepare`, whose result `follow` takes. A tied parameter has its first
+    name.
     """
 
-    def swap() -> None:
-        for weight, share in zip(local_weights(accelerator, module), shares, strict=True):
-            trained = weight.clone()
-            weight.copy_(share)
-            share.copy_(trained)
+    def __init__(self, accelerator: Accelerator, module: nn.Module) -> None:
+        self.accelerator = accelerator
+        named = dict(module.named_parameters())
+        self.names = list(named)
+        self.trained = [name for name, p in named.items() if p.requires_grad]
+        self._frozen: dict[str, Tensor] = {}
+        if self._deepspeed:
+            # It may round frozen weights to the precision of the matrix products.
+            frozen = named.keys() - set(self.trained)
+            self._frozen = {name: named[name].detach().to("cpu", copy=True) for name in frozen}
 
-    swap()
-    try:
-        yield
-    finally:
+    def follow(self, prepared: Any) -> None:
+        """Take the weights from the module that the engine made of the first one.
+
+        Raises UserError unless it trains exactly the weights that were trained before.
+        """
+        self.module = prepared
+        count = sum(p.requires_grad for p in prepared.parameters())
+        found = self._parameters().keys()
+        lost = [name for name in self.names if name not in found]
+        if lost or count != len(self.trained):
+            raise UserError(
+                f"the launched engine trains {count} weights, of which "
+                f"{len(self.trained) - len(set(lost) & set(self.trained))} have a known name; "
+                f"expected all {len(self.trained)}{f', such as {lost[0]}' if lost else ''}. They "
+                "could not be saved. Launch without the settings of accelerate that wrap a model, "
+                "such as dynamo_backend and fsdp_activation_checkpointing"
+            )
+        self._first = self._sums()
+
+    def changed(self) -> bool:
+        """Whether a trained weight of any rank has another value than at `follow`. Every rank must
+        call this."""
+        own = torch.tensor(float(self._sums() != self._first), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(own).item())
+
+    def gathered(
+        self, prefix: str = "", *, frozen: bool = True, everywhere: bool = True
+    ) -> dict[str, Tensor]:
+        """Complete copies of the weights, on the CPU. Every rank must call this.
+
+        Only names that begin with `prefix` are included; the prefix is removed. Trained weights are
+        float32, others as they were. frozen: include those that are not trained. everywhere: every
+        rank gets them; otherwise the main process only, and the others get nothing.
+        """
+        wanted = everywhere or self.accelerator.is_main_process
+        trained_names = set(self.trained)
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters().items():
+            trained = name in trained_names
+            if not name.startswith(prefix) or not (trained or frozen):
+                continue
+            if self._deepspeed and not trained:
+                full = self._frozen[name]
+            else:
+                full = self._full(parameter).detach()
+            if wanted:  # one at a time is complete on the others
+                found[name.removeprefix(prefix)] = full.to("cpu", copy=True)
+        return found
+
+    def local(self) -> list[Tensor]:
+        """This rank's share of the trained float32 weights, as views: writing to them changes the
+        weights.
+
+        The engine sets the shapes and the order. They are the same at every call of one launch.
+        Under DDP a share is all the weights.
+        """
+        parameters = self._parameters()
+        if not self._deepspeed:
+            trained = [parameters[name] for name in self.trained]
+            return [p.to_local() if isinstance(p, DTensor) else p for p in trained]
+        if self.module.zero_optimization_partition_weights():
+            from deepspeed.utils import safe_get_local_fp32_param
+
+            return [safe_get_local_fp32_param(parameters[name]).detach() for name in self.trained]
+        return [flat.detach() for flat in self.module.optimizer.single_partition_of_fp32_groups]
+
+    @contextmanager
+    def exchanged(self, shares: Sequence[Tensor]) -> Iterator[None]:
+        """Inside this context `gathered` returns `shares` instead of the trained weights. `shares`
+        has the format of `local`.
+
+        Under DeepSpeed the module's forward pass still uses the trained weights.
+        """
+
+        def swap() -> None:
+            for weight, share in zip(self.local(), shares, strict=True):
+                trained = weight.clone()
+                weight.copy_(share)
+                share.copy_(trained)
+
         swap()
+        try:
+            yield
+        finally:
+            swap()
 
+    def save_shares(self, shares: Sequence[Tensor], path: Path) -> None:
+        """Write `shares`, which have the format of `local`. Every rank must call this.
 
-def save_shares(
-    accelerator: Accelerator, module: Any, shares: Sequence[Tensor], path: Path
-) -> None:
-    """Write `shares`, which have the format of `local_weights`. Every rank must call this.
+        Under FSDP2 `path` becomes a directory that any number of ranks can read
+        (torch.distributed.checkpoint). Otherwise a rank writes a file `<path>-<rank>.safetensors`;
+        where every share is all the weights, only the main process does.
+        """
+        if self.accelerator.is_fsdp2:
+            dcp.save(self._by_name(shares), checkpoint_id=path)
+        elif self._deepspeed or self.accelerator.is_main_process:
+            file = _share_file(path, self.accelerator.process_index)
+            save_file({str(i): share for i, share in enumerate(shares)}, file)
 
-    Under FSDP2 `path` becomes a directory that any number of ranks can read
-    (torch.distributed.checkpoint). Otherwise each rank writes a file `<path>-<rank>.safetensors`.
-    """
-    if accelerator.is_fsdp2:
-        dcp.save(_by_name(accelerator, module, shares), checkpoint_id=path)
-    else:
-        file = _share_file(path, accelerator.process_index)
-        save_file({str(i): share for i, share in enumerate(shares)}, file)
+    def load_shares(self, shares: Sequence[Tensor], path: Path) -> None:
+        """Read into `shares` what `save_shares` wrote. Every rank must call this."""
+        if path.is_dir():
+            dcp.load(self._by_name(shares), checkpoint_id=path)
+            return
+        rank = self.accelerator.process_index if self._deepspeed else 0
+        stored = load_file(_share_file(path, rank))
+        for i, share in enumerate(shares):
+            share.copy_(stored[str(i)])
 
+    @property
+    def _deepspeed(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
-def load_shares(
-    accelerator: Accelerator, module: Any, shares: Sequence[Tensor], path: Path
-) -> None:
-    """Read into `shares` what `save_shares` wrote. Every rank must call this."""
-    if path.is_dir():
-        dcp.load(_by_name(accelerator, module, shares), checkpoint_id=path)
-        return
-    file = _share_file(path, accelerator.process_index)
-    # Without a file for this rank, every share is all the weights (`Checkpoints.load`), so rank 0's
-    # share fits.
-    stored = load_file(file if file.exists() else _share_file(path, 0))
-    for i, share in enumerate(shares):
-        share.copy_(stored[str(i)])
+    def _parameters(self) -> dict[str, Tensor]:
+        """The weights by their first names, as the engine holds them; memory is shared."""
+        if self._deepspeed:
+            # Its own attributes are on the parameters. It compiles in place: names stay.
+            found: dict[str, Any] = dict(self.module.module.named_parameters())
+        else:
+            # Names without the parts that wrappers add. Weights that a forward pass without
+            # backward left gathered are sharded again.
+            found = get_model_state_dict(self.module)
+        return {name: found[name] for name in self.names if name in found}
+
+    def _full(self, parameter: Tensor) -> Tensor:
+        if self._deepspeed:
+            from deepspeed.utils import safe_get_full_fp32_param
+
+            return safe_get_full_fp32_param(parameter)
+        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def _sums(self) -> list[int]:
+        """The sum of the bits of each share."""
+        return [int(x.view(torch.int32).sum(dtype=torch.int64)) for x in self.local()]
+
+    def _by_name(self, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+        """`shares` under FSDP2 as the sharded tensors that they are parts of. The memory is
+        shared."""
+        tensors: dict[str, Tensor] = {}
+        parameters = self._parameters()
+        for name, share in zip(self.trained, shares, strict=True):
+            weight = parameters[name]
+            assert isinstance(weight, DTensor)
+            tensors[name] = DTensor.from_local(
+                share,
+                weight.device_mesh,
+                weight.placements,
+                run_check=False,
+                shape=weight.shape,
+                stride=weight.stride(),
+            )
+        return tensors
 
 
 def _share_file(path: Path, rank: int) -> Path:
     return path.with_name(f"{path.name}-{rank}.safetensors")
-
-
-def _by_name(accelerator: Accelerator, module: Any, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-    """`shares` under FSDP2 as the sharded tensors that they are parts of. The memory is shared."""
-    tensors: dict[str, Tensor] = {}
-    for (name, weight), share in zip(_trained(accelerator, module), shares, strict=True):
-        assert isinstance(weight, DTensor)
-        tensors[name] = DTensor.from_local(
-            share,
-            weight.device_mesh,
-            weight.placements,
-            run_check=False,
-            shape=weight.shape,
-            stride=weight.stride(),
-        )
-    return tensors
-
-
-def _trained(accelerator: Accelerator, module: Any) -> list[tuple[str, nn.Parameter]]:
-    plain = accelerator.unwrap_model(module)
-    for part in plain.modules():
-        # After a forward pass without backward, some parameters are still gathered, in the
-        # precision of the matrix products.
-        if isinstance(part, FSDPModule):
-            part.reshard()
-    return [(name, p) for name, p in plain.named_parameters() if p.requires_grad]
-
-
-def _full(accelerator: Accelerator, parameter: Tensor) -> Tensor:
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return safe_get_full_fp32_param(parameter)
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter

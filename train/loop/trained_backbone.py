@@ -63,9 +63,7 @@ class TrainedBackbone(TrainedTarget, Backbone):
 
     def join(self, heads: HeadTraining, *, chunk: int) -> JointTraining:
         self._joint_weight = heads.heads.joint_weight
-        device = next(heads.parameters()).device
-        model = self.trainable.model.to(device)
-        return JointTraining(model, heads, self.config.weighted_loss, chunk=chunk)
+        return JointTraining(self.trainable.model, heads, self.config.weighted_loss, chunk=chunk)
 
     def weight(self, done: float) -> float:
         """λ₀, the weight of the heads' loss, after a share `done` of the steps."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from decode.base.artifact import write_directory
@@ -51,7 +51,7 @@ class TrainedTargetConfig(Strict):
     lora: AdapterConfig | None = AdapterConfig()
     """Adapters on the target, merged at the end. None: all of its weights are trained."""
     remember_teacher: bool = False
-    """Keep the original target's hidden states in memory after their first use."""
+    """Keep the original target's hidden states in memory after their first use. For one process."""
     held_out: str = "data"
     """The text for measuring drift: `data` for the test split's own responses, or a generate stage
     that answered the dev split."""
@@ -90,7 +90,7 @@ class TrainedTarget:
     """A trainable float32 copy of the run's target. The target itself does not change.
 
     The module that is trained holds the copy as its attribute `backbone`. Raises UserError if the
-    adapters match no layer or match the output layer, or if no held-out text has response tokens.
+    adapters do not fit (`Trainable`), or if no held-out text has response tokens.
     """
 
     def __init__(
@@ -110,12 +110,10 @@ class TrainedTarget:
         self.held_out = held_out_samples(config, corpus, stage, key)
         original = target.model
         model = copy.deepcopy(original).to("cpu", torch.float32).train().requires_grad_(True)
-        self.trainable = Trainable(model, lora=config.lora)
-        if not isinstance(model.get_output_embeddings(), nn.Linear):
-            raise UserError(
-                f"stage {stage}: {key}lora.targets gives the output layer an adapter, but "
-                "losses read that layer directly; leave it out of the targets"
-            )
+        try:
+            self.trainable = Trainable(model, lora=config.lora)
+        except UserError as error:
+            raise UserError(f"stage {stage}: {key}{error}") from error
         self.teacher = self.dev_teacher = None
         if loss.needs_teacher:
             split = split_model(original)

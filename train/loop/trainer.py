@@ -17,7 +17,7 @@ from train.base.console import Reporter
 from train.data.batches import Batches, RankText, collate, inputs, padding_share
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes
-from train.loop import parallel, rank_weights
+from train.loop import parallel
 from train.loop.best_version import BestVersion
 from train.loop.checkpoint import Checkpoints, Stopped, StopRequest
 from train.loop.meters.peak_flops import device_peak
@@ -26,10 +26,14 @@ from train.loop.meters.profiler import StepProfiler
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.optimizer import OptimizerConfig, grouped_names, make_optimizer
 from train.loop.optimizer_step import EMA, take_step
+from train.loop.rank_weights import RankWeights
 from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training stage
 AVERAGE = "average"  # in a checkpoint
+# A step with a gradient and a learning rate above this changes some float32 weight: AdamW moves
+# each by nearly the learning rate.
+MOVES = 1e-6
 
 
 class Clock:
@@ -122,12 +126,15 @@ class Trainer:
         self.trained_parameters = sum(
             p.numel() for group in adamw.param_groups for p in group["params"]
         )
+        self._weights = RankWeights(accelerator, task.module)
         self.module, self.optimizer = parallel.prepare(
             accelerator, task.module, adamw, clip=optimizer.clip
         )
+        self._weights.follow(self.module)
+        self._should_change = False
         self.average = None
         if optimizer.ema is not None:
-            self.average = EMA(rank_weights.local_weights(accelerator, self.module), optimizer.ema)
+            self.average = EMA(self._weights.local(), optimizer.ema)
         self.checkpoints = Checkpoints(
             accelerator,
             directory / CHECKPOINTS,
@@ -239,26 +246,48 @@ class Trainer:
         if self.average is None:
             yield
             return
-        with rank_weights.exchanged(self.accelerator, self.module, self.average.shares):
+        with self._weights.exchanged(self.average.shares):
             yield
 
-    def drafter_weights(self, prefix: str = "") -> dict[str, Tensor]:
+    def drafter_weights(self, prefix: str = "", *, everywhere: bool = False) -> dict[str, Tensor]:
         """The weights of the version that the stage's drafter is made of: the best one, if the
-        settings say so, or that of `final_weights`. Otherwise as `weights`."""
+        settings say so, or that of `final_weights`.
+
+        everywhere: for all ranks; otherwise the others get nothing. Otherwise as `weights`. Raises
+        UserError if the training should have changed a weight, and none has changed.
+        """
+        self._require_change()
         best = self.progress.best
         if self.best is not None and best is not None:
             self.reporter.say(
                 f"  the drafter is the version after step {best['step']} of {self.progress.step}, "
                 f"with the best {best['figure']} on dev text: {best['value']:.3f}"
             )
-            return self.best.load(best["step"], prefix)
+            weights = self._weights.gathered(prefix, everywhere=everywhere)
+            return weights and weights | self.best.load(best["step"], prefix)
         with self.final_weights():
-            return self.weights(prefix)
+            return self._weights.gathered(prefix, everywhere=everywhere)
 
     def weights(self, prefix: str = "") -> dict[str, Tensor]:
-        """The complete trained weights whose names begin with `prefix`, on the CPU of every rank.
-        The prefix is removed from the names. Every rank must call this."""
-        return rank_weights.gathered_weights(self.accelerator, self.module, prefix)
+        """The complete weights whose names begin with `prefix`, trained or not, on the CPU of every
+        rank. The prefix is removed from the names. Every rank must call this."""
+        return self._weights.gathered(prefix)
+
+    def _require_change(self) -> None:
+        if self._weights.changed() or not self.progress.step:
+            return
+        what = f"stage {self.task.label}: no weight changed in {self.progress.step} steps"
+        if self._should_change:
+            raise UserError(
+                f"{what}, although their gradients and learning rates are large enough, so the "
+                "drafter would be its start and is not written. The launched engine trains other "
+                "weights than those that are saved. Launch without dynamo_backend and the like, "
+                "and delete this stage's directory to train it again"
+            )
+        self.reporter.say(
+            f"  {what}: the drafter is its start. The gradients are 0, or optimizer.lr is too "
+            "small for float32"
+        )
 
     def _optimizer_step(
         self, progress: TrainingProgress, current: _Round, request: StopRequest
@@ -314,9 +343,10 @@ class Trainer:
         bad = bad or _not_finite(entry)
         if bad:
             self._skip(progress, bad, sample_ids(current.samples, rows))
-        elif self.average:
-            shares = rank_weights.local_weights(accelerator, self.module)
-            self.average.update(shares, progress.step + 1)
+        else:
+            self._should_change |= min(norm, lr) > MOVES
+            if self.average:
+                self.average.update(self._weights.local(), progress.step + 1)
         progress.step += 1
         progress.batch, progress.tokens = last, progress.tokens + tokens
         return entry, not bad, stopping > 0
@@ -342,13 +372,28 @@ class Trainer:
         if self._round is None or self._round.number != number:
             with self.clock("text"):
                 samples = self.task.text.round(number, self.weights)
+            first = self._round is None
             self._round = _Round(number, samples, self.loop)
+            if first:
+                self._say_idle(self._round)
             if self.loop.accumulation > len(self._round.batches):
                 raise UserError(
                     f"accumulation is {self.loop.accumulation}, but an epoch has only "
                     f"{len(self._round.batches)} batches; lower accumulation or tokens_per_batch"
                 )
         return self._round
+
+    def _say_idle(self, current: _Round) -> None:
+        """Say how many ranks get no row of a batch, if that is 1% of them or more."""
+        world, size = self.accelerator.num_processes, self.loop.tokens_per_batch
+        idle = current.batches.idle_ranks(world)
+        if idle >= world / 100:
+            longest = int(current.lengths.max())
+            self.reporter.say(
+                f"  on average {idle:.1f} of {world} ranks get no row of a batch: {size} tokens "
+                f"(loop.tokens_per_batch) are for all ranks together, and rows have up to "
+                f"{longest}. All ranks work with loop.tokens_per_batch={world * longest}"
+            )
 
     def _total_steps(self) -> int:
         if not self.task.text.fixed:
@@ -366,7 +411,8 @@ class Trainer:
             figures = self.task.measure(self.module, self.weights)
             self.module.train()
             if self.best is not None:
-                self.best.keep_if_better(self.progress, self.task.deciding, figures, self.weights)
+                trained = partial(self._weights.gathered, frozen=False, everywhere=False)
+                self.best.keep_if_better(self.progress, self.task.deciding, figures, trained)
         return figures
 
     def _log(self, figures: dict[str, float]) -> None:
@@ -376,19 +422,17 @@ class Trainer:
 
     def _save_average(self, directory: Path) -> None:
         if self.average:
-            shares = self.average.shares
-            rank_weights.save_shares(self.accelerator, self.module, shares, directory / AVERAGE)
+            self._weights.save_shares(self.average.shares, directory / AVERAGE)
 
     def _load_average(self, directory: Path) -> None:
         if not self.average:
             return
         shares = self.average.shares
         if any(directory.glob(f"{AVERAGE}*")):
-            rank_weights.load_shares(self.accelerator, self.module, shares, directory / AVERAGE)
+            self._weights.load_shares(shares, directory / AVERAGE)
             return
         # `optimizer.ema` is a new setting: the average begins with the weights of now.
-        weights = rank_weights.local_weights(self.accelerator, self.module)
-        for share, weight in zip(shares, weights, strict=True):
+        for share, weight in zip(shares, self._weights.local(), strict=True):
             share.copy_(weight)
 
     def padding_share(self) -> float:

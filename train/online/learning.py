@@ -223,17 +223,24 @@ class Online:
         self.held_out.keep_newest(self.settings.holdout_requests)
 
     def commit(self) -> list[int]:
-        """Bring the buffers on disk up to date. Returns their numbers, for `restore`."""
+        """Write the buffers' new records to disk. Returns their numbers, for `restore`."""
         self.gather()
         for buffer in (self.buffer, self.held_out):
             buffer.commit()
         return [self.buffer.first, self.buffer.next, self.held_out.first, self.held_out.next]
 
-    def restore(self, target: Target, numbers: Sequence[int]) -> None:
-        """Read the buffers that `commit` stored."""
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Delete records on disk from before a `commit` that returned these numbers."""
+        first, _, first_held, _ = numbers
+        self.buffer.forget(first)
+        self.held_out.forget(first_held)
+
+    def restore(self, target: Target, numbers: Sequence[int]) -> int:
+        """Read the buffers that `commit` stored. Returns how many of their records are missing."""
         first, end, first_held, end_held = numbers
         self.buffer.restore(target, first=first, end=end)
         self.held_out.restore(target, first=first_held, end=end_held)
+        return end - first + end_held - first_held - len(self.buffer) - len(self.held_out)
 
     # Internals.
 

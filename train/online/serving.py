@@ -1,11 +1,11 @@
 """Serves the stream of an `online` stage: answers requests, learns in rounds, saves progress."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -15,12 +15,14 @@ from pydantic import Field, model_validator
 from decode.drafters import Drafter
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
+from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.rules import RULES
 from distill.replay.online_student import OnlineStudent
 from distill.students.student_start import StudentConfig
 from train.base.console import Reporter
 from train.base.schema import Losses, StageConfig, name_in
+from train.data.read import Example
 from train.loop.checkpoint import Stopped, StopRequest
 from train.online.learning import Online, OnlineConfig, Round
 from train.online.stream_progress import COUNTS, History, StreamProgress, Versions, rate, summed
@@ -130,24 +132,19 @@ class Background:
         self.online.swap()
 
 
-class Request(NamedTuple):
-    """A prompt of the stream: the id of its example, and its token ids."""
-
-    id: str
-    prompt: list[int]
-
-
 @dataclass
 class Serving:
     """Serves a stream of requests with a drafter that learns from it.
 
-    drafter: the decoding drafter. student: the learning copy. online: connects the two; None: no
+    stream: the requests. prompt: the token ids of one, made when it is served. drafter: the
+    decoding drafter. student: the learning copy. online: connects the two; None: no
     learning. progress: the progress in the stream. history: its windows and rounds. provenance: the
     provenance of a saved drafter, without its progress.
     """
 
     config: OnlineStageConfig
-    requests: Sequence[Request]
+    stream: Sequence[Example]
+    prompt: Callable[[Example], list[int]]
     target: Target
     drafter: Drafter
     student: OnlineStudent
@@ -166,7 +163,7 @@ class Serving:
         learner = Background(online) if online is not None and config.background else nullcontext()
         stop_request = StopRequest()
         saved = progress.served
-        count = len(self.requests)
+        count = len(self.stream)
         with (
             learner as background,
             stop_request.listening(),
@@ -216,13 +213,13 @@ class Serving:
         """Answer the next batch. Returns whether any rank was asked to stop."""
         config, progress, accelerator = self.config, self.progress, self.accelerator
         rank, world = accelerator.process_index, accelerator.num_processes
-        count = min(config.batch_size, len(self.requests) - progress.served)
+        count = min(config.batch_size, len(self.stream) - progress.served)
         begin = time.perf_counter()
         rows = list(range(rank, count, world))  # of the batch, for this rank
         shared = torch.zeros(count + 1, len(COUNTS), dtype=torch.float64)
         if rows:
             numbers = [progress.served + row for row in rows]
-            prompts = [self.requests[number].prompt for number in numbers]
+            prompts = [self.prompt(self.stream[number]) for number in numbers]
             if self.online:
                 self.online.collector.begin(numbers)
             tally = decoder.decode(
@@ -251,7 +248,7 @@ class Serving:
         """Record a round. waited: how many seconds requests waited for it."""
         progress = self.progress
         numbers = sorted(set(gather_object(learnt.requests)))
-        ids = [self.requests[number].id for number in numbers]
+        ids = [self.stream[number].id for number in numbers]
         entry = {"served": progress.served, "waited": waited, "requests": ids}
         progress.rounds = [asdict(learnt) | entry]
         progress.window.seconds += waited
@@ -277,8 +274,13 @@ class Serving:
         if online is not None:
             progress.buffers = gather_object([online.commit()])
             progress.online = gather_object([online.state()])
-        if self.accelerator.is_main_process:
+
+        def save() -> list[list[int]]:
             progress.logged = self.history.size()
-            self.versions.save_progress(progress)
+            return self.versions.save_progress(progress)
+
+        rank, oldest = self.accelerator.process_index, Ranks.of(self.accelerator).main_only(save)
+        if online is not None and rank < len(oldest):
+            online.forget(oldest[rank])
         self.accelerator.wait_for_everyone()
         progress.spend("saving", begin)

@@ -5,10 +5,11 @@ progress/progress-R/   the stream's progress at the R-th save, and the version
 history.jsonl          the stream's windows and rounds
 buffer/…, held-out/…   the replay buffers' shards (`distill.replay.replay_buffer`)
 
-A version is written before the progress that names it. Files that an older progress needs are
-deleted only after a newer progress is in place. Without background learning everything is a
-function of the stream, so work lost to a kill is repeated identically. With it, timing decides
-which version drafts a request, so the repeated work may differ.
+A version and the buffers' new shards are written before the progress that names them. What a kept
+progress names is never deleted: there are two, for the case that the newest is damaged. Without
+background learning everything is a function of the stream, so work lost to a kill is repeated
+identically. With it, timing decides which version drafts a request, so the repeated work may
+differ.
 """
 
 import json
@@ -243,8 +244,9 @@ class Versions:
             provenance=provenance,
         )
 
-    def save_progress(self, progress: StreamProgress) -> None:
-        """Write the stream's progress. Then delete versions that no kept progress needs."""
+    def save_progress(self, progress: StreamProgress) -> list[list[int]]:
+        """Write the stream's progress. Then delete versions that no kept progress needs. Returns
+        `buffers` of the oldest kept progress, with which each rank calls `Online.forget`."""
         self._saved = number = self._saved + 1
         state = json.dumps(asdict(progress))
         write_directory(
@@ -256,17 +258,22 @@ class Versions:
         for old in numbers[:-KEEP]:
             remove_directory(self.saves / f"{PROGRESS}-{old}")
         needed = set(numbers_of(self.versions, VERSION)[-self.keep :])
-        for kept in numbers[-KEEP:]:
-            stored = self.saves / f"{PROGRESS}-{kept}" / STATE
-            needed.add(json.loads(stored.read_text(encoding="utf-8"))["version"])
+        kept = [
+            json.loads((self.saves / f"{PROGRESS}-{number}" / STATE).read_text(encoding="utf-8"))
+            for number in numbers[-KEEP:]
+        ]
+        needed |= {stored["version"] for stored in kept}
         for old in numbers_of(self.versions, VERSION):
             if old not in needed:
                 remove_directory(self.path(old))
+        return StreamProgress.read(kept[0]).buffers
 
     def resume(self, online: Online, progress: StreamProgress, rank: int = 0) -> None:
         """Have `online` go on after a save, whose weights its student has."""
         if rank < len(progress.online):
-            online.restore(self.target, progress.buffers[rank])
+            lost = online.restore(self.target, progress.buffers[rank])
+            if lost:
+                self.reporter.say(f"  {lost} records of the replay buffers are missing on disk")
         if progress.online:
             state = progress.online[min(rank, len(progress.online) - 1)]
             moments = load_file(self.path(progress.version) / MOMENTS)

@@ -220,6 +220,12 @@ def footnotes(report: dict[str, Any]) -> list[str]:
         *_ranks(rows),
         *([] if can_plot() else [f"no plots: they need {install_command('plots')}"]),
         *(f"data: {note}" for note in report.get("data_notes") or ()),
+        *(
+            f"stage {stage['name']} was done before its {', '.join(changed)} changed: its figures "
+            "are of the settings that Config shows"
+            for stage in report.get("stages") or ()
+            if (changed := stage.get("changed_since"))
+        ),
     ]
     for label, row in zip(row_labels(report), rows, strict=True):
         name, evaluation = without_gamma(label), row["evaluation"]

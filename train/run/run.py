@@ -41,7 +41,7 @@ from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.data.usable_rows import UsableRows
-from train.loop.meters.peak_memory import peak_memory
+from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
 from train.run.config import SPLITS, RunConfig, differences, dump_config, validate_config
@@ -435,6 +435,7 @@ class Run:
             return Outcome(drafter, stored["summary"], target)
         self.reporter.say(f"stage {settings.name} ({settings.kind})")
         begin = time.perf_counter()
+        own_peak = restart_peak()
         if self.accelerator.is_main_process:
             make_directory(directory)
             recover(directory, alone=True)
@@ -445,11 +446,13 @@ class Run:
         inputs = self._inputs(directory, earlier, examples)
         outcome = STAGES[settings.kind](settings, inputs).run()
         outcome.summary["seconds"] = time.perf_counter() - begin
-        outcome.summary["peak_memory_bytes"] = peak_memory()
+        # The peak of the process would be that of whatever ran before.
+        outcome.summary["peak_memory_bytes"] = peak_memory() if own_peak else None
         if self.accelerator.is_main_process:
             record = {
                 "drafter": outcome.drafter is not None,
                 "target": outcome.target is not None,
+                "settings": settings.model_dump(mode="json"),
                 "summary": outcome.summary,
             }
             write_file(done, json.dumps(record, indent=2))

@@ -26,6 +26,7 @@ from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText, OnPolicyText, Text
+from train.loop import parallel
 from train.loop.boosting import (
     Reading,
     TokenWeights,
@@ -80,6 +81,8 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
+        cache = "store them with a feature_cache stage, whose name is `teacher` here, or "
+        self.require_one_process("remember_teacher", config.remember_teacher, cache)
         kind = student_kind(config, encoder=self.target.has_encoder)
         if config.draft_vocabulary is not None or (
             config.weighted_loss.needs_teacher and config.teacher == "live"
@@ -94,6 +97,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.on_policy is not None:
             tokens = (config.loop.max_steps or 0) * config.loop.tokens_per_batch
             amount = f"{config.loop.max_steps} steps, λ = {config.on_policy.fraction:g}"
+        amount += self.idle_in_words(config.loop)
         ema = config.optimizer.ema is not None
         if config.drafter.stage is not None:
             start = plans[config.drafter.stage]
@@ -152,27 +156,27 @@ class DistillStage(TrainingStage[DistillConfig]):
                 self.cache_directory(config.teacher), self.target, samples, self.accelerator
             )
         student, coverage = self._prepare(samples, cache)
+        parameters = student.model.num_parameters()
         trained = Trainable(student.model, student.vocabulary, config.lora)
         self._save_start(student, trained)
         if config.gradient_checkpointing:
             checkpoint_layers(student.model)
-        student.model.to(self.accelerator.device)
+        parallel.place(self.accelerator, student.model)
         with teaching_model(self.target, shard=config.shard_teacher) as model:
             trainer = self._trainer(student, trained, samples, model, cache, token_weights)
             progress = trainer.fit()
         weights = trainer.drafter_weights("student.")
-        drafter = trained.plain(weights)
         if self.accelerator.is_main_process:
             start = start_provenance(config.drafter, self.earlier)
             provenance = self.provenance(progress) | {"start": start}
             path = self.directory / "drafter"
             if config.lora is None or config.lora.merge:
-                student.save(path, *drafter, provenance, config.weights)
+                student.save(path, *trained.plain(weights), provenance, config.weights)
             else:
                 target, base = self.target, self._base_directory()
                 save_adapter(path, trained, weights, base, target=target, provenance=provenance)
         ids = student.target_ids
-        summary = self.summary(trainer, counts, drafter[0].num_parameters())
+        summary = self.summary(trainer, counts, parameters)
         summary |= {"draft_vocabulary": None if ids is None else len(ids), **coverage}
         summary |= {} if token_weights is None else {"missed_share": token_weights.missed}
         self.accelerator.free_memory()
@@ -226,7 +230,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         """Save a new student as `start/`."""
         if self.accelerator.is_main_process and self.config.drafter.stage is None:
             provenance = {"stage": self.config.name, "steps": 0}
-            student.save(self.directory / "start", *trained.plain({}), provenance)
+            student.save(self.directory / "start", *trained.plain(trained.weights()), provenance)
 
     def _trainer(
         self,

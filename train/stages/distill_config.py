@@ -43,7 +43,8 @@ class DistillConfig(LossConfig):
     """live, or the name or directory of a teacher_cache stage (the target's likeliest tokens) or of
     a feature_cache stage (its complete distribution)."""
     remember_teacher: bool = False
-    """Keep the live target's hidden states of the text in memory after their first use."""
+    """Keep the live target's hidden states of the text in memory after their first use. For one
+    process; a `feature_cache` stage stores them for any number."""
     shard_teacher: bool = False
     """Shard the live target over the ranks while this stage runs."""
     on_policy: OnPolicyConfig | None = None

@@ -40,6 +40,7 @@ from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
 from train.engines.server_config import ServedFeatures
+from train.loop import parallel
 from train.loop.backbone import Backbone, FrozenBackbone, Source
 from train.loop.dev_slice import DevSlice, Judging
 from train.loop.estimates import (
@@ -94,6 +95,11 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
+        cache = "store them with a feature_cache stage, whose name is `features` here, or "
+        self.require_one_process("remember_features", config.remember_features, cache)
+        if config.backbone is not None:
+            remembered = config.backbone.remember_teacher
+            self.require_one_process(f"{PREFIX}remember_teacher", remembered, "")
         if target.has_encoder:
             require_decoder_only_parts(config)
         else:
@@ -144,7 +150,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(
             f"{what}{source}{config.loop.epochs} epochs, "
-            f"{steps_in_words(tokens, loop, config.optimizer)}",
+            f"{steps_in_words(tokens, loop, config.optimizer)}{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=tokens,
             memory=memory,
@@ -168,24 +174,26 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def run(self) -> Outcome:
         samples, counts = self.fitting_samples()
         heads, start, coverage = self._start_heads(samples)
+        parameters = sum(p.numel() for p in heads.parameters())
         trained = self._trainable(heads)
         clock = Clock(self.accelerator.device)
         training = self._prepare(heads)
         with ExitStack() as stack:  # a server is up as long as the training needs it
             backbone = self._backbone(samples, clock, stack)
             module = backbone.join(training, chunk=self.config.chunk_tokens)
+            parallel.place(self.accelerator, module)
             dev = self._dev_slice(module, trained, backbone)
             trainer = self._trainer(module, trained, backbone, samples, dev, clock)
             # Before the training: whatever may go wrong here must not cost trained heads.
             guessed = Ranks.of(self.accelerator).main_only(lambda: self._bigrams(samples, dev))
             progress = trainer.fit()
-        weights = trainer.drafter_weights()
-        full_heads, _ = trained.plain(backbone.heads_weights(weights))
-        summary = self.summary(trainer, counts, sum(p.numel() for p in full_heads.parameters()))
+        # A tree is planned by all ranks, unless the target is a new one.
+        weights = trainer.drafter_weights(everywhere=self.config.backbone is None)
+        summary = self.summary(trainer, counts, parameters)
         vocabulary = heads.vocabulary
         summary |= {"draft_vocabulary": None if vocabulary is None else len(vocabulary)}
         provenance = self.provenance(progress) | {"start": start}
-        summary |= self._save(trained, full_heads, backbone, weights, provenance)
+        summary |= self._save(trained, backbone, weights, provenance)
         summary |= coverage | guessed
         self.accelerator.free_memory()
         new_target = None if self.config.backbone is None else self.directory / "target"
@@ -233,9 +241,8 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         return start_directory(start)
 
     def _prepare(self, heads: Heads) -> HeadTraining:
-        """The heads with their losses, on the accelerator's device."""
+        """The heads with their losses. What they borrow is on the accelerator's device."""
         device, target = self.accelerator.device, self.target.model
-        heads.to(device)
         if heads.vocabulary is not None:
             heads.vocabulary = heads.vocabulary.to(device)
         # Without autocast, matrix products are float32, so the borrowed weights must be too.
@@ -273,7 +280,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
-        replay = self._replay(trained, samples, clock)
+        replay = self._replay(trained, backbone, samples, clock)
         step = backbone.step_of(heads)
         task = TrainingTask(
             config.name,
@@ -307,14 +314,15 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         return trainer
 
     def _replay(
-        self, trained: Trainable, samples: StoredSamples, clock: Clock
+        self, trained: Trainable, backbone: Backbone, samples: StoredSamples, clock: Clock
     ) -> HeadReplay | None:
         config, heads = self.config, trained.model
         if config.replay is None:
             return None
 
         def make_drafter() -> Drafter:
-            return self._drafter(self.target, trained.plain(heads.state_dict())[0])
+            weights = backbone.heads_weights(backbone.trainer.weights())
+            return self._drafter(self.target, trained.plain(weights)[0])
 
         return HeadReplay(
             config.replay,
@@ -358,7 +366,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
     def _save(
         self,
         trained: Trainable,
-        full_heads: Heads,
         backbone: Backbone,
         weights: Mapping[str, Tensor],
         provenance: dict[str, Any],
@@ -368,6 +375,13 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         tree: TreeCalibration | None = None
         drift: Drift | None = None
         target, path = self.target, self.directory / "drafter"
+        ranks = Ranks.of(self.accelerator)
+        if self.config.backbone is not None:
+            ranks = replace(ranks, world=1)  # only the main process has the new target
+        if ranks.rank < ranks.world:
+            own = backbone.heads_weights(weights)
+            # Adapters that are kept apart are read from the weights, which a merge changes.
+            full_heads, _ = trained.plain({name: x.clone() for name, x in own.items()})
         if self.accelerator.is_main_process:
             if isinstance(backbone, TrainedBackbone):
                 target, drift = backbone.save(weights, self.directory / "target")
@@ -386,13 +400,9 @@ class HeadsStage(TrainingStage[HeadsConfig]):
                 )
             else:
                 base = self._start_directory()
-                own = backbone.heads_weights(weights)
                 save_adapter(path, trained, own, base, target=target, provenance=provenance)
         # After saving: trained heads must not be lost if the tree cannot be planned.
         self.accelerator.wait_for_everyone()
-        ranks = Ranks.of(self.accelerator)
-        if self.config.backbone is not None:
-            ranks = replace(ranks, world=1)  # only the main process has the new target
         if ranks.rank < ranks.world:
             tree = self._tree(target, full_heads, path, ranks)
         return {

@@ -59,7 +59,8 @@ class HeadsConfig(LossConfig):
     """The source of hidden states: live, the name or directory of a feature_cache stage, or a
     server, as {server: {launch: vllm}}."""
     remember_features: bool = False
-    """Keep live hidden states in memory after their first use."""
+    """Keep live hidden states in memory after their first use. For one process; a `feature_cache`
+    stage stores them for any number."""
     dev: DevConfig | None = None
     """Figures on a dev slice during the training. None: no figures."""
     tree: TreeConfig | None = None

@@ -21,6 +21,7 @@ from train.base.schema import Losses, StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
+from train.loop import parallel
 from train.loop.estimates import (
     activation_bytes,
     batch_share,
@@ -87,6 +88,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model
+        self.require_one_process("remember_teacher", config.remember_teacher, "")
         layers = self._layers
         Sublayers.later(config.exit_layer, layers)
         require_linear_logits(model)
@@ -100,7 +102,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)
         memory = Memory(
             target=self.target_bytes,
-            # The float32 copy, and another one that is never sharded.
+            # The float32 copy, and the complete one that becomes the new target.
             weights=2 * 4 * parameters,
             optimizer=optimizer_bytes(trained, average=ema),
             activations=forward_bytes(model, batch)
@@ -112,7 +114,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         return StagePlan(
             f"exit after {config.exit_layer} of {layers} layers; the target is trained "
             f"({'LoRA' if config.lora else 'all weights'}); {config.losses_in_words}; "
-            f"{loop.epochs} epochs",
+            f"{loop.epochs} epochs{self.idle_in_words(loop)}",
             trained_parameters=trained,
             tokens=planned_tokens(self.planned_tokens(plans), loop),
             memory=memory,
@@ -132,7 +134,8 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         trained = TrainedTarget(
             config, loss, self.target, self.corpus, clock, stage=config.name, key=""
         )
-        model = trained.trainable.model.to(device)
+        model = trained.trainable.model
+        parallel.place(self.accelerator, model)
         module = EarlyExitTraining(model, loss, chunk=config.chunk_tokens)
         layers = self._layers
         rates = dropout_rates(layers, config.layer_dropout)
@@ -164,7 +167,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         trainer = self.make_trainer(task, config.loop, config.optimizer, clock)
         progress = trainer.fit()
         weights = trainer.drafter_weights()
-        summary = self.summary(trainer, counts, model.num_parameters())
+        summary = self.summary(trainer, counts, self.target.model.num_parameters())
         summary |= {"exit_layer": config.exit_layer}
         summary |= self._save(trained, weights, self.provenance(progress))
         self.accelerator.free_memory()

@@ -42,7 +42,7 @@ from train.loop.estimates import (
 )
 from train.online.learners import OTHER_TOKENIZER, PARALLEL, Learning
 from train.online.learning import Online, OnlineConfig
-from train.online.serving import OnlineStageConfig, Request, Serving
+from train.online.serving import OnlineStageConfig, Serving
 from train.online.stream_progress import History, StreamProgress, Versions
 from train.report.plots.line_plots import stream_plot
 
@@ -161,25 +161,27 @@ class OnlineStage(Stage[OnlineStageConfig]):
     def _prepare(self, versions: Versions) -> Serving:
         """The stream with its drafter, at the newest saved progress or at the start."""
         stream = self._stream()
-        prompts = self.corpus.prompts(stream)
-        requests = [Request(x.id, prompt) for x, prompt in zip(stream, prompts, strict=True)]
         history = History(self.directory / "history.jsonl")
         saved = Ranks.of(self.accelerator).main_only(lambda: _saved(versions, history))
         if saved is not None:
             self._require_same_ranks(saved)
             self.reporter.say(
-                f"  continuing after {saved.served} of {len(requests)} requests, "
+                f"  continuing after {saved.served} of {len(stream)} requests, "
                 f"version {saved.version}"
             )
         student, drafter = self._learner(None if saved is None else versions.path(saved.version))
         target = self.target
-        require_prompts(prompts, target.max_positions, target.vocab_size)
+        if saved is None:
+            # One at a time, and again when they are served: a stream may be long.
+            prompts = map(self.corpus.prompt, stream)
+            require_prompts(prompts, target.max_positions, target.vocab_size)
         if drafter.branches:
             require_trees(target.model)
         online = self._online(student, drafter)
         serving = Serving(
             self.config,
-            requests,
+            stream,
+            self.corpus.prompt,
             target,
             drafter,
             student,

@@ -26,6 +26,7 @@ from train.data.read import spread
 from train.data.splits import require_same
 from train.data.stored_samples import StoredSamples, sample_part
 from train.data.write_samples import require_kept, write_samples
+from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.optimizer import OptimizerConfig
 from train.loop.teachers import lost_mass
@@ -153,6 +154,17 @@ class TextStage(Stage[T]):
         examples = self.corpus.trained_on("train")
         few = spread(examples, PLANNED)
         return round(sum(map(tokens, self.corpus.samples_of(few))) * len(examples) / len(few))
+
+    def idle_in_words(self, loop: LoopConfig) -> str:
+        """How many processes get no row of a batch, before the text exists; "" if all get one."""
+        if self.processes == 1:
+            return ""
+        lengths = [self.config.max_length]
+        if self.config.text == "data":
+            few = spread(self.corpus.trained_on("train"), PROMPTS_MEASURED)
+            samples = self.corpus.samples_of(few)
+            lengths = [min(len(sample.tokens), self.config.max_length) for sample in samples]
+        return idle_in_words(lengths, loop, self.processes)
 
     def fitting_samples(self) -> tuple[StoredSamples, dict[str, int]]:
         """The samples that can be used, and the counts of `fit`. Also prints the counts.
@@ -323,6 +335,16 @@ class TrainingStage(TextStage[L]):
                 "nothing; leave it out"
             )
         super().check(config, earlier)
+
+    def require_one_process(self, setting: str, used: bool, instead: str) -> None:
+        """Raise UserError if a setting is used that keeps hidden states in memory, and there are
+        several processes. instead: what to do, besides leaving it out."""
+        if used and self.processes > 1:
+            raise UserError(
+                f"stage {self.config.name}: {setting} keeps the states of the rows that a process "
+                f"had, but rows are dealt to the {self.processes} processes anew in each epoch, so "
+                f"nearly no batch would find all of its own; {instead}leave it out"
+            )
 
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""

@@ -61,7 +61,7 @@ def heads_memory(
         remembered=remembered,
     )
     if config.backbone is not None:
-        # The trained float32 copy of the target, and a second copy that is never sharded.
+        # The trained float32 copy of the target, and the complete one that becomes the new target.
         memory += Memory(
             weights=2 * 4 * target.model.num_parameters(),
             optimizer=12 * config.backbone.trained_parameters(target),

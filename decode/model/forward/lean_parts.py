@@ -24,6 +24,14 @@ ACTIVATIONS: dict[tuple[str, str], Callable[[Tensor], Tensor]] = {
     ("gelu", "none"): nn.functional.gelu,
 }
 
+# Operators of PyTorch's oneDNN that have no public name, so a release may rename them.
+OPERATORS = ("_linear_pointwise", "_reorder_linear_weight")
+
+
+def lacking_operators() -> list[str]:
+    """Those of `OPERATORS` that this PyTorch has not."""
+    return [name for name in OPERATORS if not hasattr(torch.ops.mkldnn, name)]
+
 
 class Packed(nn.Module, ABC):
     """Has a second form of its weights."""

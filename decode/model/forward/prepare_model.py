@@ -10,7 +10,6 @@ standard kind runs through `LeanForward`, if that computes the same. The model i
 
 import copy
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -23,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from decode.base.errors import UserError
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_layer import LeanLayer
-from decode.model.forward.lean_parts import Packed, PackedLinear
+from decode.model.forward.lean_parts import Packed, PackedLinear, lacking_operators
 from decode.model.forward.low_rank import adapted_forward, adapters_of
 from decode.model.forward.recognition import NotLean, is_wrapped, lean_forward, lean_norm
 from decode.model.forward.transformers_forward import ATTENTION, TransformersForward
@@ -36,10 +35,10 @@ logger = logging.getLogger(__name__)
 
 Forward = LeanForward | TransformersForward
 
-_SUPPORTED: dict[torch.dtype, Callable[[], bool]] = {
-    torch.float32: lambda: True,
-    torch.bfloat16: lambda: bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()),
-    torch.float16: lambda: bool(torch.ops.mkldnn._is_mkldnn_fp16_supported()),
+# PyTorch's operators that say whether a CPU has matrix products in a dtype.
+_SUPPORTED = {
+    torch.bfloat16: "_is_mkldnn_bf16_supported",
+    torch.float16: "_is_mkldnn_fp16_supported",
 }
 
 
@@ -214,6 +213,9 @@ def reason_against_packing(model: nn.Module) -> str | None:
     can."""
     if not torch.backends.mkldnn.is_available():
         return "this PyTorch has no oneDNN"
+    if lacking := lacking_operators():
+        names = " and ".join(f"torch.ops.mkldnn.{name}" for name in lacking)
+        return f"PyTorch {torch.__version__} has no {names}; with 2.13 it has"
     parameters = list(model.parameters())
     if not all(p.device.type == "cpu" for p in parameters):
         return "the weights are not on the CPU"
@@ -233,7 +235,10 @@ def reason_against_packing(model: nn.Module) -> str | None:
 def has_products(dtype: torch.dtype) -> bool:
     """Whether this CPU has matrix products in a dtype. Without them PyTorch converts, which is
     slow."""
-    return dtype in _SUPPORTED and _SUPPORTED[dtype]()
+    if dtype not in _SUPPORTED:
+        return dtype == torch.float32
+    is_supported = getattr(torch.ops.mkldnn, _SUPPORTED[dtype], None)
+    return is_supported is not None and bool(is_supported())
 
 
 def replace_attention(model: PreTrainedModel) -> bool:

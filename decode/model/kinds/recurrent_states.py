@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
@@ -29,6 +30,8 @@ from decode.model.cache_names import cache_argument, with_cache
 from decode.model.hidden_states import layer_list_name
 from decode.model.pretrained import decoder_config, input_device
 
+# Where a cache layer of transformers has its states, by their numbers.
+STATES = ("conv_states", "recurrent_states")
 # A row with more tokens than that after its snapshot gets a new snapshot.
 LONGEST_LOG = 64
 UNKNOWN = -1
@@ -40,13 +43,16 @@ class RecurrentStates(FedRows):
     The calls for one pass: `lost` and `rewind`, then the pass inside `feeding`.
 
     model: the model that computes the passes. Raises UserError if the part of a layer that has the
-    state cannot be told from the others.
+    state cannot be told from the others, or if the cache has states in another form.
     """
 
     def __init__(self, model: PreTrainedModel, numbers: Sequence[int]) -> None:
         self.model, self.device = model, input_device(model)
         self._mixers = {number: _mixer(model, number) for number in numbers}
         self.reset(0, 0)
+        for number, layer in self.layers.items():
+            if not all(isinstance(getattr(layer, kind, None), dict) for kind in STATES):
+                raise _unknown(model, number)
 
     def reset(self, rows: int, capacity: int) -> None:
         """Start `rows` empty rows of at most `capacity` tokens."""
@@ -231,13 +237,17 @@ def _mixer(model: PreTrainedModel, number: int) -> nn.Module:
     parts = list(layers[number].children()) if name else []
     mixers = [part for part in parts if cache_argument(part)]
     if len(mixers) != 1:
-        kind = decoder_config(model).layer_types[number]
-        raise UserError(
-            f"{type(model).__name__} keeps a running state (layer {number}, {kind}) in a form that "
-            "is not known, so it cannot be rolled back after a rejected draft; use a model with "
-            "attention layers, or one such as Qwen3-Next"
-        )
+        raise _unknown(model, number)
     return mixers[0]
+
+
+def _unknown(model: PreTrainedModel, number: int) -> UserError:
+    kind = decoder_config(model).layer_types[number]
+    return UserError(
+        f"{type(model).__name__} keeps a running state (layer {number}, {kind}) in a form that is "
+        f"not known with transformers {transformers.__version__}, so it cannot be rolled back "
+        "after a rejected draft; use a model with attention layers, or one such as Qwen3-Next"
+    )
 
 
 def _store(
@@ -248,11 +258,10 @@ def _store(
 
 def _states(layer: Any) -> list[Tensor]:
     """The states that a layer has now, [B, …]."""
-    kinds = (layer.conv_states, layer.recurrent_states)
-    return [x for kind in kinds for x in kind.values() if x is not None]
+    return [x for kind in STATES for x in getattr(layer, kind).values() if x is not None]
 
 
 def _set_states(layer: Any, states: Sequence[Tensor]) -> None:
     new = iter(states)
-    for kind in (layer.conv_states, layer.recurrent_states):
+    for kind in (getattr(layer, name) for name in STATES):
         kind.update({index: next(new) for index, x in kind.items() if x is not None})

@@ -47,7 +47,7 @@ class LibraryEngine(Engine):
         task.say(f"{self.title} {version} ({python}) {self.work}")
         with tempfile.TemporaryDirectory() as name:
             directory = Path(name)
-            target = model_directory(task.target, task.target_spec, directory / "target")
+            target = model_directory(task.target, directory / "target")
             job = self.job(task, target, directory) | {
                 "prompts": [list(prompt) for prompt in task.prompts],
                 "max_new_tokens": task.max_new_tokens,

@@ -14,7 +14,8 @@ from draftsmith.export.formats import EXPORT_FILE, FORMATS
 from train.engines.child_process import Server, environment_of, serving
 from train.engines.programs import llama_server_program
 
-CONTEXT = 2048
+# Options of its own that a task may give, by their names in `--engine-options`.
+OPTIONS = ("threads", "ctx-size", "n-gpu-layers")
 # llama-server's caches are float16 by default, and its fused attention rounds to that. Quantized
 # targets keep the default: otherwise passes over one token and over several differ in their last
 # bits, and rounding to 8 bits makes the difference large.
@@ -64,12 +65,13 @@ class LlamaServerEngine(Engine):
     ) -> tuple[list[dict[str, Any]], float]:
         binary = llama_server_program()
         assert binary is not None
-        threads = os.environ.get("OMP_NUM_THREADS", "2")
+        own = own_options(task)
         command = [
             str(binary), *options, "--host", "127.0.0.1", "--port", "{port}", "-np", "1",
-            "-t", threads, "-c", str(CONTEXT),
+            *(part for name, value in own.items() for part in (f"--{name}", str(value))),
         ]  # fmt: skip
-        task.say(f"llama-server {how}")
+        said = ", ".join(f"{name} {value}" for name, value in own.items())
+        task.say(f"llama-server {how} ({said}; --engine-options sets others)")
         with serving("llama-server", command, "/health") as server:
             self._ask(server, task.prompts[0], 4)  # warm-up
             begin = time.perf_counter()
@@ -95,6 +97,34 @@ class LlamaServerEngine(Engine):
 
 
 ENGINES.register("llama-server")(LlamaServerEngine())
+
+
+def own_options(task: EngineTask) -> dict[str, Any]:
+    """The threads and the context of the server, and other options of the task. Without them it has
+    a thread for each core that this process may use, and room for the longest text and its drafts.
+    Raises UserError for an unknown option, and for a context that is too short."""
+    unknown = [name for name in task.options if name not in OPTIONS]
+    if unknown:
+        raise UserError(
+            f"--engine-options has {unknown[0]}, which is not set for llama-server; expected "
+            f"{', '.join(OPTIONS)}"
+        )
+    room = max(map(len, task.prompts)) + task.max_new_tokens + 2 * (task.gamma + 1)
+    usual = {"threads": os.environ.get("OMP_NUM_THREADS") or usable_cores(), "ctx-size": room}
+    own = usual | dict(task.options)
+    if int(own["ctx-size"]) < room:
+        raise UserError(
+            f"--engine-options has a ctx-size of {own['ctx-size']}; the longest prompt, its text "
+            f"and its drafts need {room} tokens"
+        )
+    return own
+
+
+def usable_cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def server_version() -> str:

@@ -18,6 +18,7 @@ from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats.published_keys import Keys, unknown_keys
+from draftsmith.export.formats.readers import engine_names, up_to
 from draftsmith.export.published import Checkpoint
 from draftsmith.export.trained_drafter import TrainedDrafter, public_name, target_hub_id
 from heads.heads_directory import write_heads
@@ -118,11 +119,11 @@ class Restored:
 class Format(ABC):
     """A layout on disk.
 
-    kinds: the kinds of drafters it can hold. engines: its readers; users may name one instead of
-    the format. instead: advice for the kinds it cannot hold. needs_target: whether writing needs
-    the target. carries_vocabulary: whether a reduced draft vocabulary stays reduced, because all
-    readers support it. holds_windows: whether all readers keep to the window of the text that a
-    drafter was trained with. is_ours: draftsmith itself reads it, with windows and sinks.
+    kinds: the kinds of drafters it can hold. instead: advice for the kinds it cannot hold.
+    needs_target: whether writing needs the target. carries_vocabulary: whether a reduced draft
+    vocabulary stays reduced, because all readers support it. holds_windows: whether all readers
+    keep to the window of the text that a drafter was trained with. is_ours: draftsmith itself
+    reads it, with windows and sinks.
     depth_option: the option of the heads that limits the depth of a draft; None for any depth.
     unread: by reader, the options of heads that this reader does not know. vllm: the method of its
     speculative_config, with other options of it; sglang: its speculative algorithm. None: this
@@ -131,7 +132,6 @@ class Format(ABC):
 
     name: ClassVar[str]
     kinds: ClassVar[tuple[str, ...]]
-    engines: ClassVar[tuple[str, ...]]
     instead: ClassVar[dict[str, str]] = {}
     needs_target: ClassVar[bool] = False
     carries_vocabulary: ClassVar[bool] = False
@@ -141,6 +141,11 @@ class Format(ABC):
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     vllm: ClassVar[dict[str, Any] | None] = None
     sglang: ClassVar[str | None] = None
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The names of its readers (`readers`); users may name one instead of the format."""
+        return engine_names(self.name)
 
     def max_depth(self, drafter: TrainedDrafter) -> int | None:
         """Return the largest γ that the drafter can draft; None for any γ."""
@@ -192,7 +197,8 @@ class Format(ABC):
         if self.vllm is not None:
             drafter = {"method": "", "model": repository, "num_speculative_tokens": gamma}
             config = json.dumps(drafter | self.vllm)
-            snippets.append(("vLLM", f"vllm serve {target} --speculative-config '{config}'"))
+            title = f"vLLM{up_to(self.name, 'vllm')}"
+            snippets.append((title, f"vllm serve {target} --speculative-config '{config}'"))
         if self.sglang is not None:
             command = (
                 f"python -m sglang.launch_server --model {target} \\\n"
@@ -210,10 +216,10 @@ FORMATS: Registry[Format] = Registry("export format")
 
 # Drafters that no inference engine supports, and what to train instead.
 UNSERVED = {
-    "blockwise": "no engine supports Blockwise heads; train Medusa heads for vLLM or TGI",
-    "hydra": "no engine supports Hydra heads; train Medusa or EAGLE heads for vLLM",
-    "hydra_plus": "no engine supports Hydra++ heads; train Medusa or EAGLE heads for vLLM",
-    "kangaroo": "no engine supports Kangaroo's adapter; train EAGLE heads for vLLM",
+    "blockwise": "no engine supports Blockwise heads; train EAGLE-3 heads",
+    "hydra": "no engine supports Hydra heads; train EAGLE-3 heads",
+    "hydra_plus": "no engine supports Hydra++ heads; train EAGLE-3 heads",
+    "kangaroo": "no engine supports Kangaroo's adapter; train EAGLE-3 heads",
     "shared_vocabulary": "it drafts only the tokens that its tokenizer shares with the target's; "
     "train a drafter with the target's tokenizer",
     "skip": "its drafts run a part of the target, and no engine supports that; the target itself "

@@ -8,6 +8,10 @@ H hidden size, V vocabulary, m layers, n taps, R rank. `fc.weight` [H, nH]; `hid
 `candidate_selector.*`. Embeddings and output layer are the target's. The config names the layers
 whose output is read, counted from 0. `speculators_block` has the layout of the library
 speculators, which can have a window of the text and a reduced draft vocabulary.
+
+Published configs differ in where they say how a block attends: at the top, or in `dflash_config`
+(Model Optimizer, MiMo). Model Optimizer (0.47) also has DSpark's settings there, and its heads'
+tensors without `markov_head` and `confidence_head`. All are read as vLLM reads them.
 """
 
 from collections.abc import Collection
@@ -28,8 +32,10 @@ from draftsmith.export.formats.layer_format import (
     llama_settings,
     window_settings,
 )
+from draftsmith.export.formats.published_keys import Keys
 from draftsmith.export.formats.published_layer import (
     EMBEDDINGS,
+    LAYER_KEYS,
     map_problems,
     map_value_problems,
     row_problems,
@@ -46,6 +52,31 @@ from heads.layers.target_layers import output_layer
 
 CONFIDENCE, RANK = "enable_confidence_head", "markov_rank"
 FULL = "full_attention"
+INNER = "dflash_config"
+# Settings that may be at the top or in `dflash_config`: what these heads do, and why. No setting
+# says the same.
+STATED: dict[str, tuple[Any, str]] = {
+    "attention_sink_bias": (False, "these heads have no learnt sinks"),
+    "add_swa_attention_sink_bias": (False, "these heads have no learnt sinks"),
+    "input_embedding_scale": (1, "these heads read the target's embeddings as they are"),
+    "output_multiplier": (1, "these heads read the target's output layer as it is"),
+    "final_logit_softcapping": (None, "these heads read the target's output layer as it is"),
+}
+# How a block attends.
+ATTENTION = ("is_causal", "causal", "use_swa", "swa_window_size")
+SHIFT, PROJECTOR = "shift_label", "projector_type"
+BLOCK_KEYS = ("block_size", "num_target_layers")
+DSPARK_KEYS = (
+    *("mask_token_id", "target_layer_ids", RANK, "markov_head_type", CONFIDENCE),
+    "confidence_head_with_markov",
+)
+NESTED_CONFIDENCE = "use_confidence_head"
+# Model Optimizer's names of tensors.
+FLAT_NAMES = {
+    "markov_w1.": "markov_head.markov_w1.",
+    "markov_w2.": "markov_head.markov_w2.",
+    "confidence_proj.": "confidence_head.proj.",
+}
 # The options of DFlash2 heads, by their names in a config.
 SECOND = {
     "conv_kernel_size": "kernel",
@@ -53,8 +84,6 @@ SECOND = {
     "selector_rank": "rank",
     "selector_top_k": "candidates",
 }
-# Settings of a DFlash2 config that our heads do not have, with what they do where they are missing.
-PLAIN = {"input_embedding_scale": 1, "output_multiplier": 1, "final_logit_softcapping": None}
 
 
 class DFlashLayers(LayerFormat):
@@ -63,7 +92,6 @@ class DFlashLayers(LayerFormat):
 
     name = "dflash"
     kinds: ClassVar[tuple[str, ...]] = ("dflash",)
-    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     vllm = {"method": "dflash"}
     layer_ids = "outputs"
     architecture = "DFlashDraftModel"
@@ -71,6 +99,10 @@ class DFlashLayers(LayerFormat):
     drafter: ClassVar[type[HeadsDrafter]] = DFlashDrafter
     has_target_layers: ClassVar[bool] = False
     own_options: ClassVar[dict[str, str]] = {}
+    published_keys: ClassVar[Keys] = {
+        "": (*LAYER_KEYS, *BLOCK_KEYS, ROWS, INNER, "is_causal", *STATED),
+        INNER: ("mask_token_id", "target_layer_ids", "block_size", *ATTENTION, *STATED, PROJECTOR),
+    }
 
     @property
     def kind(self) -> str:
@@ -90,7 +122,7 @@ class DFlashLayers(LayerFormat):
     def draft_settings(self, heads: Any) -> dict[str, Any]:
         """Return the settings that tell how the heads draft."""
         return {
-            "dflash_config": {
+            INNER: {
                 "mask_token_id": heads.mask_token,
                 "target_layer_ids": list(heads.captured_layers),
             }
@@ -98,7 +130,7 @@ class DFlashLayers(LayerFormat):
 
     def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return the part of a config that holds the mask token and the target's layers."""
-        return config["dflash_config"]
+        return config[INNER]
 
     def options(
         self, config: dict[str, Any], state: dict[str, Tensor], target: Target
@@ -122,7 +154,7 @@ class DFlashLayers(LayerFormat):
 
     def draft_expected(self) -> dict[str, Any]:
         """Return the expected values of `draft_settings`, for `key_problems`."""
-        return {"dflash_config": _is_dflash_config}
+        return {INNER: _is_dflash_config}
 
     def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype)
@@ -180,15 +212,48 @@ class DFlashLayers(LayerFormat):
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         config = checkpoint.config
-        return (
-            MODEL_TYPE not in config
-            and "dflash_config" in config
-            and ("selector_rank" in _inner(config)) == (self.kind == "dflash2")
-        )
+        return MODEL_TYPE not in config and _published_kind(config) == self.kind
+
+    def published_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """With the window and the block size at the top, and the others of these settings left out:
+        `published_problems` has looked at them."""
+        inner = dict(_inner(contents))
+        plain = {key: x for key, x in contents.items() if key not in STATED}
+        attention = {key: inner.pop(key, None) for key in ATTENTION}
+        for key in (*STATED, PROJECTOR, SHIFT):
+            inner.pop(key, None)
+        if "block_size" in inner:
+            plain["block_size"] = inner.pop("block_size")
+        layers = contents.get("num_hidden_layers")
+        if attention["use_swa"] and SLIDING not in (plain.get("layer_types") or ()):
+            plain["layer_types"] = [SLIDING] * (layers if is_count(layers) else 1)
+            plain["use_sliding_window"] = True
+        if attention["swa_window_size"] is not None:
+            plain["sliding_window"] = attention["swa_window_size"]
+        plain["is_causal"] = _is_causal(contents)
+        return plain | ({INNER: inner} if INNER in contents else {})
 
     def published_problems(self, contents: dict[str, Any]) -> list[str]:
-        """Return the problems with a published config outside the result of `stored_settings`."""
-        return []
+        """Return the problems with a published config outside of `published_settings`."""
+        problems = [
+            f"config.json: {place}{key} is {settings[key]!r}, expected {usual!r}: {why}"
+            for place, settings in (("", contents), (f"{INNER}.", _inner(contents)))
+            for key, (usual, why) in STATED.items()
+            if settings.get(key) not in (None, usual)
+        ]
+        projector = _inner(contents).get(PROJECTOR)
+        if projector not in (None, self.kind):
+            problems.append(
+                f"config.json: {INNER}.{PROJECTOR} is {projector!r}, heads that are not read here; "
+                "known are DFlash's, DFlash2's and DSpark's"
+            )
+        if _is_causal(contents):
+            problems.append(
+                "config.json: a token of a block sees only those before it (by is_causal, by "
+                f"{INNER}.causal, or, without them, by layers of the type {SLIDING}); expected "
+                "blocks whose tokens all see each other"
+            )
+        return problems
 
     def layer_count(self, contents: dict[str, Any]) -> Any:
         return contents.get("num_hidden_layers")
@@ -198,16 +263,14 @@ class DFlashLayers(LayerFormat):
     ) -> tuple[dict[str, Any], list[str]]:
         target, vocab_size = job.target, job.target.vocab_size
         layer_count = target.model.config.get_text_config().num_hidden_layers
-        # In other layouts, vLLM takes the tokens of a block in such a layer for causal.
-        known = {FULL, SLIDING} if self.holds_windows else {FULL}
         usual = {"layer_types": None, "use_sliding_window": None, "num_target_layers": layer_count}
         expected: dict[str, Any] = {
             "num_hidden_layers": is_count,
             "block_size": lambda x: is_count(x) and x > 1,
-            "layer_types": lambda x: set(x or [FULL]) <= known,
+            "layer_types": lambda x: set(x or [FULL]) <= {FULL, SLIDING},
             "use_sliding_window": lambda x: not x or SLIDING in (contents.get("layer_types") or ()),
             "num_target_layers": layer_count,
-            **self.draft_expected(),
+            **{key: x for key, x in self.draft_expected().items() if key != "is_causal"},
         }
         problems = key_problems(expected, usual | contents, "config.json")
         block, context = contents.get("block_size"), target.max_positions
@@ -248,12 +311,15 @@ class DSparkLayers(DFlashLayers):
 
     name = "dspark"
     kinds: ClassVar[tuple[str, ...]] = ("dspark",)
-    engines: ClassVar[tuple[str, ...]] = ("vllm",)
     vllm = {"method": "dspark"}
     architecture = "Qwen3DSparkModel"
     own_options = {RANK: "rank", CONFIDENCE: "confidence"}
     heads = DSparkHeads
     drafter = DSparkDrafter
+    published_keys: ClassVar[Keys] = {
+        "": (*DFlashLayers.published_keys[""], *DSPARK_KEYS),
+        INNER: (*DFlashLayers.published_keys[INNER], *DSPARK_KEYS, NESTED_CONFIDENCE, SHIFT),
+    }
 
     def draft_settings(self, heads: Any) -> dict[str, Any]:
         return {
@@ -265,8 +331,36 @@ class DSparkLayers(DFlashLayers):
             "confidence_head_with_markov": heads.estimates,
         }
 
-    def recognises(self, checkpoint: Checkpoint) -> bool:
-        return MODEL_TYPE not in checkpoint.config and RANK in checkpoint.config
+    def published_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """With the settings of `dflash_config` at the top."""
+        plain = super().published_settings(contents)
+        inner = plain.pop(INNER, {})
+        if NESTED_CONFIDENCE in inner:
+            estimates = inner.pop(NESTED_CONFIDENCE)
+            inner |= dict.fromkeys((CONFIDENCE, "confidence_head_with_markov"), estimates)
+        return plain | inner
+
+    def published_problems(self, contents: dict[str, Any]) -> list[str]:
+        problems, inner = super().published_problems(contents), _inner(contents)
+        problems += [
+            f"config.json: {key} is {contents[key]!r}, and {INNER}.{key} {inner[key]!r}; expected "
+            "the same in both places"
+            for key in DSPARK_KEYS
+            if key in contents and key in inner and contents[key] != inner[key]
+        ]
+        if inner.get(SHIFT) not in (None, True):
+            problems.append(
+                f"config.json: {INNER}.{SHIFT} is {inner[SHIFT]!r}, expected True: the first token "
+                "of the block predicts the first token of the draft"
+            )
+        return problems
+
+    def tensor_name(self, name: str) -> str | None:
+        plain = super().tensor_name(name)
+        for flat, own in FLAT_NAMES.items():
+            if plain is not None and plain.startswith(flat):
+                return own + plain.removeprefix(flat)
+        return plain
 
     def draft_of(self, config: dict[str, Any]) -> dict[str, Any]:
         return config
@@ -305,6 +399,10 @@ class DFlash2Layers(DFlashLayers):
     heads = DFlash2Heads
     drafter = DFlash2Drafter
     holds_windows = True
+    published_keys: ClassVar[Keys] = {
+        "": DFlashLayers.published_keys[""],
+        INNER: (*DFlashLayers.published_keys[INNER], *SECOND),
+    }
 
     def refuse(self, job: ExportJob) -> None:
         if job.drafter.is_reduced:
@@ -314,38 +412,26 @@ class DFlash2Layers(DFlashLayers):
             )
 
     def draft_settings(self, heads: Any) -> dict[str, Any]:
-        draft = super().draft_settings(heads)["dflash_config"]
+        draft = super().draft_settings(heads)[INNER]
         draft |= {name: getattr(heads.options, option) for name, option in SECOND.items()}
         # Without it, layers with a window let a token of a block see only those before it.
-        return {"dflash_config": draft, "is_causal": False}
+        return {INNER: draft, "is_causal": False}
 
     def config_file(self, config: dict[str, Any], heads: Any, job: ExportJob) -> dict[str, Any]:
-        draft = config["dflash_config"] | {"block_size": config["block_size"]}
+        draft = config[INNER] | {"block_size": config["block_size"]}
         outer = {key: x for key, x in config.items() if key != "block_size"}
-        return outer | {"dflash_config": draft}
+        return outer | {INNER: draft}
 
     def stored_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
-        draft = {key: x for key, x in _inner(contents).items() if key not in PLAIN}
+        draft = dict(_inner(contents))
         block = draft.pop("block_size", contents.get("block_size"))
-        is_causal = SLIDING in (contents.get("layer_types") or ())
-        usual = {"is_causal": is_causal}
-        return usual | contents | {"dflash_config": draft, "block_size": block}
-
-    def published_problems(self, contents: dict[str, Any]) -> list[str]:
-        return [
-            f"config.json: {key} of dflash_config is {value}, expected {plain}: these heads read "
-            "the target's embeddings and output layer as they are"
-            for key, plain in PLAIN.items()
-            if (value := _inner(contents).get(key, plain)) != plain
-        ]
-
-    setting_problems = published_problems
+        return contents | {INNER: draft, "block_size": block}
 
     def draft_expected(self) -> dict[str, Any]:
-        return {"dflash_config": partial(_is_dflash_config, others=SECOND), "is_causal": False}
+        return {INNER: partial(_is_dflash_config, others=SECOND), "is_causal": False}
 
     def table(self, config: dict[str, Any]) -> list[Row]:
-        hidden, draft = config["hidden_size"], config["dflash_config"]
+        hidden, draft = config["hidden_size"], self.draft_of(config)
         taps, rank = draft["conv_kernel_size"], draft["selector_rank"]
         numbers = 2 * taps * (hidden // draft["conv_group_size"])
         table = super().table(config)
@@ -369,8 +455,26 @@ def are_layers(value: Any) -> bool:
 
 def _inner(config: dict[str, Any]) -> dict[str, Any]:
     """The part of a config that tells how heads draft, if there is a valid one."""
-    inner = config.get("dflash_config")
+    inner = config.get(INNER)
     return inner if isinstance(inner, dict) else {}
+
+
+def _published_kind(config: dict[str, Any]) -> str | None:
+    """The kind of the heads that a published config is of, None for other drafters."""
+    inner = _inner(config)
+    if RANK in config or RANK in inner:
+        return "dspark"
+    if "selector_rank" in inner:
+        return "dflash2"
+    return "dflash" if INNER in config else None
+
+
+def _is_causal(config: dict[str, Any]) -> bool:
+    """Whether the tokens of a block see only those before them, as vLLM (0.33) reads a config."""
+    for stated in (config.get("is_causal"), _inner(config).get("causal")):
+        if stated is not None:
+            return bool(stated)
+    return SLIDING in (config.get("layer_types") or ())
 
 
 def _is_dflash_config(value: Any, others: Collection[str] = ()) -> bool:

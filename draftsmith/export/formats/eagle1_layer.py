@@ -37,7 +37,6 @@ class Eagle1(LayerFormat):
 
     name = "eagle1"
     kinds = ("eagle1",)
-    engines = ("vllm",)
     vllm: ClassVar[dict[str, Any] | None] = {"method": "eagle"}
     architecture = "LlamaForCausalLM"
     drafter = Eagle1Drafter
@@ -92,7 +91,6 @@ class Eagle1SGLang(Eagle1):
     """
 
     name = "eagle1-sglang"
-    engines = ("sglang",)
     vllm = None
     sglang = "EAGLE"
     architecture = "LlamaForCausalLMEagle"

@@ -73,7 +73,6 @@ class Eagle3(LayerFormat):
     layer: ClassVar[str] = LAYER
     name = "eagle3"
     kinds = ("eagle3",)
-    engines: ClassVar[tuple[str, ...]] = ("vllm", "sglang")
     vllm: ClassVar[dict[str, Any] | None] = {"method": "eagle3"}
     sglang: ClassVar[str | None] = "EAGLE3"
     architecture = "LlamaForCausalLMEagle3"
@@ -251,7 +250,6 @@ class Speculators(Eagle3):
     """
 
     name = "speculators"
-    engines = ()
     sglang = None
     holds_windows = True
     architecture = "Eagle3DraftModel"

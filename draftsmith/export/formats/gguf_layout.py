@@ -72,9 +72,8 @@ class GGUFLayout(Format):
     spec_type: the value of llama-server's `--spec-type`.
     """
 
-    engines = ("llama-server", "llama.cpp", "gguf")
     instead = {
-        "medusa": "llama.cpp has no Medusa heads; serve them with vLLM or TGI",
+        "medusa": "llama.cpp has no Medusa heads, and vLLM none since 0.33; train EAGLE-3 heads",
         "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
     }
     needs_target = True

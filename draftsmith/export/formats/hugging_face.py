@@ -37,7 +37,6 @@ class HuggingFace(Format):
 
     name = "hf"
     kinds: ClassVar[tuple[str, ...]] = ("small_lm",)
-    engines: ClassVar[tuple[str, ...]] = ("transformers", "vllm", "sglang", "mlx", "openvino")
     vllm: ClassVar[dict[str, Any] | None] = {"method": "draft_model"}
     sglang: ClassVar[str | None] = "STANDALONE"
 
@@ -150,7 +149,6 @@ class ParallelHuggingFace(HuggingFace):
 
     name = "pard"
     kinds = ("pard",)
-    engines = ("vllm",)
     vllm = {"method": "draft_model", "parallel_drafting": True}
     sglang = None
 

@@ -6,7 +6,6 @@ the weights.
 
 import json
 from abc import abstractmethod
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -56,8 +55,7 @@ TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class LayerFormat(TableFormat):
     """architecture: the name in the config. drafter: our drafter class for the heads. layer: the
     name of the first layer. layer_ids: what the numbers of the target's layers in a config mean.
-    published_keys: the keys of a published config that an import reads (`published_keys.py`); None:
-    the layout names unknown keys itself.
+    published_keys: the keys of a published config that an import reads (`published_keys.py`).
     """
 
     architecture: ClassVar[str]
@@ -65,7 +63,7 @@ class LayerFormat(TableFormat):
     layer: ClassVar[str] = "layers.0"
     layer_ids: ClassVar[str] = "inputs"
     allowed_keys = TOKEN_IDS
-    published_keys: ClassVar[Keys | None] = None
+    published_keys: ClassVar[Keys]
 
     def settings(self, heads: Any, dtype: str, job: ExportJob) -> dict[str, Any]:
         config = llama_settings(heads.config, self.architecture, dtype) | self.extra_config(heads)
@@ -155,6 +153,14 @@ class LayerFormat(TableFormat):
         )
         return heads_drafter(self.drafter, options, ids, state, target)
 
+    def published_settings(self, contents: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings that `settings` has, of a published config."""
+        return self.stored_settings(contents)
+
+    def tensor_name(self, name: str) -> str | None:
+        """Return the name of a published tensor in this layout; None if it is not needed."""
+        return plain_name(name, self.layer)
+
     def published_config(
         self, job: ImportJob, contents: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], list[str]]:
@@ -178,15 +184,14 @@ class LayerFormat(TableFormat):
 
     def restored(self, job: ImportJob) -> Restored:
         target, checkpoint = job.target, job.checkpoint
-        contents = self.stored_settings(checkpoint.config)
-        tensors, name_problems = renamed(checkpoint.tensors, partial(plain_name, layer=self.layer))
+        contents = self.published_settings(checkpoint.config)
+        tensors, name_problems = renamed(checkpoint.tensors, self.tensor_name)
         layer, problems = sound_settings(contents, target, self.layer_count(contents))
         problems += name_problems + self.target_problems(contents, tensors, target)
         window, window_problems = published_window(contents)
         extra, extra_problems = self.published_config(job, contents, tensors)
         problems += window_problems + extra_problems
-        if self.published_keys is not None:
-            problems += job.key_problems(self.published_keys)
+        problems += job.key_problems(self.published_keys)
         # Sizes come first: with wrong ones, every tensor is wrong too.
         job.require(problems, self.name)
         layers = self.read_layers(contents, target, job.layer_ids)

@@ -20,7 +20,6 @@ from draftsmith.export.file_schema import TensorSpec, key_problems, tensor_probl
 from draftsmith.export.formats import FORMATS, ExportJob, Format, export_facts
 from draftsmith.export.formats.gguf_layout import (
     PARTS,
-    GGUFLayout,
     read_export,
     read_keys,
     read_weights,
@@ -54,7 +53,6 @@ class MtpGGUF(Format):
 
     name = "mtp-gguf"
     kinds: ClassVar[tuple[str, ...]] = ("mtp",)
-    engines = GGUFLayout.engines
     spec_type = "draft-mtp"
     needs_target = True
     depth_option = "depth"

@@ -63,7 +63,6 @@ class MtpModule(Format):
 
     name = "mtp"
     kinds: ClassVar[tuple[str, ...]] = ("mtp",)
-    engines: ClassVar[tuple[str, ...]] = ("vllm",)
     vllm = {"method": "mtp"}
     needs_target = True
     depth_option = "depth"

@@ -58,7 +58,6 @@ class PEagle(Eagle3):
     layer = "layers.0"
     name = "p_eagle"
     kinds = ("p_eagle",)
-    engines = ("vllm",)
     vllm = {"method": "eagle3", "parallel_drafting": True}
     sglang = None
     holds_windows = True

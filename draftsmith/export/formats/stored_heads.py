@@ -22,7 +22,7 @@ from decode.shapes import Chain
 from decode.shapes.static import TREE
 from draftsmith.export.file_schema import is_count, key_problems, read_json, read_tensors
 from draftsmith.export.formats import FORMATS, ExportJob, Format
-from draftsmith.export.trained_drafter import copy_to_cpu
+from draftsmith.export.trained_drafter import copy_to_cpu, without_directories
 from heads.heads_directory import CONFIG, IDS, SAMPLE, WEIGHTS, stored_options
 from heads.heads_module import HEADS
 
@@ -32,7 +32,6 @@ class StoredHeads(Format):
 
     name = "draftsmith"
     kinds = tuple(HEADS)
-    engines = ()
     instead = {"small_lm": "a small LM is a plain model directory: use --format hf"}
     carries_vocabulary = True
     is_ours = True
@@ -44,9 +43,11 @@ class StoredHeads(Format):
         floats = [tensor for tensor in weights.values() if tensor.is_floating_point()]
         dtype = job.dtype or dtype_name(floats[0].dtype)
         save_file({**copy_to_cpu(weights, dtype), SAMPLE: sample}, directory / WEIGHTS)
-        for name in (CONFIG, DRAFTER_FILE, TREE):
+        for name in (CONFIG, TREE):
             if (source / name).exists():
                 shutil.copyfile(source / name, directory / name)
+        described = without_directories(job.drafter.description)
+        (directory / DRAFTER_FILE).write_text(json.dumps(described, indent=2))
         return {
             "dtype": dtype,
             "kept": len(weights[IDS]) if IDS in weights else None,

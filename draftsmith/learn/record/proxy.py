@@ -34,7 +34,7 @@ from draftsmith.net.limits import Limits
 CHAT = "/v1/chat/completions"
 ADMIN = "/admin/upstream"
 PATHS = Paths(
-    admin=frozenset({ADMIN}), others="requests go on to the engine, which asks for its own key"
+    admin=frozenset({ADMIN}), others="they go on to the engine, which asks for its own key"
 )
 LONGEST_BODY = 64 << 20  # bytes of a request; images are sent in bodies
 LONGEST_SWITCH = 1 << 16  # bytes of a request for another engine

@@ -19,7 +19,6 @@ read. A kill in the middle of a line leaves a torn line. Readers skip it, and th
 it off.
 """
 
-import fcntl
 import hashlib
 import json
 import os
@@ -36,6 +35,7 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.redaction import redact
+from train.base.file_lock import lock_file
 
 TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 DAY = 86_400.0
@@ -192,7 +192,7 @@ class Records:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         with open(self.directory / ".lock", "a", encoding="utf-8", opener=_private) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock_file(lock.fileno(), wait=True)
             yield
 
 

@@ -8,7 +8,6 @@ Shapes: n tokens of a sample, L layers, H hidden size.
 
 import asyncio
 import contextlib
-import fcntl
 import random
 import re
 import threading
@@ -28,6 +27,7 @@ from torch import Tensor
 
 from decode.base.artifact import free_space
 from decode.base.errors import UserError
+from train.base.file_lock import lock_file
 from train.data.chat_tokens import Sample
 from train.engines.ask_servers import (
     FIRST_WAIT,
@@ -349,7 +349,7 @@ def _is_written(path: Path) -> bool | None:
     try:
         with open(_lock_of(path), encoding="utf-8") as lock:
             try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                lock_file(lock.fileno(), shared=True)
             except (BlockingIOError, PermissionError):  # EAGAIN, or EACCES on some file systems
                 return False
             return True

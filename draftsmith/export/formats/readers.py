@@ -1,0 +1,101 @@
+"""Which inference engine reads which layout, in which of its releases.
+
+The plan of a run, `init --engine`, `export`, the README of an export and
+docs/reference/readers.md all read this table. Seen: the release was run here, or its source read.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Engine:
+    """title: as its authors write it. newest: the newest release that was seen; empty: none was,
+    and what it reads is what its documentation says. aliases: other names that users may give."""
+
+    title: str
+    newest: str
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reads:
+    """since: the oldest release that was seen to read the layout. until: the last one that does;
+    None: the newest does. note: what a reader needs, or what it lacks."""
+
+    since: str
+    until: str | None = None
+    note: str = ""
+
+
+KNOWN = {
+    "transformers": Engine("transformers", "5.24"),
+    "vllm": Engine("vLLM", "0.33"),
+    "sglang": Engine("SGLang", "0.5.23"),
+    "llama-server": Engine("llama.cpp", "11434", ("llama.cpp", "gguf")),
+    "openvino": Engine("OpenVINO GenAI", "2026.4"),
+    "speculators": Engine("the library speculators", "0.9"),
+    "mlx": Engine("MLX-LM", ""),
+    "tgi": Engine("TGI", ""),
+}
+
+_GPU = "in its newer runner, which has no CPU"
+# By layout, and then by engine.
+READERS: dict[str, dict[str, Reads]] = {
+    "hf": {
+        "transformers": Reads("5.17"),
+        "vllm": Reads("0.32"),
+        "sglang": Reads("0.5.23"),
+        "mlx": Reads(""),
+        "openvino": Reads("2026.4", note="converts it; with a draft model it ignores sampling"),
+    },
+    "gguf": {"llama-server": Reads("11434")},
+    "pard": {"vllm": Reads("0.32")},
+    "medusa": {"vllm": Reads("0.32", "0.32"), "tgi": Reads("")},
+    "eagle1": {"vllm": Reads("0.32")},
+    "eagle1-sglang": {"sglang": Reads("0.5.23")},
+    "eagle3": {
+        "vllm": Reads("0.32"),
+        "sglang": Reads("0.5.23", note="not the norms of EAGLE-3.1"),
+    },
+    "eagle3-gguf": {"llama-server": Reads("11434")},
+    "speculators": {"vllm": Reads("0.32"), "speculators": Reads("0.9")},
+    "p_eagle": {"vllm": Reads("0.32")},
+    "dflash": {"vllm": Reads("0.32"), "sglang": Reads("0.5.23", note="not on a CPU")},
+    "speculators-dflash": {"vllm": Reads("0.32"), "speculators": Reads("0.9")},
+    "dspark": {"vllm": Reads("0.32", note=_GPU)},
+    "speculators-dspark": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
+    "dflash2": {"vllm": Reads("0.32", note=_GPU), "sglang": Reads("0.5.23", note="not on a CPU")},
+    "speculators-dflash2": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
+    "mtp": {"vllm": Reads("0.32")},
+    "mtp-gguf": {"llama-server": Reads("11434", note="Qwen3.5 only")},
+    "draftsmith": {},
+}
+
+
+def engine_names(layout: str) -> tuple[str, ...]:
+    """Return the names that users may give to the engines which read a layout."""
+    readers = READERS[layout]
+    return tuple(name for engine in readers for name in (engine, *KNOWN[engine].aliases))
+
+
+def up_to(layout: str, engine: str) -> str:
+    """Return which releases of an engine read a layout, if the newest does not; else nothing.
+
+    >>> up_to("medusa", "vllm"), up_to("eagle3", "vllm")
+    (' up to 0.32', '')
+    """
+    until = READERS[layout][engine].until
+    return "" if until is None else f" up to {until}"
+
+
+def outdated(layout: str, name: str) -> str | None:
+    """Return what to say if the newest release of an engine does not read a layout that older ones
+    did; None if it does, or never did. name: any of the engine's."""
+    for engine, reads in READERS[layout].items():
+        if name in (engine, *KNOWN[engine].aliases) and reads.until is not None:
+            known = KNOWN[engine]
+            return (
+                f"{known.title} reads layout {layout} up to {reads.until}, and {known.newest} does "
+                "not"
+            )
+    return None

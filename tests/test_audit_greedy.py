@@ -1,0 +1,267 @@
+"""Greedy answers of an audit: what rounding explains, and what not. Nothing ends a report."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from scipy import stats as scipy_stats
+
+import draftsmith
+from decode.base.errors import UserError
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.draw.sampling import Sampling
+from draftsmith import Audit, AuditOptions
+from draftsmith.auditing import report, tails
+from draftsmith.auditing.contract import Said
+from draftsmith.auditing.drafts import acceptance_finding
+from draftsmith.auditing.entry import _root
+from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.greedy import greedy_findings
+from draftsmith.auditing.questions import Questions
+from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, rounding_scale
+from draftsmith.export.acceptance import Acceptance
+from draftsmith.export.verify_export import OwnLoop
+from tests.answer_server import AnswerEngine
+from tests.audit_controls import CONTROLS, PROMPTS
+from tests.test_audit_law import START, TABLE, VOCAB, bigrams
+from tests.tiny import tiny_target
+from tests.upstream import served
+from train.engines.counters import DraftCounts
+from train.engines.server_config import ServerConfig
+
+TARGET = tiny_target()
+EPS = torch.finfo(torch.bfloat16).eps
+UNIT = EPS * float(np.abs(TABLE).max())
+
+
+def texts_of(
+    choose: Any, seed: int, texts: int = 40, length: int = 30, weights: Any = TABLE
+) -> list[JudgedText]:
+    """Judged by the rounding of bfloat16. choose: of logits [V] and random numbers, a token."""
+    rng = np.random.default_rng(seed)
+    judge = TextJudge(bigrams(), Sampling(), 0, torch.bfloat16)
+    found = []
+    for number in range(texts):
+        prompt = np.random.default_rng(number).integers(0, VOCAB, START).tolist()
+        text = list(prompt)
+        for _ in range(length):
+            text.append(int(choose(weights[text[-1]], rng)))
+        found.append(judge.judge(EngineText(number, prompt, text[START:])))
+    return found
+
+
+def rounded(logits: np.ndarray, rng: np.random.Generator) -> Any:
+    """Errors of real models of 16 bits: the difference of two has half an ε at the largest."""
+    return np.argmax(logits + rng.normal(0, UNIT / 8**0.5, VOCAB))
+
+
+def within_rounding(logits: np.ndarray, rng: np.random.Generator) -> Any:
+    """Takes any token that is below the likeliest by less than the allowance."""
+    return rng.choice(np.flatnonzero(logits > logits.max() - 3.6 * EPS * np.abs(logits).max()))
+
+
+def test_the_number_of_tokens_within_rounding_is_tested() -> None:
+    for seed in range(20):
+        found = greedy_findings(texts_of(rounded, seed), 1e-3)
+        assert {x.verdict for x in found} == {Verdict.EQUAL}, found
+    found = greedy_findings(texts_of(within_rounding, 0), 1e-3)
+    assert [x.name for x in found if x.verdict is Verdict.WRONG] == ["rounding"]
+
+
+def test_log_probabilities_show_a_larger_rounding() -> None:
+    exact = texts_of(rounded, 0)
+    rng = np.random.default_rng(1)
+
+    def told(scale: float) -> list[JudgedText]:
+        """With the log-probabilities of logits whose differences have this many units."""
+        changed = []
+        for text in exact:
+            p = np.exp(TABLE - TABLE.max(1, keepdims=True))
+            p /= p.sum(1, keepdims=True)
+            last = [text.text.prompt[-1], *text.text.tokens[:-1]]
+            noise = rng.normal(0, scale * UNIT / 2**0.5, (len(last), VOCAB))
+            moved = noise[np.arange(len(last)), text.text.tokens] - (p[last] * noise).sum(1)
+            log_p = (text.log_p + moved).tolist()
+            changed.append(
+                JudgedText(
+                    **vars(text) | {"text": EngineText(**vars(text.text) | {"log_p": log_p})}
+                )
+            )
+        return changed
+
+    assert rounding_scale(exact) == 1.0
+    assert rounding_scale(told(0.5)) == 1.0
+    largest = EPS * np.abs(TABLE).max(1).mean() / UNIT  # units are those of each place
+    assert rounding_scale(told(3.0)) == pytest.approx(3.0 / largest, rel=0.25)
+
+
+def test_each_text_is_compared_with_its_own_baseline() -> None:
+    """Both have other weights. One token of the baseline that is far off allows no other."""
+    other = TABLE + np.random.default_rng(2).normal(0, 0.3, TABLE.shape)
+
+    def engine(logits: np.ndarray, rng: np.random.Generator) -> Any:
+        return np.argmax(logits + rng.normal(0, 0.05, VOCAB))
+
+    def lossy(logits: np.ndarray, rng: np.random.Generator) -> Any:
+        return rng.choice(np.flatnonzero(logits > logits.max() - 1.5))
+
+    baseline = texts_of(engine, 0, weights=other)
+    baseline[0].gap[3] = 10.0
+    for seed in range(1, 21):
+        found = greedy_findings(texts_of(engine, seed, weights=other), 1e-3, baseline)
+        assert {x.verdict for x in found} == {Verdict.EQUAL}, found
+    found = greedy_findings(texts_of(lossy, 1, weights=other), 1e-3, baseline)
+    assert [x.name for x in found if x.verdict is Verdict.WRONG] == ["tokens beside the baseline"]
+
+
+def test_tails_of_signs_and_of_counts() -> None:
+    assert tails.binomial_tail(4, 9, 0.25) == pytest.approx(scipy_stats.binom.sf(3, 9, 0.25))
+    assert tails.sign_tail([1.0] * 10) == pytest.approx(2.0**-10)
+    assert tails.sign_tail([1.0, -3.0]) == 1.0
+    many = np.random.default_rng(0).normal(size=40)
+    signs = np.random.default_rng(1).choice([-1, 1], (20_000, 40))
+    share = (signs @ many >= 2 * (many**2).sum() ** 0.5).mean()
+    found = np.abs(many) * np.sign(many)
+    scaled = found * (2 * (many**2).sum() ** 0.5 / found.sum())
+    assert share <= tails.sign_tail(scaled.tolist()) or found.sum() <= 0
+
+
+def test_lossy_acceptance_in_bfloat16_is_found() -> None:
+    control = next(control for control in CONTROLS if control.half)
+    found = control.audit(0, broken=True)
+    assert [x.name for x in found.findings if x.verdict is Verdict.WRONG] == ["rounding"]
+
+
+# What cannot be judged, and what is refused
+
+
+def test_an_answer_that_cannot_be_judged_costs_itself_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = []
+
+    def breaks_off(reply: dict[str, Any], number: int) -> None:
+        answers.append(number)
+        if len(answers) == 1:
+            reply["choices"][0]["finish_reason"] = "abort"
+
+    def refused(self: Questions) -> list[Finding]:
+        raise UserError("no streams here")
+
+    monkeypatch.setattr(Questions, "contract", refused)
+    with served(AnswerEngine(change=breaks_off).app()) as url:
+        options = AuditOptions(max_new_tokens=8, samples=2)
+        found = draftsmith.audit(f"{url}/v1/", TARGET, PROMPTS[:3], options)
+    by_name = {f"{x.group} {x.name}": x for x in found.findings}
+    ends = by_name["greedy ends and usage"]
+    assert ends.verdict is Verdict.EQUAL
+    assert ends.detail.startswith("2 answers end as they say; 1 cannot be judged")
+    assert by_name["contract asked"].detail == "no streams here"
+    assert by_name["sampled ends and usage"].verdict is Verdict.EQUAL
+    assert found.subject["url"] == url
+
+
+@pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_have_the_path_of_the_api(end: str) -> None:
+    assert _root(f"http://host:8000{end}") == "http://host:8000"
+    assert _root(f"http://host/proxy{end}") == "http://host/proxy"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"exact": 100}, "too many to enumerate"),
+        ({"exact": 100, "sampling": Sampling()}, "the temperature is 0"),
+        ({}, "the token id 4000"),
+    ],
+)
+def test_what_would_be_refused_is_refused_before_anything_is_asked(
+    options: dict[str, Any], said: str
+) -> None:
+    """Nothing listens there."""
+    prompts = [[5, 4000]] if not options else PROMPTS[:2]
+    with pytest.raises(UserError, match=said):
+        draftsmith.audit("http://127.0.0.1:9", TARGET, prompts, AuditOptions(**options))
+
+
+def test_the_parts_share_the_level() -> None:
+    def level(drafter: Any = None, **options: Any) -> float:
+        made = AuditOptions(**options)
+        config = ServerConfig(url="http://127.0.0.1:9")
+        work = Questions(config.urls, TARGET, PROMPTS, made, config, print, drafter, 3)
+        return made.level / work.level
+
+    assert level(sampling=Sampling()) == 1  # greedy tokens
+    assert level() == 3  # sampled ones, and seeds
+    assert level(exact=100) == 4
+    assert level(object(), exact=100) == 6  # the acceptance of both
+
+
+# Acceptance
+
+
+def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS[:1], 3, 8)
+    monkeypatch.setattr("draftsmith.auditing.drafts.count_drafts", lambda *_: (24, 12))
+
+    def verdict(times: int) -> Verdict:
+        monkeypatch.setattr(
+            "draftsmith.auditing.drafts.count_drafts", lambda *_: (24 * times, 12 * times)
+        )
+        counts = DraftCounts(24 * times, 6 * times)
+        return acceptance_finding(
+            "greedy", counts, "vllm", own, Sampling(), level=1e-3, parting=0.0
+        ).verdict
+
+    assert verdict(1) is Verdict.UNJUDGED
+    assert verdict(100) is Verdict.WRONG
+
+
+def test_chance_exceeds_what_is_allowed_as_rarely_as_stated() -> None:
+    """Tokens of a draft that are accepted or rejected together are the worst case."""
+    rng, level, gamma, drafts = np.random.default_rng(0), 0.05, 4, 500
+    wrong = 0
+    for _ in range(400):
+        one, two = (
+            DraftCounts(drafts * gamma, gamma * rng.binomial(drafts, 0.6)) for _ in range(2)
+        )
+        found = Acceptance(one, two, gamma, level, 1.0)
+        wrong += found.fault is not None
+    assert wrong <= 400 * level
+
+
+# Reports
+
+
+def test_nothing_that_a_server_says_ends_a_report(tmp_path: Path) -> None:
+    said = "[/INST] [bold red \x1b[31m \x00 \u2028 \x85 \ud800 \ufffe </table> ]]>"
+    finding = Finding("contract", f"template {said}", Verdict.WRONG, said, 0.5, said)
+    subject = {"url": "http://[::1]:8", "target": said, "seconds": 1.0}
+    found = Audit(subject, [finding, Finding("greedy", "x", Verdict.EQUAL, said)])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(report.terminal_table(found))
+    assert "[/INST] [bold red \\x1b[31m" in console.export_text()
+    console.print(report.headline(found), markup=False)
+    for write in (report.write_json, report.write_page, report.write_junit):
+        write(found, tmp_path / write.__name__)
+    assert json.loads((tmp_path / "write_json").read_text())["findings"][0]["verdict"] == "wrong"
+    suite = ElementTree.parse(tmp_path / "write_junit").getroot()
+    (failure,) = suite.iter("failure")
+    assert failure.get("message", "").startswith("[/INST] [bold red \\x1b[31m \\x00 \\u2028 \\x85")
+    assert "&lt;/table&gt;" in (tmp_path / "write_page").read_text()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+def test_a_stream_may_have_any_character_in_its_texts(end: str) -> None:
+    texts = ["a\u2028b", "\x85\x1c", "\u2029\x0b"]
+    events = [
+        "data: " + json.dumps({"choices": [{"text": text}]}, ensure_ascii=False) for text in texts
+    ]
+    body = (2 * end).join([*events, "data: [DONE]", ""])
+    assert Said.streamed(body).text == "".join(texts)

@@ -1,0 +1,58 @@
+"""Each command of docs/results/benchmarks.md, in its smallest form. A contestant that is installed
+and breaks ends a command with an error."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.reference import ROOT
+from tests.tiny import save_tiny
+
+PAGE = ROOT / "docs" / "results" / "benchmarks.md"
+TINY = ["--target", "TINY", "--dtype", "float32"]
+# By command: the options of the shortest run. TINY: a target. DRAFTER: a smaller one.
+SMALL = {
+    "decode": [*TINY, "--quick", "--drafter", "DRAFTER"],
+    "drafters": [*TINY, "--quick", "--minutes", "0"],
+    "structured": [*TINY, "--quick", "--prompts", "1"],
+    "serve": [*TINY, "--quick", "--clients", "1"],
+    "data": ["--conversations", "100", "--ranks", "2"],
+    "distill": ["--quick"],
+    "heads": ["--quick", "--arms", "eagle1", "--minutes", "0.05", "--prompts", "4", "--timed", "1"],
+    "speculators": ["--quick", "--length", "16"],
+    "mtp": ["--quick"],
+    "device": ["--quick"],
+    "first_steps": ["--quick"],
+}
+# It needs vLLM: tests/test_serve_8b.py runs it.
+IN_AN_ENGINE = {"serve_8b"}
+
+
+def cited() -> set[str]:
+    page = PAGE.read_text(encoding="utf-8").partition("## Answered once")[0]
+    return set(re.findall(r"python -m benchmarks\.(\w+)", page))
+
+
+def test_every_command_of_the_page_is_here() -> None:
+    assert cited() == {*SMALL} | IN_AN_ENGINE
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", SMALL)
+def test_a_command_runs_in_its_smallest_form(name: str, tmp_path: Path) -> None:
+    places = {"TINY": tmp_path / "target", "DRAFTER": tmp_path / "drafter"}
+    save_tiny(places["TINY"], max_positions=512)
+    save_tiny(places["DRAFTER"], layers=1, max_positions=512)
+    options = [str(places.get(word, word)) for word in SMALL[name]]
+    file = tmp_path / "figures.json"
+    command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(file)]
+    if "--runs" in (ROOT / "benchmarks").joinpath(f"{name}.py").read_text(encoding="utf-8"):
+        command += ["--runs", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert json.loads(file.read_text(encoding="utf-8"))

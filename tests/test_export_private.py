@@ -1,0 +1,109 @@
+"""What an export says of this machine, and what it takes of it: names, disk, threads, time."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from decode.base.errors import UserError
+from decode.model import loading
+from draftsmith.cli.main import app
+from draftsmith.export import ExportOptions
+from draftsmith.export.engines import EngineTask
+from draftsmith.export.engines.llama_server import own_options
+from draftsmith.export.export_directory import export_drafter
+from draftsmith.export.import_directory import import_drafter
+from draftsmith.export.trained_drafter import without_directories
+from tests.export import make_heads, save_target
+from tests.published import safeailab_eagle3
+from tests.tiny import tiny_target
+from train.engines.child_process import model_directory
+
+EAGLE = {"type": "eagle1", "depth": 3}
+
+
+@pytest.mark.parametrize("layout", ["vllm", "draftsmith"])
+def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Path) -> None:
+    """Of an import, whose source and target are local."""
+    target = save_target(tmp_path / "target", layers=7)
+    source = safeailab_eagle3(target).save(tmp_path / "published")
+    import_drafter(str(source), target, tmp_path / "drafter")
+    export_drafter(
+        tmp_path / "drafter", layout, tmp_path / "out", ExportOptions(target=target.name)
+    )
+    files = [file for file in (tmp_path / "out").iterdir() if file.suffix != ".safetensors"]
+    assert len(files) >= 3
+    for file in files:
+        assert str(tmp_path) not in file.read_text(encoding="utf-8"), file
+
+
+@pytest.mark.parametrize(
+    ("text", "public"),
+    [
+        ("/home/me/my models/target", "target"),
+        ("~/models/target.gguf", "target.gguf"),
+        ("data=/scratch/a/b.jsonl,x", "data=b.jsonl,x"),
+        ("started from C:\\runs\\new\\drafter", "started from drafter"),
+        ("org/name at https://host/a/b", "org/name at https://host/a/b"),
+        ("half of 1 / 2 and/or 3", "half of 1 / 2 and/or 3"),
+    ],
+)
+def test_directories_are_cut(text: str, public: str) -> None:
+    assert without_directories({"x": [text]}) == {"x": [public]}
+
+
+def test_what_an_engine_does_not_read_is_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    target = save_target(tmp_path / "target")
+    make_heads(tmp_path / "drafter", target, EAGLE)
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n', encoding="utf-8")
+    words = ["export", str(tmp_path / "drafter"), "--format", "eagle1-sglang", "--verify", "vllm"]
+    words += ["--out", str(tmp_path / "out"), "--prompts", str(tmp_path / "prompts.jsonl")]
+    said = CliRunner().invoke(app, words)
+    assert said.exit_code == 2
+    assert "but this export is eagle1-sglang" in said.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_target_of_the_hub_is_read_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one of a GGUF file is written only where there is room."""
+    target = replace(tiny_target(), name="org/model", revision="abc")
+    (tmp_path / "snapshot").mkdir()
+
+    def cached(name: str, file: str, revision: str | None) -> str | None:
+        return (
+            str(tmp_path / "snapshot" / file) if (name, revision) == ("org/model", "abc") else None
+        )
+
+    monkeypatch.setattr(loading, "try_to_load_from_cache", cached)
+    assert model_directory(target, tmp_path / "written") == tmp_path / "snapshot"
+    assert not (tmp_path / "written").exists()
+    other = replace(target, name="embedded:tiny")
+    assert model_directory(other, tmp_path / "written") == tmp_path / "written"
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 10}))
+    with pytest.raises(UserError, match=r"its weights are written.*TMPDIR"):
+        model_directory(other, tmp_path / "more")
+    assert not (tmp_path / "more").exists()
+
+
+def test_llama_server_gets_what_the_machine_and_the_texts_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftsmith.export.engines.llama_server.usable_cores", lambda: 24)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def options(prompts: Sequence[Sequence[int]], **given: Any) -> dict[str, Any]:
+        return own_options(EngineTask(tiny_target(), "t", tmp_path, prompts, 4, 100, options=given))
+
+    assert options([[1] * 3000]) == {"threads": 24, "ctx-size": 3110}
+    assert options([[1]], threads=2, **{"n-gpu-layers": 99})["threads"] == 2
+    with pytest.raises(UserError, match="need 111 tokens"):
+        options([[1]], **{"ctx-size": 64})
+    with pytest.raises(UserError, match="has port, which is not set for llama-server"):
+        options([[1]], port=1)
