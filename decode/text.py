@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from decode.base.errors import UserError
+from decode.base.threads import OneAtATime
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.constraint import Constraint
@@ -65,13 +66,15 @@ class SpeculativeGenerator:
     """A target, its tokenizer and a drafter: prompt → text.
 
     drafter: a `Drafter`, a smaller model with the target's vocabulary, a name for `open_drafter`,
-    or None: plain decoding. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or its name
-    with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids: the ids
-    that end a text. Default: the ids in the tokenizer and the model's configs. prefix_cache_bytes:
-    a prompt that begins like an earlier one, such as the next turn of a chat, reuses the keys and
-    values of that beginning (`decode.model.cache.prefix_cache`). 0: never. Default: 256 MiB for a
-    model in float32, else 0, because in 16 bits reuse can change a text by rounding. decoded:
-    tokens, counts and times of the last call.
+    or None: plain decoding. gamma, rule, policy, exact_bits: as for `Decoder`. shape: a shape, or
+    its name with options in the format of `Choice`. Only some drafters take a shape. eos_token_ids:
+    the ids that end a text. Default: the ids in the tokenizer and the model's configs.
+    prefix_cache_bytes: a prompt that begins like an earlier one, such as the next turn of a chat,
+    reuses the keys and values of that beginning (`decode.model.cache.prefix_cache`). 0: never.
+    Default: 256 MiB for a model in float32, else 0, because in 16 bits reuse can change a text by
+    rounding. decoded: tokens, counts and times of the last call.
+
+    Calls from several threads take turns. A drafter object serves one generator at a time.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP
@@ -115,6 +118,7 @@ class SpeculativeGenerator:
             "exact_bits": exact_bits,
         }
         self.decoded: Decoded | None = None
+        self._turn = OneAtATime("this generator")
 
     def generate(
         self,
@@ -159,10 +163,10 @@ class SpeculativeGenerator:
         observers: as for `Decoder`.
 
         For beam search use `model.generate()`. Raises UserError for num_beams other than 1, for a
-        streamer with several prompts, for messages without a chat template, and for a setting of
-        the checkpoint that changes the text and that this loop does not have (such as
-        no_repeat_ngram_size; the message says how to switch it off). Also raises as
-        `Decoder.decode`.
+        streamer with several prompts, for a call inside of another one, for messages without a chat
+        template, and for a setting of the checkpoint that changes the text and that this loop does
+        not have (such as no_repeat_ngram_size; the message says how to switch it off). Also raises
+        as `Decoder.decode`.
         """
         config = self.model.generation_config
         beams = num_beams or config.num_beams or 1
@@ -191,33 +195,34 @@ class SpeculativeGenerator:
                 f"there are {len(ids)} prompts, but a streamer shows only one text; give one "
                 "prompt, or leave the streamer out"
             )
-        decoder = Decoder(
-            self.model,
-            self.drafter,
-            eos_token_ids=self.eos_token_ids,
-            sampling=replace(sampling, grammar=grammar),
-            processors=[
-                *decoder_processors(self.model, self.eos_token_ids, max_new_tokens),
-                *logits_processor,
-            ],
-            stop=StopStrings(self.tokenizer, stop) if stop else None,
-            observers=observers,
-            **self._parts,
-        )
+        with self._turn:
+            decoder = Decoder(
+                self.model,
+                self.drafter,
+                eos_token_ids=self.eos_token_ids,
+                sampling=replace(sampling, grammar=grammar),
+                processors=[
+                    *decoder_processors(self.model, self.eos_token_ids, max_new_tokens),
+                    *logits_processor,
+                ],
+                stop=StopStrings(self.tokenizer, stop) if stop else None,
+                observers=observers,
+                **self._parts,
+            )
 
-        def on_tokens(_: int, tokens: list[int]) -> None:
+            def on_tokens(_: int, tokens: list[int]) -> None:
+                if streamer is not None:
+                    streamer.put(torch.tensor(tokens))
+
             if streamer is not None:
-                streamer.put(torch.tensor(tokens))
-
-        if streamer is not None:
-            streamer.put(torch.tensor(decoder.lm.texts_and_sources(ids)[0]))
-        seed = secrets.randbits(62) if seed is None else seed
-        self.decoded = decoder.decode(
-            ids, max_new_tokens, seed=seed, batch_size=batch_size, on_tokens=on_tokens
-        )
-        if streamer is not None:
-            streamer.end()
-        texts = [text_of(self.tokenizer, output) for output in self.decoded.outputs]
+                streamer.put(torch.tensor(decoder.lm.texts_and_sources(ids)[0]))
+            seed = secrets.randbits(62) if seed is None else seed
+            decoded = self.decoded = decoder.decode(
+                ids, max_new_tokens, seed=seed, batch_size=batch_size, on_tokens=on_tokens
+            )
+            if streamer is not None:
+                streamer.end()
+        texts = [text_of(self.tokenizer, output) for output in decoded.outputs]
         return texts[0] if single else texts
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:

@@ -129,7 +129,7 @@ def _walk_of_a_training_step(kind: str, layers: int, settings: dict[str, Any]) -
 
 
 WALKS: dict[str, Callable[[], list[str]]] = {
-    "one sampled step of a chain drafted by a small LM": walk_of_a_decode_step,
+    "one sampled step of a chain of a small LM, without the layers in C++": walk_of_a_decode_step,
     "one step of a distillation": walk_of_a_distillation_step,
     "one step of a training of EAGLE-3": walk_of_a_heads_step,
 }

@@ -22,6 +22,7 @@ from decode.model.forward.attention_mask import LONGEST_CHAIN, SLOT_STEP, Attent
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
+from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.loading import Target
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
@@ -257,3 +258,11 @@ def chat(target: Target, line: dict[str, Any]) -> list[int]:
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
     return ids
+
+
+def test_an_attention_that_takes_booleans_gets_no_other_mask() -> None:
+    mask = AttentionMask(torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2), torch.float32)
+    forward = TransformersForward(tiny_model("llama"))
+    assert forward._form(mask, torch.zeros(1, 3)) is mask.visible
+    assert "additive" not in vars(mask)
+    assert mask.additive is mask.additive

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from decode.base.device import Clock
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.drafters.pard import ParallelLMDrafter, mark_parallel
@@ -346,3 +347,20 @@ def test_times_need_no_wait_except_for_a_policy_that_reads_them() -> None:
         assert sum(step.verify_s for step in run.steps) == pytest.approx(run.timing.verify)
         assert sum(step.draft_s for step in run.steps) == pytest.approx(run.timing.draft)
         assert run.timing.prefill > 0
+
+
+def test_times_are_taken_on_the_device_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Events of another GPU's stream would be there at once."""
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self, stream: Any = "the current GPU's") -> None:
+            recorded.append(stream)
+
+    recorded: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"that of {device}")
+    Clock(torch.device("cuda:1"), None).mark("draft")
+    assert recorded == ["that of cuda:1"] * 2

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 
 from decode.base.errors import UserError
+from decode.measure.machine import describe_kernels
 from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
@@ -310,7 +311,7 @@ def test_a_model_without_packed_products_keeps_its_weights() -> None:
 
 @pytest.mark.parametrize("why", ["switch", "compiler", "error"])
 def test_pytorchs_products_stay_where_there_is_no_library(
-    why: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    why: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     if why == "switch":
@@ -328,5 +329,23 @@ def test_pytorchs_products_stay_where_there_is_no_library(
         assert few_rows.library(torch.float32) is None
         assert not product.has_blocks
         torch.testing.assert_close(product(x), layer(x))
+        # The user is told once, unless it is their wish.
+        said = [record for record in caplog.records if "layers in C++ are off" in record.message]
+        assert len(said) == (why != "switch")
+        kernels = describe_kernels(CachedLM(tiny_model("llama")))
+        reason = {"switch": "=0 turns them off", "compiler": "there is no C++ compiler"}
+        assert reason.get(why, "cannot be compiled") in kernels["not_compiled_because"]
+    finally:
+        few_rows.library.cache_clear()
+
+
+def test_what_was_compiled_before_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    fitting = [found for found in few_rows.NUMBERS if few_rows.library(found) is not None]
+    if not fitting:
+        pytest.skip("this machine compiles no functions for few rows")
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    few_rows.library.cache_clear()
+    try:
+        assert few_rows.library(fitting[0]) is not None
     finally:
         few_rows.library.cache_clear()

@@ -32,6 +32,7 @@ from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.contract import EOS, LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
 from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from tests.mtp_targets import FAMILIES
 from tests.tiny import finish, tiny_model, tiny_tokenizer, tokens_fed
 
 GREEDY, SAMPLED = Sampling(), Sampling(1.0, top_p=0.98)
@@ -447,15 +448,37 @@ def test_heads_read_prompts_of_different_lengths_apart(monkeypatch: pytest.Monke
 # --- memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "fields"), [("llama", {}), ("gpt2", {}), ("gemma", {})])
+# The last two layers read the keys and values of earlier ones.
+SHARING: dict[str, Any] = {
+    "layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("gpt2", {}),
+        ("gemma", {}),
+        ("deepseek_v3", FAMILIES["deepseek_v3"]),  # latent attention
+        ("mistral", {"sliding_window": 6}),
+        ("gemma4_text", SHARING),
+        ("qwen3_next", FAMILIES["qwen3_next"]),  # with running states
+    ],
+)
 def test_the_bytes_of_a_slot_are_those_allocated(family: str, fields: dict[str, Any]) -> None:
     model = tiny_model(family, **fields)
     lm = CachedLM(model)
     lm.reset(2, 16)
     lm.forward(torch.ones(2, 3, dtype=torch.int64), np.zeros(2, dtype=np.int64))
     assert lm._slots is not None
-    used = sum(x.nbytes for layer in lm._slots.layers for x in (layer.keys, layer.values))
+    held = [layer for layer in lm._slots.layers if layer.is_initialized]
+    used = sum(x.nbytes for layer in held for x in (layer.keys, layer.values))
     assert used == slot_bytes(model) * 2 * lm._slots.allocated[1]
+    with torch.device("meta"):
+        assert slot_bytes(type(model)(model.config)) == slot_bytes(model)
 
 
 def test_a_context_without_memory_is_refused_before_it_is_read(

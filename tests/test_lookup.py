@@ -223,6 +223,21 @@ def test_outputs_are_kept_and_the_oldest_go() -> None:
     assert runs[0].counts.to_dict() == runs[1].counts.to_dict()
 
 
+def test_outputs_are_bound_by_their_tokens() -> None:
+    model, ended = longer_model(0.0), []
+    drafter = SuffixDrafter(max_cached_tokens=NEW)
+    Decoder(model, drafter, gamma=6).decode(
+        PROMPTS, NEW, on_end=lambda _, output: ended.append(output)
+    )
+    kept = []
+    while ended and sum(map(len, kept)) + len(ended[-1]) <= NEW:
+        kept.append(ended.pop())
+    assert ended
+    assert len(drafter.outputs) == len(kept)
+    assert drafter.outputs.tokens == sum(map(len, kept)) > 0
+    assert counts_of(drafter.outputs) == occurrences(kept, 24)
+
+
 @pytest.mark.parametrize("name", ["suffix", "store", "ngram+suffix"])
 def test_an_evaluation_does_not_time_answers_that_were_seen(name: str) -> None:
     target, prompts = tiny_target(), [[5, 17, 250, 9, 42], [7], [8, 9]]

@@ -3,6 +3,7 @@
 import functools
 import io
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,30 @@ def test_text_in_text_out_as_generate() -> None:
     # A list of token ids of any kind is one prompt.
     for some in (np.array(ids), torch.tensor(ids)):
         assert ours.generate(list(some), max_new_tokens=NEW) == wanted[0]
+
+
+def test_threads_take_turns_on_one_generator() -> None:
+    ours = generator(model("llama", seed=7, layers=1), gamma=3)
+    wanted = [ours.generate(text, max_new_tokens=NEW) for text in TEXTS]
+    with ThreadPoolExecutor(len(TEXTS)) as pool:
+        said = pool.map(lambda text: ours.generate(text, max_new_tokens=NEW), TEXTS)
+        assert list(said) == wanted
+        decoder = Decoder(ours.model, ours.drafter)
+        ids = [ours.tokens(text) for text in TEXTS]
+        alone = [decoder.decode([one], NEW).outputs for one in ids]
+        assert list(pool.map(lambda one: decoder.decode([one], NEW).outputs, ids)) == alone
+    # While a stream is read, it may still decode.
+    pieces = ours.stream(TEXTS[0], max_new_tokens=NEW)
+    begin = next(pieces)
+    assert ours.generate(TEXTS[1], max_new_tokens=NEW) == wanted[1]
+    assert begin + "".join(pieces) == wanted[0]
+
+    def again(_: str) -> None:
+        ours.generate(TEXTS[1])
+
+    with pytest.raises(UserError, match="this generator is called while it decodes"):
+        ours.generate(TEXTS[0], streamer=TextPieces(tokenizer(), again))
+    assert ours.generate(TEXTS[0], max_new_tokens=NEW) == wanted[0]
 
 
 def test_no_drafter_is_plain_decoding() -> None:

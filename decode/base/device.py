@@ -22,7 +22,8 @@ def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     """
     tensor: Any = torch.as_tensor(values)
     if device.type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
+        with torch.cuda.device(device):  # else the memory belongs to the current GPU, perhaps idle
+            return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
 
 
@@ -72,7 +73,7 @@ class Clock:
 
     def __init__(self, device: torch.device, timing: Any) -> None:
         self.timing = timing
-        self._cuda = device.type == "cuda"
+        self._device, self._cuda = device, device.type == "cuda"
         self._spans: deque[_Span] = deque()
         self._seconds: Any = None
         self._last = self._now()
@@ -107,7 +108,7 @@ class Clock:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which GPU is current is no matter
         return event
 
     def _add(self, span: _Span) -> None:

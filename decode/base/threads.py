@@ -3,7 +3,10 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import TracebackType
 from typing import TypeVar
+
+from decode.base.errors import UserError
 
 T = TypeVar("T")
 
@@ -26,3 +29,30 @@ def run_in_thread(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+class OneAtATime:
+    """A context that one thread enters at a time; others wait. what: its name in messages. Raises
+    UserError in the thread that is inside already, which would wait for itself."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._lock = what, threading.Lock()
+        self._inside: int | None = None  # the thread
+
+    def __enter__(self) -> None:
+        if self._inside == threading.get_ident():
+            raise UserError(
+                f"{self._what} is called while it decodes, by a function that it called itself; "
+                "call it after that decode, or make another one with its own drafter"
+            )
+        self._lock.acquire()
+        self._inside = threading.get_ident()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._inside = None
+        self._lock.release()

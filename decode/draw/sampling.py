@@ -32,10 +32,11 @@ HOTTEST = 1e6
 class Sampling(Penalties):
     """How text is drawn: penalties, temperature, top-k, top-p, min-p, in the order of `generate()`.
 
-    temperature 0 is greedy decoding. top_k 0, top_p 1 and min_p 0 switch these settings off. A top_k
-    of −1, as vLLM writes it, becomes 0. min_p: removes tokens with a probability below min_p times the largest probability. grammar: the texts
-    that may be drawn (`decode.draw.constraint`). Its mask comes after the penalties and before the
-    temperature, like a logits processor of `generate()`.
+    temperature 0 is greedy decoding. top_k 0, top_p 1 and min_p 0 switch these settings off. A
+    top_k of −1, as vLLM writes it, becomes 0. min_p: removes tokens with a probability below min_p
+    times the largest probability. grammar: the texts that may be drawn (`decode.draw.constraint`).
+    Its mask comes after the penalties and before the temperature, like a logits processor of
+    `generate()`.
 
     This class applies neither the penalties nor the grammar, because they depend on the text so
     far. `decode.verdict` and `decode.shapes` apply them before they call this class.

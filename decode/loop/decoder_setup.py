@@ -6,6 +6,7 @@ import numpy as np
 from transformers import PreTrainedModel
 
 from decode.base.errors import require_fits, require_whole
+from decode.base.threads import OneAtATime
 from decode.drafters import Drafter, NoDrafter
 from decode.draw.logits import LogitsProcessor
 from decode.draw.sampling import Sampling
@@ -105,6 +106,7 @@ class Setup:
         self.processors, self.observers = list(processors), list(observers)
         self.prefixes, self.first_target = prefixes, first_target
         self.numbers_repeat = True
+        self._turn = OneAtATime("this decoder")
         self.eos = np.array(sorted(eos_ids(eos_token_ids)), dtype=np.int64)
 
     def use(self, parts: Parts) -> None:

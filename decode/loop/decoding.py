@@ -319,7 +319,7 @@ class Decoding(RunningRows):
 
 class Decoder(Setup):
     """A target, a drafter, a rule and a draft-length policy, ready to decode. `Setup` says what the
-    arguments mean, and which errors are raised."""
+    arguments mean, and which errors are raised. Decodes from several threads take turns."""
 
     def decode(
         self,
@@ -345,22 +345,25 @@ class Decoder(Setup):
         require_fits(lambda x: x is None or x >= 1, "at least 1", batch_size=batch_size)
         count = len(prompts)
         size = min(batch_size or count, count)
-        decoding = Decoding(
-            self,
-            seed=seed,
-            on_tokens=on_tokens,
-            on_end=on_end,
-            rows=size,
-            slots=self.slots(max(map(len, self.lm.texts_and_sources(prompts)[0])), max_new_tokens),
-        )
-        begin, group = 0, -(-size // JOIN_SHARE)
-        while begin < count or not decoding.finished:
-            end = min(begin + size - len(decoding.rows), count)
-            if begin < end and (end - begin >= group or end == count):
-                ids = range(begin, end) if row_ids is None else row_ids[begin:end]
-                each = None if settings is None else settings[begin:end]
-                decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids, settings=each)
-                begin = end
-            else:
-                decoding.step()
-        return decoding.result()
+        with self._turn:
+            decoding = Decoding(
+                self,
+                seed=seed,
+                on_tokens=on_tokens,
+                on_end=on_end,
+                rows=size,
+                slots=self.slots(
+                    max(map(len, self.lm.texts_and_sources(prompts)[0])), max_new_tokens
+                ),
+            )
+            begin, group = 0, -(-size // JOIN_SHARE)
+            while begin < count or not decoding.finished:
+                end = min(begin + size - len(decoding.rows), count)
+                if begin < end and (end - begin >= group or end == count):
+                    ids = range(begin, end) if row_ids is None else row_ids[begin:end]
+                    each = None if settings is None else settings[begin:end]
+                    decoding.admit(prompts[begin:end], max_new_tokens, row_ids=ids, settings=each)
+                    begin = end
+                else:
+                    decoding.step()
+            return decoding.result()

@@ -8,7 +8,7 @@ import torch
 
 from decode.measure.time_passes import seconds_by_turns
 from decode.model.cache.cached_model import CachedLM
-from decode.model.forward import few_rows_layers, lean_forward, lean_layer, lean_parts
+from decode.model.forward import few_rows, few_rows_layers, lean_forward, lean_layer, lean_parts
 from decode.model.forward.huge_pages import has_huge_pages
 from decode.model.forward.prepare_model import (
     has_products,
@@ -98,7 +98,8 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
     they lie in pages of 2 MB. attention: whether ours is used. exact_bits: whether chains have the
     bits of plain decoding (`CachedLM.keeps_bits`). parts: the number of modules of each class of
     ours.
-    not_packed_because, not_lean_because: the reason, or None.
+    not_packed_because, not_lean_because, not_compiled_because (the layers in C++): the reason, or
+    None. not_compiled_because is None on a GPU too.
     """
     model, prepared = lm.model, lm.forward_pass
     modules = lean_forward, lean_layer, lean_parts, few_rows_layers
@@ -107,6 +108,9 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
         type(module).__name__ for module in prepared.modules() if type(module).__module__ in files
     )
     packed = ours[lean_parts.PackedLinear.__name__]
+    not_compiled = None
+    if lm.device.type == "cpu" and few_rows.library(model.dtype) is None:
+        not_compiled = few_rows.reason_against(model.dtype)
     weights: Counter[str] = Counter()
     for part in prepared.modules():
         if isinstance(part, lean_parts.PackedLinear) and part.has_blocks:
@@ -121,6 +125,7 @@ def describe_kernels(lm: CachedLM) -> dict[str, Any]:
         "attention": prepared.has_our_attention,
         "exact_bits": lm.keeps_bits,
         "parts": dict(ours),
+        "not_compiled_because": not_compiled,
         "not_packed_because": None if packed else reason_against_packing(model),
         "not_lean_because": reason_against_lean(model),
     }

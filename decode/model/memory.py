@@ -1,5 +1,6 @@
 """The memory that keys and values take, and whether the machine has it."""
 
+import copy
 from pathlib import Path
 
 import psutil
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
 from decode.model.kinds.layer_kinds import attention_sizes
+from decode.model.pretrained import has_encoder, text_of
 
 # A container's limit, what it uses of it, and what of that is files that can be dropped: the entry
 # of memory.stat. As the kernel writes them for cgroups, versions 2 and 1.
@@ -22,11 +24,43 @@ CONTAINERS = (
 )
 
 
+# By the class and the config of a model: the numbers of `slot_bytes`.
+_NUMBERS: dict[tuple[type, str], int] = {}
+
+
 def slot_bytes(model: PreTrainedModel) -> int:
-    """The bytes of keys and values of one token of one row, over all layers, as the model's config
-    states them. Running states do not count: they do not grow with the text."""
-    numbers = sum(size.key_heads * size.head_size for size in attention_sizes(model))
-    return 2 * numbers * model.dtype.itemsize
+    """The bytes of keys and values that slots keep of one token of one row, over all layers.
+
+    Running states do not count: they do not grow with the text. Layers with a window count as the
+    others do. The model needs no weights."""
+    kind = type(model), text_of(model.config)
+    if kind not in _NUMBERS:
+        _NUMBERS[kind] = _slot_numbers(model)
+    return _NUMBERS[kind] * model.dtype.itemsize
+
+
+def _slot_numbers(model: PreTrainedModel) -> int:
+    """How many numbers a cache gets from a pass over one token.
+
+    No config says it of every model: multi-head latent attention keeps what its keys and values are
+    made of, and some layers keep nothing. So a copy of the model is run that has shapes and no
+    values. If it cannot run so, the number is that of the heads in the config."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    config._experts_implementation = "batched_mm"  # the others read which experts a token has
+    ids = {"input_ids": torch.zeros(1, 1, dtype=torch.int64, device="meta")}
+    try:
+        with torch.device("meta"), torch.no_grad():
+            shapes = type(model)._from_config(config).eval()
+            if has_encoder(model):
+                ids["decoder_input_ids"] = ids["input_ids"]
+            kept = shapes(**ids, use_cache=True).past_key_values
+        layers = getattr(kept, "self_attention_cache", kept).layers
+        states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
+        numbers = sum(x.shape[1] * x.shape[3] for x in states if x is not None and x.ndim == 4)
+    except Exception:  # code of any library, on tensors without values
+        numbers = 0
+    return numbers or 2 * sum(x.key_heads * x.head_size for x in attention_sizes(model))
 
 
 def free_bytes(device: torch.device) -> int | None:

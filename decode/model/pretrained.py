@@ -293,6 +293,12 @@ def gguf_read_once() -> Iterator[None]:
         yield
 
 
+def text_of(config: Any) -> str:
+    """All that a config says, except where it was found."""
+    values = config.to_dict()
+    return repr({name: values[name] for name in sorted(values) if name != "_name_or_path"})
+
+
 def has_encoder(model: Any) -> bool:
     """Whether the model is a decoder under an encoder."""
     return bool(model.config.is_encoder_decoder)

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.sublayers import Sublayers
 from decode.model.kinds.layer_kinds import recurrent_layers, require_slots
+from decode.model.pretrained import text_of
 from decode.model.small_copy import small_model
 from decode.tree_structure import ancestors_of
 
@@ -95,17 +96,11 @@ def reason_against(lm: Tried, trial: Trial) -> str | None:
     if (trial, attention) in _PASSED.get(model, ()):
         return None
     forward = type(lm.forward_pass), lm.forward_pass.has_our_attention
-    kind = (trial, type(model), attention, *forward, _text_of(model.config))
+    kind = (trial, type(model), attention, *forward, text_of(model.config))
     reason = _REASONS[kind] if kind in _REASONS else _tried(lm, trial, kind)
     if reason is None and lm.device.type != "meta":
         _PASSED.setdefault(model, set()).add((trial, attention))
     return reason
-
-
-def _text_of(config: Any) -> str:
-    """All that a config says, except where it was found."""
-    values = config.to_dict()
-    return repr({name: values[name] for name in sorted(values) if name != "_name_or_path"})
 
 
 def _tried(lm: Tried, trial: Trial, kind: tuple[Any, ...]) -> str | None:

@@ -299,6 +299,8 @@ def _on_kernels(examination: Examination) -> str:
     line = f"Packed products are on; the forward is {kernels['forward']}"
     reason = kernels["not_lean_because"]
     line += "." if reason is None else f"', which is slower: {reason}."
+    if compiled := kernels["not_compiled_because"]:
+        line += f" The layers in C++ are off: {compiled}."
     if target["dtype"] == "float32" and "bfloat16" in fast:
         line += (
             " This CPU multiplies in bfloat16: use --dtype bfloat16, which reads half the bytes."

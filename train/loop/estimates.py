@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.model.kinds.layer_kinds import recurrent_layers
+from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
 from distill.teacher.cached_features import bytes_per_token
@@ -36,8 +36,8 @@ def layer_numbers(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     hidden: int = config.hidden_size
     inner: int = getattr(config, "intermediate_size", None) or 4 * hidden
-    attending = config.num_hidden_layers - len(recurrent_layers(model))
-    keys = slot_bytes(model) // (max(1, attending) * model.dtype.itemsize)
+    sizes = attention_sizes(model)
+    keys = 2 * sum(x.key_heads * x.head_size for x in sizes) // max(1, len(sizes))
     return 8 * hidden + keys + 4 * inner
 
 

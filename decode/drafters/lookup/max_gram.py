@@ -6,8 +6,8 @@ from decode.drafters import DRAFTERS
 from decode.drafters.lookup.lookup_tree import LookupTree
 from decode.drafters.lookup.ngram import StoreDrafter
 
-# A longer match counts as this long. Each token of a match is a pass over the places that match, and
-# in a text that repeats itself the longest match is nearly as long as the text.
+# A longer match counts as this long. Each token of a match is a pass over the places that match,
+# and in a text that repeats itself the longest match is nearly as long as the text.
 LONGEST_MATCH = 64
 
 

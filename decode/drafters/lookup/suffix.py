@@ -59,6 +59,7 @@ class SuffixTrie:
         self._first = 0  # the position of the first of these tokens; earlier texts were dropped
         self._open: list[Node] = []  # the suffixes of the open text that are nodes, longest first
         self._lengths: deque[int] = deque()  # of the complete texts
+        self.tokens = 0  # of the complete texts
         self._begin = 0  # the position of the first token of the open text
 
     def __len__(self) -> int:
@@ -90,11 +91,13 @@ class SuffixTrie:
         self._tokens.append(END)
         after = self._first + len(self._tokens)
         self._lengths.append(after - 1 - self._begin)
+        self.tokens += self._lengths[-1]
         self._open, self._begin = [], after
 
     def drop_first(self) -> None:
         """Drops the oldest complete text."""
         length = self._lengths.popleft()
+        self.tokens -= length
         text = self._tokens[:length].tolist()
         for begin in range(length):
             node = self._root
@@ -158,7 +161,8 @@ class SuffixDrafter(LookupDrafter):
     training.
 
     There is one trie for each row's text (prompt and output), and one for the outputs of the last
-    `max_cached_requests` texts that ended, of all rows (0: none; the oldest output goes first). For
+    `max_cached_requests` texts that ended, of all rows (0: none), with at most `max_cached_tokens`
+    tokens together. The oldest output goes first. For
     each length m of the text's end that occurs in a trie, the draft has at most
     ⌊max_spec_factor·m + max_spec_offset⌋ tokens, and at most γ. The probability of a token is
     estimated as the product of its and its ancestors' shares among the tokens that followed there.
@@ -180,6 +184,7 @@ class SuffixDrafter(LookupDrafter):
         self,
         max_tree_depth: int = 24,
         max_cached_requests: int = 10_000,
+        max_cached_tokens: int = 500_000,
         max_spec_factor: float = 1.0,
         max_spec_offset: float = 0.0,
         min_token_prob: float = 0.1,
@@ -188,6 +193,7 @@ class SuffixDrafter(LookupDrafter):
     ) -> None:
         require_whole(2, DEEPEST_TREE, max_tree_depth=max_tree_depth)
         require_whole(0, max_cached_requests=max_cached_requests)
+        require_whole(max_cached_tokens=max_cached_tokens)
         if min(max_spec_factor, min_score) < 0 or not 0 <= min_token_prob <= 1:
             raise UserError(
                 f"max_spec_factor={max_spec_factor}, min_score={min_score}, "
@@ -201,6 +207,7 @@ class SuffixDrafter(LookupDrafter):
             )
         require_tree_nodes(tree_nodes)
         self.max_tree_depth, self.max_cached_requests = max_tree_depth, max_cached_requests
+        self.max_cached_tokens = max_cached_tokens
         self.max_spec_factor, self.max_spec_offset = max_spec_factor, max_spec_offset
         self.min_token_prob, self.min_score = min_token_prob, min_score
         self.tree_nodes = tree_nodes
@@ -274,8 +281,12 @@ class SuffixDrafter(LookupDrafter):
             text = contexts.tokens[index, rows[index].begin : contexts.lengths[index]]
             self.outputs.extend(text.tolist())
             self.outputs.close()
-            if len(self.outputs) > self.max_cached_requests:
+            while self._holds_too_much():
                 self.outputs.drop_first()
+
+    def _holds_too_much(self) -> bool:
+        outputs = self.outputs
+        return len(outputs) > self.max_cached_requests or outputs.tokens > self.max_cached_tokens
 
     def forget(self) -> None:
         self.outputs = SuffixTrie(self.max_tree_depth)

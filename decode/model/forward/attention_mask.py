@@ -91,13 +91,19 @@ class AttentionMask:
         watch: Watch | None = None,
     ) -> None:
         self.visible, self.chain, self.watch = visible, chain, watch
-        if visible is not None and visible.dtype == torch.bool:
-            blocked = torch.finfo(dtype).min
-            hidden = visible.logical_not()
-            visible = torch.zeros_like(visible, dtype=dtype).masked_fill_(hidden, blocked)
-        self.additive = visible
+        self._dtype = dtype
         # The masks of the kernel calls are the same in all layers of the same shape.
         self._forms: dict[tuple[str, int, int], Tensor] = {}
+
+    @functools.cached_property
+    def additive(self) -> Tensor | None:
+        """The mask as it is added to scores. It is made when an attention asks for it first: some
+        read `visible` only."""
+        visible = self.visible
+        if visible is None or visible.dtype != torch.bool:
+            return visible
+        blocked, hidden = torch.finfo(self._dtype).min, visible.logical_not()
+        return torch.zeros_like(visible, dtype=self._dtype).masked_fill_(hidden, blocked)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None

@@ -10,8 +10,8 @@ such: half of the memory, and the same products. Weights of a quantised file are
 (`quantised_rows`).
 
 The file is compiled for a dtype when that is first needed, which takes a few seconds, and kept in
-the user's cache. Without a compiler, or on a processor that lacks the instructions, PyTorch's
-products stay.
+the user's cache. From then on it needs no compiler. Without a compiler before that, or on a
+processor that lacks the instructions, PyTorch's products stay.
 """
 
 import ctypes
@@ -94,17 +94,28 @@ NUMBERS = {
 }
 
 
+# Why the functions for a dtype could not be compiled.
+_FAILED: dict[torch.dtype, str] = {}
+
+
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled functions for states in a dtype. None where they cannot run.
     `DRAFTSMITH_FEW_ROWS=0` turns them off."""
+    _FAILED.pop(dtype, None)
     numbers = NUMBERS.get(dtype)
-    if os.environ.get(SWITCH) == "0" or numbers is None or not _processor_fits(numbers):
+    if numbers is None or reason_against(dtype) is not None:
         return None
     try:
         found = ctypes.CDLL(str(_compiled(numbers)))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logger.info("no functions for few rows: %s", error)
+        _FAILED[dtype] = f"they cannot be compiled ({error})"
+        logger.warning(
+            "decoding on this CPU is slower than it can be: its layers in C++ are off, because %s. "
+            "Install a C++ compiler, or set CXX to one, or %s=0 to decode without these layers",
+            _FAILED[dtype],
+            SWITCH,
+        )
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
@@ -114,6 +125,19 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     for function in (found.product, found.layer_begins, found.layer_ends, found.layers):
         function.restype = None
     return found
+
+
+def reason_against(dtype: torch.dtype) -> str | None:
+    """Why the functions for states in a dtype do not run, as far as it is known: that they cannot
+    be compiled is known after the first `library`. None: they run."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns them off"
+    numbers = NUMBERS.get(dtype)
+    if numbers is None:
+        return f"they are not written for {str(dtype).removeprefix('torch.')}"
+    if not _processor_fits(numbers):
+        return "they are not for this processor"
+    return _FAILED.get(dtype)
 
 
 def _processor_fits(numbers: Numbers) -> bool:
@@ -127,18 +151,18 @@ def _processor_fits(numbers: Numbers) -> bool:
 def _compiled(numbers: Numbers) -> Path:
     """The compiled file in the user's cache. Raises OSError, RuntimeError or SubprocessError if it
     cannot be made."""
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        raise OSError("there is no C++ compiler")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     if cache.stat().st_uid != os.getuid():
         raise OSError(f"{cache} belongs to another user")
     flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.headers[0].name}"']
     texts = [file.read_text(encoding="utf-8") for file in (SOURCE, *numbers.headers)]
-    about = "\0".join([*texts, compiler, *flags])
+    about = "\0".join([*texts, *flags])
     path = cache / f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
     if not path.exists():
+        compiler = shutil.which(os.environ.get("CXX", "c++"))
+        if compiler is None:
+            raise OSError("there is no C++ compiler")
         with tempfile.TemporaryDirectory(dir=cache) as folder:
             part, whole = Path(folder, "part.o"), Path(folder, "whole.so")
             # Not linked with OpenMP: its functions are those of the library that PyTorch loaded, so
