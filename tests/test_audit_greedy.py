@@ -156,7 +156,7 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
 
     monkeypatch.setattr(Questions, "contract", contract)
     with served(AnswerEngine(change=breaks_off).app()) as url:
-        options = AuditOptions(max_new_tokens=8, samples=2)
+        options = AuditOptions(max_new_tokens=8, samples=1)
         found = draftsmith.audit(f"{url}/v1/", TARGET, PROMPTS[:3], options)
     by_name = {f"{x.group} {x.name}": x for x in found.findings}
     ends = by_name["greedy ends and usage"]
@@ -264,4 +264,4 @@ def test_a_stream_may_have_any_character_in_its_texts(end: str) -> None:
         "data: " + json.dumps({"choices": [{"text": text}]}, ensure_ascii=False) for text in texts
     ]
     body = (2 * end).join([*events, "data: [DONE]", ""])
-    assert Said.streamed(body).text == "".join(texts)
+    assert Said.streamed(body.encode()).text == "".join(texts)

@@ -126,7 +126,7 @@ def test_another_acceptance_or_text_fails(
     def broken(self: Any, asked: EngineTask) -> Any:
         run = original(self, asked)
         texts = [[(token + 1) % 300 for token in text] for text in run.drafted_texts]
-        accepted = run.accepted_tokens - int(0.04 * run.drafted_tokens)
+        accepted = 0 if 2 * run.accepted_tokens > run.drafted_tokens else run.drafted_tokens
         return replace(run, accepted_tokens=accepted, drafted_texts=texts)
 
     monkeypatch.setattr(engine, "run", broken)

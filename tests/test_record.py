@@ -147,6 +147,9 @@ def test_requests_that_no_engine_should_get(tmp_path: Path) -> None:
         both = b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
         here = b"Host: localhost\r\nConnection: close\r\n"
         assert status(b"POST /echo/x HTTP/1.1\r\n" + here + both) == b"400"
+        # A target that is no path of a URL goes on as it is; this engine knows neither.
+        for asked in (b"OPTIONS *", b"GET /a/../health", b"GET /./health"):
+            assert status(asked + b" HTTP/1.1\r\n" + here + b"\r\n") == b"404"
         assert status(b"GET http://else.where/x HTTP/1.1\r\n" + here + b"\r\n") == b"400"
         evil = {"origin": "https://evil.example", "content-type": "text/plain"}
         body = json.dumps(chat(store=True)).encode()

@@ -190,6 +190,7 @@ def hermes(*calls: str) -> str:
          "<tool_call>\n" + NOW[:12], ["weather"]),
         ("hermes", f"<tool_call>{ROME}", "", ["weather"]),
         ("hermes", f"<tool_call>\n[{ROME}, {NOW}]\n</tool_call>", "", ["weather", "now"]),
+        ("hermes", f"<tool_call>\n{ROME}\n{NOW}\n</tool_call>", "", ["weather", "now"]),
         # Marks that are no calls: mentioned, in reasoning, of a function that is not there.
         ("hermes", f"I write <tool_call> and {{}}. {hermes(NOW)}", "I write <tool_call> and {}.",
          ["now"]),
@@ -246,6 +247,7 @@ def test_arguments_arrive_as_they_are_written() -> None:
     reads = Calls(target("hermes").tokenizer, TOOLS, "auto", True)
     for written, arguments in (
         ('{ "a":1.50,  "b": 1e400, "c": "\\u00e9" }', None),
+        (f'{{"a": {5000 * "9"}}}', None),
         (MARKED, None),
         (json.dumps(MARKED), MARKED),
         ('"hello"', None),

@@ -55,9 +55,10 @@ class Upstream:
     ) -> httpx2.Response:
         """Send a request; return when the answer begins. target: path and query as they came.
         Raises httpx2.TransportError."""
-        url = httpx2.URL(self.url).copy_with(raw_path=target)
+        # Not as a part of the URL, which knows no `*` and takes dots out of a path.
+        more = {"timeout": TIMEOUTS, "target": target}
         request = httpx2.Request(
-            method, url, headers=list(headers), content=body, extensions={"timeout": TIMEOUTS}
+            method, self.url, headers=list(headers), content=body, extensions=more
         )
         return await self.transport.handle_async_request(request)
 

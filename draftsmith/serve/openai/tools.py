@@ -58,7 +58,7 @@ FORMATS = (
     CallFormat(
         r"<tool_call>(\\n|\s)*\{\\?[\"']name\b", r"<tool_call>[\s\[]*",
         "", "<tool_call>\n", "\n</tool_call>", "\n", "",
-        ("<tool_call>", "</tool_call>"), r"\s*,\s*", r"\s*\]?\s*</tool_call>", "arguments",
+        ("<tool_call>", "</tool_call>"), r"\s*,?\s*", r"\s*\]?\s*</tool_call>", "arguments",
     ),
     # Mistral and Mixtral, before [ARGS]. A list at the beginning needs no mark.
     CallFormat(
@@ -298,7 +298,7 @@ class Calls:
 
     def _call(self, members: Mapping[str, str]) -> tuple[str, str] | None:
         """The call that an object is, given by the JSON of its members. None: it is none."""
-        name = json.loads(members.get("name", "null"))
+        name = _JSON.decode(members.get("name", "null"))
         given = next((members[key] for key in _KEYS if key in members), None)
         if not isinstance(name, str) or name not in self._functions or given is None:
             return None
@@ -350,7 +350,8 @@ def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-_JSON = json.JSONDecoder(parse_constant=_no_number)
+# Numbers stay as they are written; Python makes none of more than 4,300 digits.
+_JSON = json.JSONDecoder(parse_constant=_no_number, parse_int=str, parse_float=str)
 
 
 def require_tools(tokenizer: PreTrainedTokenizerBase, param: str) -> None:
