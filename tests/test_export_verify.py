@@ -134,7 +134,7 @@ def test_another_acceptance_or_text_fails(
     found = verify_export(
         "transformers", task(target, exported, prompts=PROMPTS[:4]), min_drafted=10
     )
-    assert [failure.split()[0] for failure in found.failures] == ["draft", "100%"]
+    assert [failure.split()[0] for failure in found.failures] == ["transformers:", "100%"]
     few = verify_export("transformers", few_prompts).failures[0]
     assert "at least 2000 are needed" in few
 
