@@ -392,7 +392,8 @@ def test_forced_tokens_are_those_of_forced_runs(target: Target, grammars: Gramma
 def _added(*, special: bool) -> Any:
     """The tiny tokenizer with marks of tools and reasoning as single tokens."""
     tokenizer = copy.deepcopy(tiny_tokenizer())
-    marks = ("<tool_call>", "</tool_call>", "<think>", "[CALL]")
+    # The decoder of bytes reads the last one as bytes that are no text.
+    marks = ("<tool_call>", "</tool_call>", "<think>", "[CALL]", "naïf")
     tokens = [AddedToken(mark, special=special, normalized=False) for mark in marks]
     tokenizer.add_tokens(tokens, special_tokens=special)
     return tokenizer
@@ -411,6 +412,7 @@ MARKS = [
     "</s>",
     "[CALL]",
     "é the",
+    "naïf",
 ]
 TOKENIZERS: dict[str, Callable[[], Any]] = {
     "byte level": tiny_tokenizer,

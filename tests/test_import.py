@@ -262,6 +262,9 @@ FAULTS: dict[str, dict[str, Change]] = {
         "config.json has transformer_layer_config.logit_scale, which": lambda made: made.config[
             "transformer_layer_config"
         ].update(logit_scale=2.0),
+        "config.json has speculators_config.proposal_methods.alpha, which": lambda made: (
+            made.config["speculators_config"]["proposal_methods"][0].update(alpha=0.5)
+        ),
         "has no norm_before_residual, and readers assume different values": lambda made: (
             made.config.pop("norm_before_residual")
         ),

@@ -45,6 +45,8 @@ class TokenTexts:
         special.update(tokenizer.all_special_ids)
         vocabulary = {i: token for token, i in tokenizer.get_vocab().items() if i < rows}
         self.texts = [b""] * (max(vocabulary, default=-1) + 1)
+        # A backend's decoder does not know which tokens were added: it reads the names of all.
+        as_text = set() if getattr(tokenizer, "backend_tokenizer", None) else set(added)
         # Tokens for single bytes come last.
         order = sorted(vocabulary, key=lambda i: bool(BYTE_TOKEN.fullmatch(vocabulary[i])))
         self.ids: dict[bytes, int] = {}
@@ -52,7 +54,7 @@ class TokenTexts:
             name = vocabulary[i]
             if i in special:
                 text = _BEGIN + name.encode() + _END
-            elif i in added:
+            elif i in as_text:
                 text = name.encode()
             else:
                 text = _token_bytes(name, self.spelling)

@@ -236,6 +236,9 @@ def speculators_keys(*others: str) -> Keys:
         ),
         LAYER_CONFIG: LAYER_KEYS,
         SPECULATORS: ("algorithm", "proposal_methods", "default_proposal_method", "verifier"),
+        f"{SPECULATORS}.proposal_methods": (
+            *("proposal_type", "speculative_tokens", "verifier_accept_k", "accept_tolerance"),
+        ),
         f"{SPECULATORS}.verifier": ("name_or_path", "architectures"),
     }
 

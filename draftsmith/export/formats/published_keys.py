@@ -39,23 +39,27 @@ HARMLESS = frozenset(_HARMLESS.split())
 
 def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> list[str]:
     """Return the keys of a config that are neither known nor harmless, sorted; those of an object
-    in it as `object.key`. Keys with null or something empty say nothing, and are left out. An
-    object for which `known` has no keys is not looked into.
+    in it, or in a list in it, as `object.key`. Keys with null or something empty say nothing, and
+    are left out. An object for which `known` has no keys is not looked into.
 
     >>> unknown_keys({"scale": 2, "norm": None, "eagle_config": {"x": 1}}, {"": ["eagle_config"]})
     ['scale']
     >>> unknown_keys({"a": {"x": 1, "dtype": 2}}, {"": ["a"], "a": ["y"]})
     ['a.x']
+    >>> unknown_keys({"a": [{"x": 1}, {"y": 2}]}, {"": ["a"], "a": ["y"]})
+    ['a.x']
     """
-    unknown = []
+    unknown = set()
     for key, value in config.items():
         path = f"{place}.{key}" if place else key
         if key in HARMLESS or value is None or value in ("", [], {}):
             continue
         if key not in known[place]:
-            unknown.append(path)
-        elif path in known and isinstance(value, Mapping):
-            unknown += unknown_keys(value, known, path)
+            unknown.add(path)
+        elif path in known:
+            for inner in value if isinstance(value, list) else [value]:
+                if isinstance(inner, Mapping):
+                    unknown |= set(unknown_keys(inner, known, path))
     return sorted(unknown)
 
 
