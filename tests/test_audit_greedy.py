@@ -167,6 +167,32 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
     assert found.subject["url"] == url
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"choices": []}, {"choices": [{"token_ids": ["a"]}]}, {"timings": [1]},
+        {"usage": {"completion_tokens": "x"}}, {"timings": {"draft_n": "x"}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> None:
+    """Of a greedy answer the audit ends; of a later one only that part, whose texts it costs."""
+    prompts, options = PROMPTS[:3], AuditOptions(max_new_tokens=8, samples=1)
+    for count in (0, len(prompts)):
+
+        def change(reply: dict[str, Any], number: int, count: int = count) -> None:
+            if number > count:
+                reply |= odd
+
+        with served(AnswerEngine(change=change).app()) as url:
+            if count:
+                found = draftsmith.audit(url, TARGET, prompts, options)
+                assert any("no answer" in x.detail for x in found.findings[3:])
+            elif odd != {"choices": []}:
+                with pytest.raises(UserError, match="replied what is no answer"):
+                    draftsmith.audit(url, TARGET, prompts, options)
+
+
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_an_address_may_have_the_path_of_the_api(end: str) -> None:
     assert _root(f"http://host:8000{end}") == "http://host:8000"

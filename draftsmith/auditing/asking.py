@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
@@ -31,6 +31,9 @@ NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
+T = TypeVar("T")
+# What reading an answer of another shape raises.
+NO_ANSWER = (KeyError, TypeError, IndexError, ValueError, AttributeError, RecursionError)
 
 
 class _Ids(Completions):
@@ -51,6 +54,8 @@ class _Ids(Completions):
         for choice in body["choices"]:
             # Names of tokens are not unique.
             log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
+            if not isinstance(log_p, list) or not all(isinstance(x, int | float) for x in log_p):
+                log_p = None
             replies.append((self.read(body | {"choices": [choice]}), log_p))
         return replies
 
@@ -65,7 +70,7 @@ class _LlamaIds(LlamaServer):
 
     def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
         """As `_Ids.replies`."""
-        log_p = [token["logprob"] for token in body.get("completion_probabilities", ())]
+        log_p = [float(token["logprob"]) for token in body.get("completion_probabilities", ())]
         return [(self.read(body), log_p or None)]
 
 
@@ -111,18 +116,21 @@ class AuditedServer(ServerClient):
         """The name of the model in requests; None for a protocol that has none."""
         return await self.model() if self.protocol.several else None
 
-    def decoded(self, response: httpx2.Response) -> Any:
-        """The JSON of an answer. Raises UserError for what is none."""
-        try:
-            return self.accepted(response).json()
-        except ValueError as error:
-            raise self._no_answer(response, error) from error
+    def decoded(self, response: httpx2.Response, read: Callable[[Any], T]) -> T:
+        """What `read` makes of the JSON of an answer. Raises UserError for an answer that is none,
+        or has another shape."""
+        return self.understood(response, lambda: read(response.json()))
 
-    def _no_answer(self, response: httpx2.Response, error: Exception) -> UserError:
-        return UserError(
-            f"{response.request.url} replied what is no answer ({type(error).__name__}: {error}): "
-            f"{excerpt(response)}. Check --protocol"
-        )
+    def understood(self, response: httpx2.Response, read: Callable[[], T]) -> T:
+        """What `read` makes of an answer, as `decoded`."""
+        self.accepted(response)
+        try:
+            return read()
+        except NO_ANSWER as error:
+            raise UserError(
+                f"{response.request.url} replied what is no answer ({type(error).__name__}: "
+                f"{error}): {excerpt(response)}. Check --protocol"
+            ) from error
 
     async def texts(
         self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
@@ -139,9 +147,10 @@ class AuditedServer(ServerClient):
                 f"{excerpt(response)}. Expected a server that takes token ids as a prompt and "
                 "every field of the request; for llama-server set --protocol llama-server"
             )
-        replies = self._read(response)
-        timings = response.json().get("timings") or {}  # of llama-server
-        asked.counts += DraftCounts(timings.get("draft_n", 0), timings.get("draft_n_accepted", 0))
+        replies, counts = self.decoded(
+            response, lambda body: (self.protocol.replies(body), _drafted(body))
+        )
+        asked.counts += counts
         if len(replies) != each:
             asked.faults.append(f"{len(replies)} answers came in place of {each}")
         asked.faults += _miscounted([reply for reply, _ in replies])
@@ -162,11 +171,11 @@ class AuditedServer(ServerClient):
             elif answer.left_out not in NO_END:
                 asked.left_out.append(answer.left_out)
 
-    def _read(self, response: httpx2.Response) -> list[tuple[Reply, LogP]]:
-        try:
-            return self.protocol.replies(self.decoded(response))
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            raise self._no_answer(response, error) from error
+
+def _drafted(body: dict[str, Any]) -> DraftCounts:
+    """What llama-server says of its drafts, beside an answer."""
+    timings = body.get("timings") or {}
+    return DraftCounts(*(float(timings.get(key) or 0) for key in ("draft_n", "draft_n_accepted")))
 
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:

@@ -7,6 +7,7 @@ about it: whether the tokens are right is asked elsewhere.
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx2
@@ -18,7 +19,7 @@ from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.tails import binomial_tail
 from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
-from train.engines.answers.protocols import AskSettings, LlamaServer, Row
+from train.engines.answers.protocols import AskSettings, LlamaServer, Row, token_ids
 from train.engines.server_config import ServerConfig
 
 GROUP = "contract"
@@ -40,13 +41,14 @@ class Said:
 
     @classmethod
     def whole(cls, reply: dict[str, Any]) -> "Said":
-        """From a reply, or an event of a stream, of either protocol."""
+        """From a reply, or an event of a stream, of either protocol. Raises as reading one of
+        another shape does (`NO_ANSWER`)."""
         if "choices" not in reply:
             reason = LlamaServer.reasons.get(reply.get("stop_type") or "")
-            return cls(reply["content"], reply.get("tokens"), reason)
+            return cls(str(reply["content"]), token_ids(reply.get("tokens")), reason)
         choice = reply["choices"][0]
-        text = choice.get("text") or ""
-        return cls(text, choice.get("token_ids"), choice.get("finish_reason"))
+        text, tokens = choice.get("text") or "", token_ids(choice.get("token_ids"))
+        return cls(str(text), tokens, choice.get("finish_reason"))
 
     @classmethod
     def streamed(cls, body: bytes) -> "Said":
@@ -117,7 +119,7 @@ def contract_findings(
             for number, prompt in enumerate(prompts[:PROMPTS])
         ]
         drawn = {"temperature": sampling.temperature}
-        texts = [Said.whole(await _answer(server, body)) for body in bodies]
+        texts = [await _answer(server, body) for body in bodies]
         findings.extend(_tokenizer(texts, target))
         findings.extend(await _streams(server, bodies, texts))
         findings.extend(await _stops(server, bodies, texts))
@@ -130,8 +132,8 @@ def contract_findings(
     return findings
 
 
-async def _answer(server: AuditedServer, body: dict[str, Any]) -> Any:
-    return server.decoded(await server.send("POST", server.protocol.path, body))
+async def _answer(server: AuditedServer, body: dict[str, Any]) -> Said:
+    return server.decoded(await server.send("POST", server.protocol.path, body), Said.whole)
 
 
 def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
@@ -164,7 +166,7 @@ async def _streams(
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
         response = await server.send("POST", server.protocol.path, body | {"stream": True})
-        said = Said.streamed(server.accepted(response).content)
+        said = server.understood(response, partial(Said.streamed, response.content))
         compared.count += 1
         if not said.same_tokens(whole):
             compared.left_out += 1
@@ -188,7 +190,7 @@ async def _stops(
             if len(stop) < STOP_LENGTH or whole.text.startswith(stop):
                 continue
             expected = whole.text[: whole.text.index(stop)]
-            said = Said.whole(await _answer(server, body | {"stop": [stop]}))
+            said = await _answer(server, body | {"stop": [stop]})
             compared.count += 1
             if said.tokens is not None and whole.tokens is not None:
                 common = min(len(said.tokens), len(whole.tokens)) - 1
@@ -216,7 +218,7 @@ async def _seeds(
     # Of more pairs, because each may part once by rounding.
     others = [] if repeats else [body | {"seed": body["seed"] + len(bodies)} for body in bodies]
     for body in [*bodies, *others]:
-        one, two = [Said.whole(await _answer(server, body)) for _ in range(2)]
+        one, two = [await _answer(server, body) for _ in range(2)]
         pairs.append((one, two))
     differ = [(one, two) for one, two in pairs if (one.text, one.tokens) != (two.text, two.tokens)]
     detail = f"{len(differ)} of {len(pairs)} pairs differ"
@@ -259,9 +261,13 @@ async def _template(
     response = await server.send("POST", "/v1/chat/completions", body | {"return_token_ids": True})
     if response.status_code != httpx2.codes.OK:
         return []
-    reply = response.json()
-    theirs = reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids"))
-    count = (reply.get("usage") or {}).get("prompt_tokens")
+    theirs, count = server.decoded(
+        response,
+        lambda reply: (
+            reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids")),
+            (reply.get("usage") or {}).get("prompt_tokens"),
+        ),
+    )
     compared = _Compared("chat template", 1)
     if (theirs is not None and theirs != expected) or (theirs is None and count != len(expected)):
         compared.faults.append(

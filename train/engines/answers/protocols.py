@@ -119,11 +119,11 @@ class Completions(Protocol):
         return Reply(
             str(choice["text"]),
             str(choice["finish_reason"]),
-            _ids(choice.get("token_ids")),
-            _ids(choice.get("prompt_token_ids", reply.get("prompt_token_ids"))),
+            token_ids(choice.get("token_ids")),
+            token_ids(choice.get("prompt_token_ids", reply.get("prompt_token_ids"))),
             stop if isinstance(stop, int) else None,
-            usage.get("completion_tokens"),
-            usage.get("prompt_tokens"),
+            _count(usage.get("completion_tokens")),
+            _count(usage.get("prompt_tokens")),
             top and [{_named(name): value for name, value in (row or {}).items()} for row in top],
         )
 
@@ -164,9 +164,9 @@ class LlamaServer(Protocol):
         return Reply(
             str(reply["content"]),
             self.reasons.get(kind, str(kind)),
-            _ids(reply.get("tokens")) or None,
-            token_count=reply.get("tokens_predicted"),
-            prompt_count=reply.get("tokens_evaluated"),
+            token_ids(reply.get("tokens")) or None,
+            token_count=_count(reply.get("tokens_predicted")),
+            prompt_count=_count(reply.get("tokens_evaluated")),
         )
 
 
@@ -179,11 +179,18 @@ def _named(name: str) -> int:
     return int(name.removeprefix("token_id:"))
 
 
-def _ids(value: Any) -> list[int] | None:
+def token_ids(value: Any) -> list[int] | None:
+    """Token ids as a server gives them; None: none. Raises ValueError for anything else."""
     if value is None:
         return None
     if not isinstance(value, list) or not all(type(token) is int for token in value):
         raise ValueError(f"token ids are {str(value)[:100]}")
+    return value
+
+
+def _count(value: Any) -> int | None:
+    if value is not None and type(value) is not int:
+        raise ValueError(f"a number of tokens is {str(value)[:100]}")
     return value
 
 
