@@ -48,6 +48,11 @@ def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Pat
         ("data=/scratch/a/b.jsonl,x", "data=b.jsonl,x"),
         ("started from C:\\runs\\new\\drafter", "started from drafter"),
         ("org/name at https://host/a/b", "org/name at https://host/a/b"),
+        ("http://host:80/a/b and s3://bucket/a/b", "http://host:80/a/b and s3://bucket/a/b"),
+        ("of store:/home/me/drafter", "of store:drafter"),
+        ("file:///home/me/target", "target"),
+        ("read ~me/x.json", "read x.json"),
+        ("at \\\\host\\share\\x", "at x"),
         ("half of 1 / 2 and/or 3", "half of 1 / 2 and/or 3"),
     ],
 )

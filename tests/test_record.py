@@ -25,7 +25,7 @@ from draftsmith.learn.record.kept_answers import LONGEST_TEXT, Exchange, NotReco
 from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants
 from draftsmith.learn.record.redaction import passes_luhn, redact
 from draftsmith.learn.record.upstream import Upstreams
-from draftsmith.net.events import read_events
+from draftsmith.net.events import event, read_events
 from draftsmith.net.limits import Limits
 from tests.service import until
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
@@ -457,6 +457,27 @@ def test_thoughts_and_fields_of_messages(
         body = f"data: {body}\n\ndata: [DONE]\n\n"
     with pytest.raises(NotRecorded, match=said):
         exchanges(asked, body.encode(), stream=stream)
+
+
+def test_what_goes_on_behind_its_end_or_is_of_several_models_is_not_recorded() -> None:
+    def piece(text: str, end: str | None, model: str = "a") -> dict[str, Any]:
+        choice = {"index": 0, "delta": {"content": text}, "finish_reason": end}
+        return {"id": "1", "model": model, "choices": [choice]}
+
+    end: dict[str, Any] = {"id": "1", "model": "", "choices": []}
+    for chunks, said in (
+        ([piece("a", None), piece("b", "stop"), piece("", None), end], None),
+        ([piece("a", "stop"), piece("b", None)], "another shape"),
+        ([piece("a", "stop"), piece("b", "stop")], "another shape"),
+        ([piece("a", "stop"), {"error": {"message": "x"}}], "another shape"),
+        ([piece("a", None), piece("b", "stop", "other")], "several models"),
+    ):
+        body = b"".join(map(event, chunks)) + b"data: [DONE]\n\n"
+        if said is None:
+            assert [x.answer for x in exchanges(chat(), body, stream=True)[0]] == ["ab"]
+        else:
+            with pytest.raises(NotRecorded, match=said):
+                exchanges(chat(), body, stream=True)
 
 
 def test_events_are_cut_into_lines_as_the_standard_does() -> None:

@@ -224,8 +224,11 @@ def public_name(name: str) -> str:
     return name if target_hub_id(name) else Path(name).name
 
 
-# Directories in a word: `/a/b/` of /a/b/c, also behind `=`, `[` or the like; not of a URL.
-_DIRECTORIES = re.compile(r"(?<![\w.:/\\~])(?:~|[A-Za-z]:)?[/\\](?:[^\s,=\[\]{}\"'/\\]+[/\\])+")
+# Directories in a word: `/a/b/` of /a/b/c, also behind `=`, `:`, `[` or the like; not of a URL.
+_PART = r"[^\s,=\[\]{}\"'/\\]+[/\\]"
+_DIRECTORIES = re.compile(
+    rf"(?<![\w./\\~])(?:~\w+[/\\](?:{_PART})*|(?:file://|~|[A-Za-z]:|\\)?[/\\](?:{_PART})+)"
+)
 
 
 def without_directories(value: Any) -> Any:

@@ -92,13 +92,18 @@ def exchanges(
             spoken = {key for key, value in message.items() if value} - {"role", "content"}
             if spoken:  # reasoning, a tool call, a refusal
                 raise NotRecorded(f"the answer has {', '.join(sorted(spoken))[:80]}")
-            texts[index] = texts.get(index, "") + (message.get("content") or "")
+            content = message.get("content") or ""
+            if content and index in ends:
+                raise ValueError("the answer goes on behind its end")
+            texts[index] = texts.get(index, "") + content
             if choice.get("finish_reason") is not None:
                 ends[index] = _end(choice)
     except (ValueError, RecursionError):
         raise NotRecorded("the answer is not complete, or has another shape") from None
     if not texts:
         raise NotRecorded("the answer has no choices")
+    if len({str(chunk["model"]) for chunk in chunks if chunk.get("model")}) > 1:
+        raise NotRecorded("the answer is of several models")
     request, model = str(chunks[0].get("id", "")), str(chunks[0].get("model", ""))
     found, left_out = [], Counter[str]()
     for index, text in sorted(texts.items()):
@@ -188,6 +193,8 @@ def _is_text(part: Any) -> bool:
 def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
     """Each choice of an answer or of one event, with its index and what it says. part: the key of
     that. Raises ValueError for anything that is not in this shape."""
+    if isinstance(chunk, dict) and chunk.get("error"):
+        raise ValueError("it is an error")
     choices = (chunk.get("choices") or []) if isinstance(chunk, dict) else None
     if not isinstance(choices, list) or not all(isinstance(one, dict) for one in choices):
         raise ValueError("choices is no list of objects")
