@@ -217,8 +217,9 @@ def test_a_switch_lets_answers_end_where_they_began(tmp_path: Path) -> None:
         running.start()
         until(lambda: bool(old.asked))
         assert client.post("/admin/upstream", json={"url": second}).status_code == 401
-        bad = client.post("/admin/upstream", headers=ADMIN, json={"url": "ftp://x/y"})
-        assert (bad.status_code, "http://HOST:PORT" in bad.text) == (400, True)
+        for wrong in ("ftp://x/y", "http://[", "http://x:99999", "http://me:secret@x"):
+            bad = client.post("/admin/upstream", headers=ADMIN, json={"url": wrong})
+            assert (bad.status_code, "http://HOST:PORT" in bad.text) == (400, True)
         state = client.post("/admin/upstream", headers=ADMIN, json={"url": second}).json()
         assert state["url"] == second
         assert state["draining"] == [{"url": first, "in_flight": 1}]

@@ -323,6 +323,9 @@ def test_every_sampling_setting_is_in_a_request(name: str) -> None:
         ({"url": "http://a", "launch": "vllm"}, "either url or launch"),
         ({"url": "http://a:1/v1"}, "leave /v1 out"),
         ({"url": "a:1"}, "expected http://HOST:PORT"),
+        ({"url": "http://a:99999"}, "expected http://HOST:PORT"),
+        ({"url": "http://[::1"}, "expected http://HOST:PORT"),
+        ({"url": "http://user:secret@a:1"}, "expected http://HOST:PORT"),
         ({"url": "http://a", "options": {"x": 1}}, "they need launch"),
     ],
 )

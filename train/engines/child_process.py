@@ -76,7 +76,7 @@ def ask(
         if error.code in (401, 403):
             reason += ". Check the key: engine.key_env and recorder.key_env name its variable"
         raise UserError(reason) from error
-    except (ValueError, InvalidURL) as error:
+    except (ValueError, OverflowError, InvalidURL) as error:
         raise UserError(f"{url!r} is no address: {error}; expected http://HOST:PORT") from error
     except (OSError, HTTPException) as error:
         raise NoAnswer(f"{url} does not answer: {str(error) or type(error).__name__}") from error

@@ -3,7 +3,7 @@ loop, and of one that hands out hidden states."""
 
 import os
 from typing import Any, Literal
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,20 @@ from decode.base.strict import Strict
 
 # Of vLLM, and set by the stage: which states it writes, and where.
 _SET_HERE = ("speculative_config", "kv_transfer_config", "enable_prefix_caching")
+
+
+def server_address(url: str) -> SplitResult | None:
+    """The parts of a server's address; None: it is none. A user and a password are not taken:
+    addresses stand in reports."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    is_named = parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0
+    return (
+        parts if is_named and not (parts.query or parts.fragment or "@" in parts.netloc) else None
+    )
 
 
 class EngineServer(Strict):
@@ -51,8 +65,8 @@ class EngineServer(Strict):
         if self.launch != "vllm" and (self.python is not None or self.on_cpu):
             raise ValueError("python and on_cpu are for an engine that is started: launch: vllm")
         for url in self.urls:
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.netloc or parts.query:
+            parts = server_address(url)
+            if parts is None:
                 raise ValueError(f"server.url is {url!r}; expected http://HOST:PORT")
             if parts.path.rstrip("/").endswith("/v1"):
                 raise ValueError(f"server.url is {url!r}; leave /v1 out")

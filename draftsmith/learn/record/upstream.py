@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx2
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
+from train.engines.server_config import server_address
 
 CONNECT_SECONDS = 10.0
 # A target may read a long prompt for minutes before its answer begins.
@@ -21,12 +21,8 @@ IDLE_SECONDS = 2.0
 
 def engine_url(url: str) -> str:
     """An engine's address without a path. Raises UserError for anything else."""
-    parts = urlsplit(url)
-    try:
-        fits = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        fits = False
-    if not fits or parts.path not in ("", "/") or parts.query or parts.fragment or parts.username:
+    parts = server_address(url)
+    if parts is None or parts.path not in ("", "/"):
         raise UserError(f"the upstream is {url!r}; expected http://HOST:PORT without a path")
     return f"{parts.scheme}://{parts.netloc}"
 
