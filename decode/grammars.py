@@ -4,6 +4,7 @@ llguidance (the extra `structured`) computes the masks. Each is a function of th
 text so far: a token may follow if the text with it is the beginning of a text of the grammar.
 """
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
+from decode.drafters.tokenizers.token_texts import TokenTexts
 from decode.draw.constraint import Matcher
 from decode.model.loading import Target
 
@@ -83,13 +85,54 @@ class _Matcher:
             raise ValueError(_shown(self._matcher.get_error()))
 
 
+class _Vocabulary:
+    """A tokenizer as the library's `TokenizerWrapper` shows it.
+
+    The library's own reader takes every added token for a special one. Its mask then forces that
+    token where a grammar has its text, and its matcher refuses it. Here a token is special only if
+    the tokenizer leaves it out of a text, or if it ends one. Each other token is its text. A text
+    is cut into tokens that spell exactly this text: so what the mask forces is never refused.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, ends: frozenset[int], vocab_size: int) -> None:
+        # A copy: other threads use the tokenizer meanwhile.
+        self._texts = texts = TokenTexts(copy.deepcopy(tokenizer), vocab_size)
+        if not texts.spells_bytes:
+            raise ValueError("its tokens do not spell all bytes")
+        rows = range(len(texts.texts))
+        for end in ends & {*rows}:
+            texts.mark_special(end)
+        self.special_token_ids = [i for i in rows if texts.is_special(i)]
+        self.eos_token_id = min(ends)
+        missing = max(vocab_size, max(ends) + 1) - len(rows)
+        self.tokens = [*map(texts.shown, rows), *[b""] * missing]
+        self._fast = getattr(texts.tokenizer, "backend_tokenizer", None)  # spells most texts itself
+        # Else a tokenizer that begins each text with a space would begin the part with one.
+        self._before = b"\n" if texts.spelling == "sentencepiece" else b""
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens that spell this text."""
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=False).ids
+            known = self._texts.texts
+            if b"".join(known[i] for i in ids if i < len(known)) == text.encode():
+                return ids
+        return self._texts.encode(text.encode(), self._before)
+
+
 class Grammars:
     """Makes the grammars of a target's texts. It reads the tokenizer once, which takes a second.
 
-    tokenizer: a fast tokenizer of transformers. eos_token_ids: the ids that end a text; the others
-    are the arguments' names. vocab_size: rows of the target's output layer. All methods may be
-    called from any thread. Raises UserError without llguidance, without EOS ids and for a tokenizer
-    that is not a fast one.
+    A special token is no part of a text: where a grammar has its name, other tokens spell it. A
+    Lark grammar asks for a special token with `<[id]>`. Any other added token is its text.
+
+    tokenizer: one of transformers. eos_token_ids: the ids that end a text; the others are the
+    arguments' names. vocab_size: rows of the target's output layer. All methods may be called from
+    any thread. Raises UserError without llguidance, without EOS ids and for a tokenizer whose
+    tokens cannot spell every text.
 
     >>> grammars = Grammars.of(target)                               # doctest: +SKIP
     >>> grammar = grammars.json_schema({"type": "object"})           # doctest: +SKIP
@@ -98,8 +141,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, eos_token_ids: Sequence[int], vocab_size: int) -> None:
         try:
-            from llguidance import LLMatcher
-            from llguidance.hf import from_tokenizer
+            from llguidance import LLMatcher, LLTokenizer
         except ImportError as error:
             raise UserError(
                 f"a grammar needs llguidance; run {install_command('structured')}"
@@ -109,12 +151,13 @@ class Grammars:
             raise UserError("a grammar needs an id that ends a text, but there are no EOS ids")
         self._library = LLMatcher
         try:
-            self._tokenizer = from_tokenizer(tokenizer, vocab_size, sorted(self.ends))
+            vocabulary = _Vocabulary(tokenizer, self.ends, vocab_size)
         except ValueError as error:
             raise UserError(
-                f"a grammar needs a fast tokenizer, and {type(tokenizer).__name__} is not one that "
-                f"llguidance reads ({error})"
+                "a grammar needs a tokenizer of bytes, as those of language models are, and "
+                f"{type(tokenizer).__name__} is none: {error}"
             ) from error
+        self._tokenizer = LLTokenizer(vocabulary, eos_token=sorted(self.ends))
 
     @classmethod
     def of(cls, target: Target) -> "Grammars":

@@ -1,14 +1,9 @@
-"""Tokens to text while they arrive a few at a time, and stop strings that end the text.
-
-A text also ends with an end-of-text id and at the length limit.
-"""
+"""Tokens to text while they arrive a few at a time, and what may end a text."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from transformers import PreTrainedTokenizerBase
-
-from decode.base.errors import UserError
 
 # How many tokens of text are held back at most. Bytes that are no character then never are one: a
 # character has at most four, and special tokens between them are rare.
@@ -23,12 +18,20 @@ class TextStream:
     same however many tokens a call brings. A call decodes only the last piece's tokens and the
     tokens since then.
 
+    skip_special_tokens: these have no text, except those in `shown`.
     held: the text that is held back, as it would be if the sequence ended here.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        skip_special_tokens: bool,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._hidden = special_ids(tokenizer) - shown if skip_special_tokens and shown else None
         # The last piece is needed because some tokenizers write the space of a token only if
         # another token precedes it.
         self._last: list[int] = []
@@ -77,7 +80,16 @@ class TextStream:
         return after if whole.startswith(self._last_text) and alone.endswith("�") else alone
 
     def _decode(self, ids: list[int]) -> str:
-        return decode(self._tokenizer, ids, skip_special_tokens=self._skip) if ids else ""
+        if self._hidden is not None:
+            ids = [i for i in ids if i not in self._hidden]
+        skip = self._skip and self._hidden is None
+        return decode(self._tokenizer, ids, skip_special_tokens=skip) if ids else ""
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """The ids that have no text where special tokens are skipped."""
+    added = (i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset((*tokenizer.all_special_ids, *added))
 
 
 def text_of(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
@@ -113,62 +125,3 @@ class Stop(ABC):
     @abstractmethod
     def cut(self, row: int, tokens: list[int]) -> int | None:
         """How many of the row's new tokens to keep if the text ends among them, else None."""
-
-
-class StopStrings(Stop):
-    """Ends a text with the first token that completes one of the strings, as
-    `generate(stop_strings=…)` does. The text keeps that token, also its characters after the
-    string.
-
-    Only the answer is searched, without its special tokens, as clients see it; for a string that
-    contains a special token, they are written out. A string may begin anywhere in a token, and span
-    any number of tokens and drafts. A step decodes only its new tokens and the tokens of the last
-    piece. Raises UserError if there is no string or an empty one.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: str | Sequence[str]) -> None:
-        self.strings = [strings] if isinstance(strings, str) else list(strings)
-        if not self.strings or not all(self.strings):
-            raise UserError(
-                f"stop strings are {self.strings}; expected at least one, none of them empty"
-            )
-        self._tokenizer = tokenizer
-        special = [token for token in tokenizer.all_special_tokens if token]
-        written = [string for string in self.strings if any(token in string for token in special)]
-        others = [string for string in self.strings if string not in written]
-        # Whether special tokens are left out, and the strings to search for.
-        self._searched = [(skip, some) for skip, some in ((True, others), (False, written)) if some]
-        self._searches: dict[int, list[_Search]] = {}
-
-    def start(self) -> None:
-        self._searches = {}
-
-    def leave(self, row: int) -> None:
-        self._searches.pop(row, None)
-
-    def cut(self, row: int, tokens: list[int]) -> int | None:
-        if row not in self._searches:
-            self._searches[row] = [
-                _Search(TextStream(self._tokenizer, skip_special_tokens=skip), strings)
-                for skip, strings in self._searched
-            ]
-        found = [count for search in self._searches[row] if (count := search.cut(tokens))]
-        return min(found, default=None)
-
-
-class _Search:
-    """Searches one text for strings."""
-
-    def __init__(self, stream: TextStream, strings: Sequence[str]) -> None:
-        self._stream, self._strings = stream, strings
-        self._reach = max(map(len, strings)) - 1  # how many characters back a string may begin
-        self._tail = ""
-
-    def cut(self, tokens: Sequence[int]) -> int | None:
-        """How many of the new tokens complete one of the strings. None: it is in none of them."""
-        for count, token in enumerate(tokens, 1):
-            text = self._tail + self._stream.add([token])
-            if any(string in text + self._stream.held for string in self._strings):
-                return count
-            self._tail = text[max(len(text) - self._reach, 0) :]
-        return None

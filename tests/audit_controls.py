@@ -32,15 +32,15 @@ from decode.model.loading import Target
 from decode.rules import RULES, Rule
 from decode.rules.speculative import SpeculativeSampling
 from decode.settings import DecodeSettings
-from decode.text_stream import StopStrings
+from decode.stop_strings import AnswerText, StopStrings
 from decode.verdict import Decision, Scores
 from draftsmith.auditing.entry import AuditOptions, audit
 from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.texts import ROUNDINGS
 from draftsmith.auditing.tiny import tiny_model as calm_model
+from draftsmith.serve import running
 from draftsmith.serve.batching.requests import DecodeRequest
-from draftsmith.serve.openai.answers import AnswerText
 from tests.audit_laws import LAW_CONTROLS
 from tests.mutants import (
     BonusOffByOne,
@@ -178,12 +178,13 @@ def text_after_stops() -> Iterator[None]:
     def of_block(self: StopStrings, row: int, tokens: list[int]) -> int | None:
         return None if cut(self, row, tokens) is None else len(tokens)
 
-    def add(self: AnswerText, tokens: Sequence[int], *, ended: bool) -> str:
-        return self._stream.add(tokens) + (self._stream.end() if ended else "")
+    class Whole(AnswerText):
+        def add(self, tokens: Sequence[int], *, ended: bool) -> str:
+            return self._stream.add(tokens) + (self._stream.end() if ended else "")
 
     with (
         mock.patch.object(StopStrings, "cut", of_block),
-        mock.patch.object(AnswerText, "add", add),
+        mock.patch.object(running, "AnswerText", Whole),
     ):
         yield
 
@@ -191,13 +192,13 @@ def text_after_stops() -> Iterator[None]:
 @contextmanager
 def text_dropped_before_stops() -> Iterator[None]:
     """Two characters before a stop string are dropped with it."""
-    right = AnswerText.add
 
-    def add(self: AnswerText, tokens: Sequence[int], *, ended: bool) -> str:
-        text = right(self, tokens, ended=ended)
-        return text[:-2] if self.stopped else text
+    class Short(AnswerText):
+        def add(self, tokens: Sequence[int], *, ended: bool) -> str:
+            text = super().add(tokens, ended=ended)
+            return text[:-2] if self.stopped else text
 
-    with mock.patch.object(AnswerText, "add", add):
+    with mock.patch.object(running, "AnswerText", Short):
         yield
 
 

@@ -1,21 +1,29 @@
-"""Runs stored inputs that once failed, and says how each ends now.
+"""Runs stored inputs that once failed, and says of each whether it is right now.
 
-`python -m tests.cases FOLDER [NAME …]`. FOLDER has one folder a case:
-- `training/NAME`: its README has the command to try, in backquotes after "Try".
-- `decoding/cases/NAME`: `case.py`, `run.sh` or `request.txt`, beside `scripts` and `models`.
+`python -m tests.cases FOLDER [NAME …]`. FOLDER has one folder a case, each with a README.md:
+- `training/NAME`: the README has the command to try, in backquotes after "Try".
+- `decoding/cases/NAME`: `case.py`, `run.sh` or `request.txt`, run beside `scripts` and `models`.
+- any other `KIND/NAME`: `case.py` or `run.sh`, run in the case's folder.
 
-Each case runs in a copy. It is good if it ends with an answer or with one line that refuses. It may
-print no traceback and no other text than the target's. `MUST` and `MUST_NOT` say what the output of
-single cases needs on top of that. The exit status is the number of bad cases.
+Each case runs in a copy. Its verdict is by rules that hold for all:
+- right: it ends with an answer, or with one line that refuses;
+- wrong: it prints a traceback, a text that is not the target's, a message that the README quotes
+  under "Happens", or none or several lines with an exit status that refuses;
+- cannot judge: it takes too long, needs a package that is not installed, or ends with an answer
+  where the README's fault is one too, and no pattern here tells the two apart.
+`MUST` and `MUST_NOT` have what single READMEs ask for on top of that. The table ends with the
+number of each verdict. The exit status is 1 if a case is wrong.
 """
 
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -24,6 +32,8 @@ from benchmarks.serve.process import ServiceProcess, command
 ROOT = Path(__file__).parent.parent
 SECONDS = 600
 SHOWN = 300  # characters of an output's end
+TOO_LONG = -1
+RUN = ("case.py", "run.sh", "request.txt", "config.yaml")
 
 # A refusal ends a script of Python by an uncaught UserError: that is one line for its user too.
 CRASH = re.compile(r"Traceback \(most recent call last\)(?![\s\S]*\n\S*UserError: )")
@@ -49,6 +59,10 @@ MUST: dict[str, Sequence[str]] = {
     "scaled_logits_gemma2_heads": (r"error: ",),
     "target_size_mismatch": (r"error: .*\[",),
     "yaml_placeholder": (r"error: .*config\.yaml",),
+    "dflash_sample_from_anchor": (r"sample_from_anchor",),
+    "forced_call_added_token": (r'"tool_calls": ?\[',),
+    "mtp_count_missing": (r"None (opened|.*(?:lacks|mtp\.layers))",),
+    "path_brackets_other_file": (r"train: 20 ",),
 }
 # What is run after a case's command, to see what it wrote, or in the place of its script.
 AFTERWARDS = {
@@ -69,6 +83,9 @@ MUST_NOT: dict[str, Sequence[str]] = {
     "layers_of_smollm3": (r"quantised or offloaded",),
     "tool_arguments_as_text": (r"does not write",),
     "yaml_merge_key": (r"not valid YAML",),
+    "recorder_hidden_reasoning": (r"(?m)^recorded ",),
+    # Two questions get one answer.
+    "template_of_parts": (r"(?m)^(.*\w.*)\n(?:.*\n)*?\1$",),
 }
 
 # Requests: the body, the status that must come back, and a pattern of the answer.
@@ -99,7 +116,7 @@ REQUESTS: dict[str, Sequence[tuple[dict, int, str]]] = {
 
 
 def main(folder: str, names: Sequence[str]) -> int:
-    bad = 0
+    verdicts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
         # Scripts reach their own files as ../shared/cases, from the project's root.
         cases, project = Path(place, "shared", "cases"), Path(place, "project")
@@ -109,26 +126,40 @@ def main(folder: str, names: Sequence[str]) -> int:
         for case in all_cases(cases):
             if names and not any(name in case.name for name in names):
                 continue
-            faults, output = judged(case, project)
-            bad += bool(faults)
-            verdict = "bad: " + "; ".join(faults) if faults else "good"
-            print(f"{case.name:45} {verdict}", flush=True)
-            if faults:
-                print("    " + output[-SHOWN:].replace("\n", "\n    "), flush=True)
-    print(f"{bad} bad" if bad else "all good")
-    return bad
+            verdict, reasons, output = judged(case, project)
+            verdicts[verdict] += 1
+            said = f"{verdict}: {'; '.join(reasons)}" if reasons else verdict
+            print(f"{case.relative_to(cases).parts[0] + '/' + case.name:50} {said}", flush=True)
+            if reasons:
+                print(f"    wanted: {wanted(case)}")
+                print("    " + output.strip()[-SHOWN:].replace("\n", "\n    "), flush=True)
+    print(
+        ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdicts.items())) or "no case"
+    )
+    return int(verdicts["wrong"] > 0 or not verdicts)
 
 
 def all_cases(cases: Path) -> Iterator[Path]:
-    yield from sorted((cases / "training").iterdir())
-    yield from sorted((cases / "decoding" / "cases").iterdir())
+    """The folders of cases: those with a README.md and something to run."""
+    for readme in sorted(cases.rglob("README.md")):
+        if any((readme.parent / name).exists() for name in RUN):
+            yield readme.parent
 
 
-def judged(case: Path, project: Path) -> tuple[list[str], str]:
-    """What is wrong with a case, and its output."""
+def judged(case: Path, project: Path) -> tuple[str, list[str], str]:
+    """The verdict on a case, the reasons if it is not right, and the output."""
     if case.name in REQUESTS:
-        return asked(case)
+        faults, output = asked(case)
+        return ("wrong" if faults else "right"), faults, output
     status, output = ran(case, project)
+    if status == TOO_LONG:
+        return "cannot judge", [f"no end after {SECONDS} s"], output
+    if re.search(r"\bstatus 124\b", output):
+        return "cannot judge", ["a time limit of the script was reached"], output
+    if missing := re.search(
+        r"ModuleNotFoundError: No module named '(\w+)|(\S+): not found", output
+    ):
+        return "cannot judge", [f"{missing[1] or missing[2]} is not installed"], output
     shortened = re.sub(MAY.get(case.name, r"$^"), "", output)
     refused = re.search(r"UserError: .*\s*\Z", output)  # by a script of Python
     if status == 1 and (refused or shortened != output):
@@ -137,37 +168,75 @@ def judged(case: Path, project: Path) -> tuple[list[str], str]:
     faults += [f"exit status {status}"] * (status not in (0, 2))
     lines = re.findall(r"^error: .*", output, re.MULTILINE)
     faults += ["exit status 2 without one line that says why"] * (status == 2 and len(lines) != 1)
-    faults += [f"no {must}" for must in MUST.get(case.name, ()) if not re.search(must, output)]
-    faults += [f"it prints {no}" for no in MUST_NOT.get(case.name, ()) if re.search(no, output)]
-    return faults, output
+    must = MUST.get(case.name, ())
+    faults += [f"no {pattern}" for pattern in must if not re.search(pattern, output)]
+    forbidden = MUST_NOT.get(case.name, ())
+    faults += [f"it prints {no}" for no in forbidden if re.search(no, output)]
+    quoted = quotes(case)
+    faults += [f"it still says '{said}'" for said in quoted if said in " ".join(output.split())]
+    if faults:
+        return "wrong", faults, output
+    can_tell = quoted or must or forbidden or refused or lines or happens(case) is None
+    if not can_tell and "assert " not in source(case):
+        return "cannot judge", ["no rule tells this answer from the fault"], output
+    return "right", [], output
+
+
+def happens(case: Path) -> str | None:
+    """What the README says happens, if it has a line for that."""
+    found = re.search(r"^Happens: (.*)", (case / "README.md").read_text(), re.MULTILINE)
+    return found[1] if found else None
+
+
+def quotes(case: Path) -> list[str]:
+    """The messages of the fault: in single quotes in what happens; its longest part between
+    ellipses, which stand for values."""
+    texts = re.findall(r"(?<!\w)'(.+?)'(?=[\s.,;:)]|$)", happens(case) or "")
+    parts = [max(text.split("…"), key=len).strip() for text in texts]
+    return [part for part in parts if len(part) >= 5]
+
+
+def wanted(case: Path) -> str:
+    """What the README wants."""
+    found = re.search(r"^(?:Right|Expected): (.*)", (case / "README.md").read_text(), re.MULTILINE)
+    return found[1] if found else "see its README.md"
+
+
+def source(case: Path) -> str:
+    script = case / "case.py"
+    return script.read_text() if script.exists() else ""
 
 
 def ran(case: Path, project: Path) -> tuple[int, str]:
     """The exit status and the output of a case's command."""
-    words, folder = ["bash", "-c", tried(case)], case
+    folder = project if case.parent.parent.name == "decoding" else case
     if (case / "case.py").exists():
-        script, after = (
-            case / "case.py",
-            AFTERWARDS.get(case.name, "").format(case=case / "case.py"),
-        )
-        words, folder = ["bash", "-c", after or f"{sys.executable} {script}"], project
+        after = AFTERWARDS.get(case.name, "").format(case=case / "case.py")
+        words = ["bash", "-c", after or f"{sys.executable} {case / 'case.py'}"]
     elif (case / "run.sh").exists():
-        words, folder = ["bash", str(case / "run.sh")], project
+        words = ["bash", str(case / "run.sh")]
+    else:
+        words = ["bash", "-c", tried(case)]
     binaries = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     found = f"{ROOT}:{ROOT / 'tests' / 'old_names'}"
     environment = {**os.environ, "PYTHONPATH": found, "PATH": binaries, "HF_HUB_OFFLINE": "1"}
+    # A session of its own: what a script leaves running ends with it.
+    process = subprocess.Popen(
+        words,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
     try:
-        done = subprocess.run(
-            words,
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        return -1, (error.output or b"").decode(errors="replace")
-    return done.returncode, done.stdout.decode(errors="replace")
+        output, _ = process.communicate(timeout=SECONDS)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        status = TOO_LONG
+    return status, output.decode(errors="replace")
 
 
 def tried(case: Path) -> str:

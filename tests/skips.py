@@ -21,7 +21,6 @@ ALLOWED = {
     r"make engine-llama\b": "llama.cpp compiles for 10 minutes and more on two cores",
     r"make engine-openvino\b": "1.6 GB more; run before a release",
     r"make engine-speculators\b": "1.5 GB more; run before a release",
-    r"make engine-vllm-suffix\b": "pip compiles it for minutes; run before a release",
 }
 # The marks that a command leaves out, with the command that runs them.
 LEFT_OUT = {

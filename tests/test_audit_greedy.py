@@ -151,10 +151,10 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
         if len(answers) == 1:
             reply["choices"][0]["finish_reason"] = "abort"
 
-    def refused(self: Questions) -> list[Finding]:
+    def contract(self: Questions) -> list[Finding]:
         raise UserError("no streams here")
 
-    monkeypatch.setattr(Questions, "contract", refused)
+    monkeypatch.setattr(Questions, "contract", contract)
     with served(AnswerEngine(change=breaks_off).app()) as url:
         options = AuditOptions(max_new_tokens=8, samples=2)
         found = draftsmith.audit(f"{url}/v1/", TARGET, PROMPTS[:3], options)

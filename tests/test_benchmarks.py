@@ -15,7 +15,6 @@ import torch
 
 from benchmarks import (
     common,
-    context,
     device,
     drafters,
     heads,
@@ -292,9 +291,6 @@ def test_notes_before_a_prompt_have_the_length_that_is_asked_for():
     assert "Why?" in target.tokenizer.decode(behind)
     most = behind_notes(target, asked, notes, 9000, answer=48)
     assert target.max_positions - 48 - 12 <= len(most) <= target.max_positions - 48
-    assert context.parse_lengths("0,20") == [0, 20]
-    with pytest.raises(UserError, match="numbers of tokens"):
-        context.parse_lengths("0,few")
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Grammars of a target: what they admit, what is refused, and answers that parse."""
 
+import copy
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
+from tokenizers import AddedToken
 from typer.testing import CliRunner
 
 from decode.base.errors import UserError
@@ -30,8 +32,9 @@ from decode.text import SpeculativeGenerator
 from decode.text_stream import text_of
 from draftsmith.cli.main import app
 from tests.export import save_target
+from tests.other_tokenizers import byte_level, sentencepiece, words
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
-from tests.tiny import finish, tiny_target
+from tests.tiny import finish, tiny_target, tiny_tokenizer
 from train.data.corpus import read_answers
 from train.data.read import Example
 
@@ -384,3 +387,124 @@ def test_forced_tokens_are_those_of_forced_runs(target: Target, grammars: Gramma
     # "re" and the end are forced, "g" and "y" are not.
     inside = sum(1 <= begin < 3 for begin in places[:-1])
     assert forced_tokens(grammar, [*ids, *target.eos_token_ids]) == inside + 1
+
+
+def _added(*, special: bool) -> Any:
+    """The tiny tokenizer with marks of tools and reasoning as single tokens."""
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    marks = ("<tool_call>", "</tool_call>", "<think>", "[CALL]")
+    tokens = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+    tokenizer.add_tokens(tokens, special_tokens=special)
+    return tokenizer
+
+
+MARKS = [
+    "<tool_call>",
+    "<think>",
+    "</think>",
+    "<",
+    "im_start",
+    ">",
+    "<",
+    "im_end",
+    ">",
+    "</s>",
+    "[CALL]",
+    "é the",
+]
+TOKENIZERS: dict[str, Callable[[], Any]] = {
+    "byte level": tiny_tokenizer,
+    "added": lambda: _added(special=False),
+    "added and special": lambda: _added(special=True),
+    "other byte level": byte_level,
+    "byte fallback": sentencepiece,
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_text_with_marks_is_written_with_any_tokenizer(kind: str) -> None:
+    """What the mask allows may follow, and the text that clients see is one of the grammar. The
+    tokenizer's own token of a mark is among those that may write it, unless it is special."""
+    tokenizer = TOKENIZERS[kind]()
+    ends = [tokenizer.eos_token_id]
+    grammars = Grammars(tokenizer, ends, len(tokenizer) + 9)
+    random = np.random.default_rng(0)
+    for mark in MARKS:
+        quoted = json.dumps(mark)
+        for grammar, pattern in (
+            (grammars.regex(f"{re.escape(mark)}[ab]{re.escape(mark)}?"), None),
+            (grammars.choice([mark, f"{mark} {mark}"]), f"{re.escape(mark)}( {re.escape(mark)})?"),
+            (
+                grammars.json_schema({"const": mark}),
+                re.escape(json.dumps(mark, ensure_ascii=False)),
+            ),
+            (grammars.json_schema({"enum": [mark, "b"]}), None),
+            (grammars.lark(f'start: {quoted} "x"'), re.escape(f"{mark}x")),
+        ):
+            matcher, ids = grammar.start(), list[int]()
+            while True:
+                allowed = np.flatnonzero(np.unpackbits(matcher.allowed(), bitorder="little"))
+                for token in random.choice(allowed, min(8, len(allowed)), replace=False).tolist():
+                    if token not in ends:
+                        assert matcher.advance(token), (mark, grammar, token)
+                        matcher.rollback(1)
+                token = int(random.choice(allowed))
+                if token in ends:
+                    break
+                assert len(ids) < 99
+                assert matcher.advance(token)
+                ids.append(token)
+            assert pattern is None or re.fullmatch(pattern, text_of(tokenizer, ids)), (mark, ids)
+    first = grammars.choice(["<tool_call>x"]).start()
+    may_begin = np.flatnonzero(np.unpackbits(first.allowed(), bitorder="little")).tolist()
+    own = tokenizer.get_vocab().get("<tool_call>")
+    assert (own in may_begin) == (kind == "added")
+    assert first.forced()[0] in may_begin
+
+
+def test_commands_hold_answers_to_texts_of_added_tokens(tmp_path: Path) -> None:
+    """`generate` and `evaluate`, with a target as Qwen's: its tokenizer has the marks as tokens."""
+    tokenizer, model = _added(special=False), copy.deepcopy(tiny_target().model)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "target")
+    schema = {"const": "<think> <|im_start|>"}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "json_schema": schema}))
+    words = ["--target", str(tmp_path / "target"), "--device", "cpu", "--drafter", "grammar"]
+    more = ["the dog", "--schema", str(tmp_path / "schema.json")]
+    found = CliRunner().invoke(app, ["generate", *words, *more])
+    assert (found.exit_code, found.stdout.strip()) == (0, json.dumps(schema["const"]))
+    more = ["--prompts", str(tmp_path / "prompts.jsonl"), "--timed-prompts", "1"]
+    found = CliRunner().invoke(
+        app, ["evaluate", *words, *more, "--json", str(tmp_path / "figures.json")]
+    )
+    assert found.exit_code == 0, found.output
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    assert row["evaluation"]["structured"]["complete"] == 1
+
+
+def test_a_lark_grammar_names_a_special_token() -> None:
+    tokenizer = _added(special=True)
+    token = tokenizer.convert_tokens_to_ids("[CALL]")
+    grammars = Grammars(tokenizer, [tokenizer.eos_token_id], len(tokenizer))
+    matcher = grammars.lark(f'start: <[{token}]> "x"').start()
+    assert np.flatnonzero(np.unpackbits(matcher.allowed(), bitorder="little")).tolist() == [token]
+    assert matcher.advance(token)
+    assert tokenizer.decode(matcher.forced()[:1]) == "x"
+
+
+@pytest.mark.parametrize("ends", [[2], [2, 1], [1, 0]])
+def test_all_ids_that_end_a_text_may_follow_a_complete_one(ends: list[int]) -> None:
+    tokenizer = tiny_tokenizer()
+    matcher = Grammars(tokenizer, ends, len(tokenizer)).regex("a?").start()
+    for complete in ("", "a"):
+        if complete:
+            assert matcher.advance(tokenizer(complete).input_ids[0])
+        allowed = np.unpackbits(matcher.allowed(), bitorder="little")
+        assert [i for i in range(3) if allowed[i]] == sorted(ends)
+
+
+def test_a_tokenizer_of_words_has_no_grammars() -> None:
+    with pytest.raises(UserError, match="tokenizer of bytes"):
+        Grammars(words("a", "b"), [0], 2)

@@ -26,7 +26,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.hidden_states import FINAL
 from decode.model.memory import slot_bytes
-from decode.text_stream import StopStrings
+from decode.stop_strings import StopStrings
 from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -34,20 +35,20 @@ from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
 from draftsmith.learn.cycle import TenantLearner, require_ready
 from draftsmith.learn.learn_config import EngineConfig, read_learn_config
-from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow
+from draftsmith.learn.learn_state import BestVersion, CycleOutcome, LearnState, RateWindow
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
-from draftsmith.learn.training_run import TrainingRun, split_by_time, usable
+from draftsmith.learn.training_run import Gain, TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
-from tests.service import MODEL, serving, until
+from tests.service import serving, until
 from tests.tiny import EOS_ID, save_small_lm, save_tiny, with_noise
 from tests.training import Killed
 from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.base.console import Reporter
 from train.engines.child_process import ask, environment_of
-from train.engines.counters import DraftCounts, parse_counters, read_counters
+from train.engines.counters import DraftCounts, parse_counters, read_counters, served_models
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -103,7 +104,7 @@ class Kills:
         (RecorderSwitch, "drain"),
         (TrainingRun, "write"),
         (TrainingRun, "train"),
-        (TrainingRun, "efficiency"),
+        (TrainingRun, "drafts"),
         (shutil, "rmtree"),
         *((cycle, name) for name in ("write_file", "read_counters", "smoke_counts")),
         (cycle, "export_drafter"),
@@ -164,7 +165,7 @@ def base(tmp_path: Path) -> Path:
     records = Records(tmp_path / "records" / "a")
     for i, (asked, tokens) in enumerate(zip(messages, answers, strict=True)):
         text = decode(target.tokenizer, tokens)
-        records.append(make_record(Exchange(f"r{i}", MODEL, asked, text), None, 1000.0 + i))
+        records.append(make_record(Exchange(f"r{i}", target.name, asked, text), None, 1000.0 + i))
     return tmp_path
 
 
@@ -244,6 +245,7 @@ def test_a_better_drafter_is_trained_and_swapped_in(
     def verified(engine: str, task: EngineTask) -> Any:
         exports.append((engine, check_export(task.export)["layout"], task.gamma))
         assert len(task.prompts) == 8
+        assert task.target is learner._target  # it is not loaded a second time
         return SimpleNamespace(failures=[])
 
     monkeypatch.setattr(cycle, "verify_export", verified)
@@ -423,12 +425,126 @@ def test_only_the_newest_versions_that_served_stay(site: Site) -> None:
     assert left == ["2", "4", "5", "7"]
 
 
-def test_windows_see_a_drop_and_a_restart() -> None:
+def test_the_best_version_is_what_a_drop_is_measured_against() -> None:
+    """Two losses of 0.03 are one of 0.06, whatever serves meanwhile."""
+    state = LearnState()
+    for version, accepted in ((0, 50), (1, 53), (2, 50), (3, 47)):
+        state.serving, state.window = version, RateWindow()
+        for drafted in (0, 100):
+            state.read(DraftCounts(drafted, accepted * drafted / 100), 100)
+    assert state.best == BestVersion(version=1, rate=0.53)
+    assert state.drop == pytest.approx(0.06)
+    assert LearnState.model_validate_json(state.model_dump_json()) == state
+
+
+def test_a_gain_is_certain_if_the_interval_of_all_prompts_says_so() -> None:
+    random = np.random.default_rng(0)
+    drafted = np.full(64, 60)
+
+    def counts(rate: float) -> np.ndarray:
+        rates = np.clip(rate + random.normal(0, 0.2, 64), 0, 1)
+        return np.stack([drafted, (rates * drafted).astype(np.int64)], 1)
+
+    before, after = counts(0.5), counts(0.51)
+    same = Gain.of(before, before)
+    assert (same.low, same.high, same.before) == (0, 0, same.after)
+    slight = Gain.of(before, after)
+    assert slight.low < slight.after - slight.before < slight.high
+    assert slight.low < 0 < slight.high
+    better = Gain.of(before, before + np.array([0, 3]))
+    assert [better.low, better.high] == pytest.approx([3 / 60] * 2)
+    nothing = np.zeros((64, 2), dtype=np.int64)  # a drafter that drafts nothing
+    assert Gain.of(before, nothing).high < 0
+    # Without a difference, few of many judges see one.
+    seen = sum(Gain.of(counts(0.5), counts(0.5)).low > 0 for _ in range(200))
+    assert seen <= 12
+
+
+def test_a_gain_that_may_be_chance_swaps_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 7 prompts the new drafter is a little worse, and on one much better: higher in sum."""
+    drafts = {"drafter": [30] * 8, "work": [29] * 7 + [45]}
+
+    def counted(run: TrainingRun, drafter: Path) -> np.ndarray:
+        new = drafter.parent.name == "1"
+        return np.array([[60, x] for x in drafts["work" if new else "drafter"]])
+
+    monkeypatch.setattr(TrainingRun, "train", lambda run, result: result.mkdir())
+    monkeypatch.setattr(TrainingRun, "drafts", counted)
+    outcome = site.learner().once()
+    assert outcome is not None
+    assert outcome.candidate is not None
+    assert outcome.serving is not None
+    assert outcome.gain is not None
+    assert outcome.candidate > outcome.serving
+    assert outcome.gain[0] < 0 < outcome.gain[1]
+    assert outcome.reason.startswith("not better for certain")
+
+
+@pytest.mark.parametrize("rows", ["repeated", "without samples"])
+def test_no_rows_to_train_on_are_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch, rows: str
+) -> None:
+    learner = site.learner()
+    if rows == "repeated":
+        records = learner._records.read()
+        for record in records:
+            record["messages"][:-1] = records[0]["messages"][:-1]
+        monkeypatch.setattr(Records, "read", lambda self, after=0.0: records)
+        assert learner.once() is None
+        learner.state.step = "collect"  # as if it had been due before the records were deleted
+        outcome = learner.once()
+        assert outcome is not None
+        assert outcome.reason.startswith("too few records: 0 are left to learn from")
+    else:
+        run = site.base / "run.yaml"
+        short = run.read_text().replace("text: data", "text: data\n    max_length: 2")
+        run.write_text(short)
+        outcome = learner.once()
+        assert outcome is not None
+        assert outcome.reason.startswith("no sample to train on")
+    assert not outcome.kept
+    assert learner.state.step == "wait"
+    monkeypatch.undo()
+    assert learner.once() is None  # nothing is new
+
+
+def test_records_of_other_models_are_counted_and_not_learnt_from(site: Site) -> None:
+    learner = site.learner()
+    extra = Exchange("r", "an-adapter", [{"role": "user", "content": "hm"}], "yes")
+    learner._records.append(make_record(extra, None, 2000.0))
+    lines: list[str] = []
+    learner.reporter = SimpleNamespace(say=lines.append)  # type: ignore[assignment]
+    assert learner._due()
+    assert learner.state.models == [site.target.name]
+    found, left_out = learner._usable()
+    assert len(found) == 40
+    assert [*left_out.values()] == [1]
+    assert "1 new records are not learnt from: they are of another model or an" in lines[0]
+    assert learner.figures()["left_out"] == dict(left_out)
+    assert any("1 records" in line for line in learner.describe())
+    assert site.learner(model="an-adapter")._usable()[1].total() == 40
+
+
+def test_adapters_are_no_names_of_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As vLLM and SGLang list them: with a parent."""
+    listed = [{"id": "a"}, {"id": "b", "parent": None}, {"id": "lora", "parent": "a"}]
+    for data, names in ((listed, ["a", "b"]), (listed[2:], None), ([], None), ("x", None)):
+        page = json.dumps({"data": data}).encode()
+        monkeypatch.setattr("train.engines.counters.ask", lambda *args, page=page, **more: page)
+        if names is None:
+            with pytest.raises(UserError, match="lists no model"):
+                served_models("http://engine")
+        else:
+            assert served_models("http://engine") == names
+
+
+def test_windows_see_a_restart() -> None:
     window = RateWindow()
     for drafted, accepted in ((50, 20), (149, 60), (150, 70), (250, 90), (350, 100)):
         window.add(DraftCounts(drafted, accepted), 100)
     assert (window.first, window.newest) == (0.5, 0.1)
-    assert window.drop == pytest.approx(0.4)
     window.add(DraftCounts(10, 10), 100)
     assert (window.begin, window.newest) == (DraftCounts(10, 10), 0.1)
 
@@ -461,7 +577,8 @@ def test_held_out_records_are_the_newest_and_no_copies() -> None:
             (("a", "x"), ("b", "x"), ("c", "mail a@b.org"), ("a", "y"), ("d", "z"))
         )
     ]
-    kept = usable(records)
+    kept, left_out = usable(records, ["m"])
+    assert left_out == {"a part of their answer was taken out": 1}
     assert [record["time"] for record in kept] == [0, 1, 3, 4]
     train, judged = split_by_time(kept, 2)
     assert ([r["time"] for r in train], [r["time"] for r in judged]) == ([1], [3, 4])
@@ -513,7 +630,7 @@ def test_heads_continue_from_the_serving_drafter(base: Path) -> None:
         Reporter(silent=True),
         lambda settings: Accelerator(cpu=True),
     )
-    run.write(usable(records))
+    run.write(usable(records)[0])
     run.train(base / "trained")
     after = read_heads(base / "trained", target)
     for name, tensor in before.state_dict().items():

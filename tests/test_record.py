@@ -25,6 +25,7 @@ from draftsmith.learn.record.kept_answers import LONGEST_TEXT, Exchange, NotReco
 from draftsmith.learn.record.records import DAY, Records, Retention, make_record, tenants
 from draftsmith.learn.record.redaction import passes_luhn, redact
 from draftsmith.learn.record.upstream import Upstreams
+from draftsmith.net.events import read_events
 from draftsmith.net.limits import Limits
 from tests.service import until
 from tests.upstream import ADMIN_KEY, FakeEngine, read_until, recorded, served
@@ -368,6 +369,102 @@ def test_reasoning_images_and_several_choices() -> None:
     # A text format asks for nothing.
     assert exchanges(chat(response_format={"type": "text"}), answer(plain), stream=False)[0]
     assert "no choices" in reason(chat(), answer())
+
+
+ANSWER = {"id": "x", "model": "m", "choices": [
+    {"index": 0, "message": {"role": "assistant", "content": "yes"}, "finish_reason": "stop"}
+]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        # reasoning that is hidden, limited or written in another way
+        {"include_reasoning": False}, {"reasoning": {"exclude": True}}, {"reasoning_effort": "low"},
+        {"thinking_token_budget": 5}, {"thinking": {"type": "disabled"}}, {"verbosity": "low"},
+        {"separate_reasoning": False}, {"reasoning_format": "none"}, {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False}}, {"reasoning_budget": 0},
+        # other weights
+        {"lora_path": "a"}, {"lora": [{"id": 0, "scale": 0.5}]}, {"models": ["a", "b"]},
+        # masks and formats
+        {"regex": "[a-z]+"}, {"ebnf": "root ::= \"a\""}, {"structural_tag": "{}"},
+        {"guided_json": {}}, {"guided_regex": "a"}, {"structured_outputs": {"regex": "a"}},
+        {"json_schema": {}}, {"grammar": "root ::= \"a\""}, {"tools": [{}]},
+        {"response_format": {"type": "json_object"}}, {"bad_words": ["a"]},
+        {"allowed_token_ids": [1]}, {"logit_bias": {"1": 2}},
+        # penalties, processors and other samplers
+        {"presence_penalty": 0.1}, {"frequency_penalty": -1}, {"repetition_penalty": 1.1},
+        {"repeat_penalty": 1.1}, {"dry_multiplier": 0.8}, {"xtc_probability": 0.5}, {"mirostat": 2},
+        {"samplers": ["top_k"]}, {"custom_logit_processor": "x"}, {"custom_params": {"a": 1}},
+        {"logits_processors": ["x"]}, {"vllm_xargs": {"a": 1}}, {"temperature": 1.5},
+        {"use_beam_search": True}, {"adaptive_target": 0.5},
+        # another end, another beginning
+        {"stop": ["a"]}, {"stop_regex": "a"}, {"stop_token_ids": [1]}, {"ignore_eos": True},
+        {"min_tokens": 4}, {"continue_final_message": True}, {"echo": True}, {"prefill": "a"},
+        {"truncate_prompt_tokens": 3}, {"chat_template": "x"}, {"documents": [{}]},
+        {"skip_special_tokens": False}, {"include_stop_str_in_output": True},
+        {"prediction": {"type": "content", "content": "a"}}, {"a_field_of_next_year": 0},
+        {"a client's own words": 1},
+    ],
+)  # fmt: skip
+def test_a_request_that_may_bend_the_text_is_not_recorded(asked: dict[str, Any]) -> None:
+    (name,) = asked
+    shown = name if name.isidentifier() else "a field with another name"
+    with pytest.raises(NotRecorded, match=f"^the request has {shown}$"):
+        exchanges(chat() | asked, json.dumps(ANSWER).encode(), stream=False)
+    found, _ = exchanges(chat() | {name: None}, json.dumps(ANSWER).encode(), stream=False)
+    assert [one.answer for one in found] == ["yes"]
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "seed": 1},
+        {"presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "stop": []},
+        {"max_tokens": 9, "max_completion_tokens": 9, "n": 1, "logprobs": True, "top_logprobs": 2},
+        {"user": "a", "metadata": {"a": "b"}, "store": True, "service_tier": "auto"},
+        {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}},
+        {"include_reasoning": True, "skip_special_tokens": True, "min_tokens": 0, "rid": "a"},
+        {"cache_prompt": True, "priority": 1, "draftsmith": {"label": "a"}},
+    ],
+)
+def test_a_request_that_leaves_the_text_alone_is_recorded(asked: dict[str, Any]) -> None:
+    assert exchanges(chat() | asked, json.dumps(ANSWER).encode(), stream=False)[0]
+
+
+@pytest.mark.parametrize(
+    ("usage", "message", "said"),
+    [
+        ({"completion_tokens_details": {"reasoning_tokens": 7}}, {}, "reasoning that is not shown"),
+        ({"reasoning_tokens": 7}, {}, "reasoning that is not shown"),
+        ({"completion_tokens_details": None}, {"reasoning_content": "hm"}, "has reasoning_content"),
+        ({}, {"name": "Ann"}, "has name"),
+        ({}, {"prefix": True}, "has prefix"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_thoughts_and_fields_of_messages(
+    usage: dict[str, Any], message: dict[str, Any], said: str, stream: bool
+) -> None:
+    asked = chat()
+    asked["messages"][0] |= message
+    body = json.dumps(ANSWER | {"usage": usage})
+    if stream:
+        body = body.replace('"message"', '"delta"')
+        body = f"data: {body}\n\ndata: [DONE]\n\n"
+    with pytest.raises(NotRecorded, match=said):
+        exchanges(asked, body.encode(), stream=stream)
+
+
+def test_events_are_cut_into_lines_as_the_standard_does() -> None:
+    for end in ("\n", "\r\n", "\r"):
+        lines = [": a comment", "event: x", "data: {", "data:  \u2028\x85\x0b}", "", "id: 1", "",
+                 "data", "", "data:[DONE]", "", "data: torn"]  # fmt: skip
+        body = ("\ufeff" + end.join(lines)).encode()
+        found = ["{\n \u2028\x85\x0b}".encode(), b"", b"[DONE]"]
+        assert list(read_events(body)) == found
+        assert list(read_events(body + end.encode())) == found
+        assert list(read_events(body + 2 * end.encode())) == [*found, b"torn"]
 
 
 @pytest.mark.parametrize("name", ["stop_reason", "matched_stop"])

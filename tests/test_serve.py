@@ -21,10 +21,10 @@ from decode.base.errors import UserError
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.loop.decoding import Decoding
 from decode.model.pretrained import UNLIMITED_POSITIONS
+from decode.stop_strings import AnswerText
 from decode.text import prompt_ids
 from draftsmith.net.access import Guard
 from draftsmith.serve.batching.request_batcher import RequestBatcher
-from draftsmith.serve.openai.answers import AnswerText
 from draftsmith.serve.openai.messages import LONGEST_STOP, MOST_STOPS
 from tests.service import (
     CHAT,
@@ -536,7 +536,7 @@ def test_a_text_takes_the_memory_that_it_uses(positions: int) -> None:
             largest.append(lm.slots.allocated[1])
             decodings.append(running.batcher._decoding)
 
-        running.batcher.before_pass = look
+        running.batcher.on_waiting = look
         body = {"model": MODEL, "prompt": "abc", "stop": "e", "n": 2}
         assert client.post("/v1/completions", json=body).status_code == 200
         assert max(largest) < 1000

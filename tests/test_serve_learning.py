@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.opening.directory import describe_drafter, open_drafter, save_drafter
 from decode.settings import DecodeSettings
 from distill.losses import WeightedLoss
 from distill.replay.replay_buffer import Record
+from draftsmith.cli.main import app
 from draftsmith.serve.learner import (
     LearnOptions,
     learning_config,
@@ -37,6 +39,7 @@ from tests.service import (
     words,
 )
 from tests.test_online_heads import heads_of
+from tests.tiny import tiny_target
 
 CONFIG = learning_config(
     "every_requests=4,steps=12,tokens_per_batch=512,accepted=0.5,k=64,holdout_every=2,"
@@ -213,6 +216,39 @@ def test_a_service_goes_on_with_the_versions_of_an_earlier_one(
     options = LearnOptions(CONFIG, directory=directory)
     with pytest.raises(UserError, match="has versions of the drafter"):
         open_learning_drafter(str(save_small(tmp_path / "other")), endless, options)
+
+
+def test_texts_of_a_bent_distribution_are_left_out(tmp_path: Path) -> None:
+    with learning(tiny_target(), save_small(tmp_path / "small"), idle_seconds=1e6) as running:
+        for bent in (
+            {"guided_regex": "[ab]{9}"}, {"presence_penalty": 1.0}, {"logit_bias": {"7": 5}},
+            {"repetition_penalty": 1.3}, {"min_tokens": 30, "max_tokens": 40},
+        ):  # fmt: skip
+            (answer,) = ask(running, prompts(1), store=True, **bent)
+            assert answer.status_code == 200, answer.text
+        collector = learner_of(running).online.collector
+        running.until_idle()
+        assert learner_of(running).live()["learning_left_out"] == 5
+        assert collector.requests == 0
+        ask(running, prompts(1), store=True, temperature=0.7, top_p=0.9, stop="zz")
+        running.until_idle()
+        until(lambda: collector.requests == 1)
+        assert learner_of(running).live()["learning_left_out"] == 5
+
+
+def test_only_one_process_learns_in_a_directory(endless: Any, tmp_path: Path) -> None:
+    """The command says so before it loads the target."""
+    options = LearnOptions(CONFIG, directory=tmp_path / "learnt")
+    words = ["serve", "--target", str(tmp_path / "none"), "--drafter", "x", "--port", "0"]
+    words += ["--learn", "--learn-dir", str(tmp_path / "learnt")]
+    with options.locked():
+        found = CliRunner().invoke(app, words)
+        assert found.exit_code == 2
+        assert "choose another directory for learning" in " ".join(found.stderr.split())
+    with options.locked():  # it is free again
+        pass
+    with LearnOptions(CONFIG).locked(), LearnOptions(CONFIG).locked():
+        pass  # in memory only
 
 
 def test_what_cannot_learn_is_refused(endless: Any) -> None:

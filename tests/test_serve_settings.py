@@ -26,6 +26,7 @@ from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLeni
 from tests.service import (
     CHAT,
     LONG,
+    MODEL,
     QUESTION,
     SAMPLED,
     Held,
@@ -300,6 +301,38 @@ def test_lenience_falls_in_a_spike_and_comes_back_without_flutter() -> None:
     clock.seconds += SECONDS / 100
     controller(20)
     assert controller.rule.lenience == 1
+
+
+def test_time_without_texts_counts_as_no_load() -> None:
+    clock = Clock()
+    controller = DynamicLenience(SpeculativeSampling(), 0.3, 16, clock)
+    controller(0)
+    clock.seconds += 3600
+    controller(16)  # the first texts after an hour
+    assert (controller.load, controller.rule.lenience) == (0, 1)
+    clock.seconds += SECONDS / 100
+    controller(0)
+    assert 0 < controller.load < 0.02
+    assert controller.rule.lenience == 1
+    assert steady(controller, clock, 16) < 0.31
+    clock.seconds += SECONDS / 100
+    controller(0)  # they are answered
+    clock.seconds += 3600
+    controller(1)
+    assert (controller.load, controller.rule.lenience) == (pytest.approx(0), 1)
+
+
+def test_texts_that_give_up_are_no_load(endless: Any) -> None:
+    """The thread that decodes sleeps then: nothing else would say that they are gone."""
+    seen: list[int] = []
+    with serving(endless, max_rows=1) as running, running.client() as client:
+        running.batcher.on_waiting = seen.append
+        body = {"model": MODEL, "prompt": ["abc", "b", "c"], "max_tokens": 500, "stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            next(answer.iter_lines())
+            until(lambda: 2 in seen)
+        running.until_idle()
+        until(lambda: seen[-1] == 0)
 
 
 def test_lenience_moves_between_the_rules_own_and_the_lower_bound() -> None:

@@ -4,20 +4,23 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
+from tokenizers import AddedToken
 
 from decode.model.loading import Target
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
-from draftsmith.serve.openai.messages import read_items
+from draftsmith.serve.openai.messages import read_items, read_messages
 from draftsmith.serve.openai.openai_requests import CHAT
 from draftsmith.serve.openai.tools import Calls
-from tests.service import MODEL, Running, chat, serving
-from tests.tiny import tiny_target
+from tests.service import MODEL, Running, chat, serving, streamed
+from tests.tiny import as_target, tiny_target
 
 WRITTEN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
@@ -121,24 +124,97 @@ def test_other_formats_are_forced_too(kind: str) -> None:
         )
 
 
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("kind", ["hermes", "mistral"])
+def test_calls_are_forced_and_read_where_their_marks_are_tokens(kind: str, special: bool) -> None:
+    """As of Qwen and Hermes, whose marks are added tokens, and of Mistral, whose mark is a special
+    one and so no part of the text that clients see."""
+    made = tiny_target(max_positions=1024)
+    tokenizer, model = copy.deepcopy(made.tokenizer), copy.deepcopy(made.model)
+    marks = ["[TOOL_CALLS]"] if kind == "mistral" else ["<tool_call>", "</tool_call>"]
+    tokens = [AddedToken(mark, special=special, normalized=False) for mark in marks]
+    tokenizer.add_tokens(tokens, special_tokens=special)
+    tokenizer.chat_template = TEMPLATES[kind]
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    ids = [f"<[{tokenizer.convert_tokens_to_ids(mark)}]>" for mark in marks]
+    written = f"{json.dumps('Hm. ')} {ids[0]} {json.dumps('[' + ROME + ']')} {' '.join(ids[1:])}"
+    if not special:
+        written = json.dumps(f"Hm. {marks[0]}[{ROME}]{''.join(marks[1:])}")
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 200, "logprobs": True}
+    with serving(as_target(model, tokenizer, MODEL)) as running, running.client() as client:
+        for asked, content, name in (
+            ({"tool_choice": "required", "parallel_tool_calls": False, "seed": 1}, None, None),
+            ({"guided_grammar": f"start: {written}"}, "Hm.", "weather"),
+        ):
+            body = chat("a", **fields, **asked)
+            answer = client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            (choice,) = answer.json()["choices"]
+            assert choice["finish_reason"] == "tool_calls", choice
+            assert choice["message"]["content"] == content
+            (call,) = choice["message"]["tool_calls"]
+            require_fitting(SimpleNamespace(**call["function"]))
+            assert call["function"]["name"] == (name or call["function"]["name"])
+            deltas = [x["choices"][0]["delta"] for x in streamed(client, body)]
+            said = "".join(delta.get("content") or "" for delta in deltas)
+            assert said == (content or "")
+            (again,) = (x["function"] for delta in deltas for x in delta.get("tool_calls", []))
+            assert again == call["function"]
+
+
 ROME = '{"name": "weather", "arguments": {"city": "Rome", "days": 1}}'
 NOW = '{"name": "now", "arguments": {}}'
+
+
+MARKED = json.dumps({"city": 'say "<tool_call>{</tool_call>" [TOOL_CALLS][ é \u2028 \\n'})
+THOUGHT = f"<think>A <tool_call> has a name: <tool_call>{NOW}</tool_call>.</think>"
+
+
+def hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "content", "names"),
     [
-        ("hermes", f"Hm.\n<tool_call>\n{ROME}\n</tool_call>", "Hm.", ["weather"]),
-        ("hermes", f"<tool_call>\n{ROME}\n</tool_call>\n<tool_call>{NOW}</tool_call>", "",
-         ["weather", "now"]),
+        ("hermes", f"Hm.\n{hermes(ROME)}", "Hm.", ["weather"]),
+        ("hermes", f"{hermes(ROME)}\n<tool_call>{NOW}</tool_call>", "", ["weather", "now"]),
         ("hermes", "<tool_call>\n" + ROME[:20], None, []),
         ("hermes", '<tool_call>{"name": "other", "arguments": {}}</tool_call>', None, []),
         ("hermes", "plain { text", None, []),
+        # Text behind, between, and a call that the limit cuts.
+        ("hermes", f"{hermes(ROME)}\nI have asked.", "I have asked.", ["weather"]),
+        ("hermes", f"A.\n{hermes(ROME)}\nB.\n{hermes(NOW)} C. ", "A.\nB. C. ",
+         ["weather", "now"]),
+        ("hermes", f"{hermes(ROME)}\n<tool_call>\n" + NOW[:12],
+         "<tool_call>\n" + NOW[:12], ["weather"]),
+        ("hermes", f"<tool_call>{ROME}", "", ["weather"]),
+        ("hermes", f"<tool_call>\n[{ROME}, {NOW}]\n</tool_call>", "", ["weather", "now"]),
+        # Marks that are no calls: mentioned, in reasoning, of a function that is not there.
+        ("hermes", f"I write <tool_call> and {{}}. {hermes(NOW)}", "I write <tool_call> and {}.",
+         ["now"]),
+        ("hermes", f"{THOUGHT}\n{hermes(ROME)}", THOUGHT, ["weather"]),
+        ("hermes", f"{THOUGHT}\nNo call.", None, []),
+        ("hermes", f"<think>Not closed: <tool_call> {hermes(NOW)}",
+         "<think>Not closed: <tool_call>", ["now"]),
+        ("hermes", hermes(NOW.replace("now", "no"), NOW), hermes(NOW.replace("now", "no")),
+         ["now"]),
+        ("hermes", f'<tool_call>{{"a": {NOW}}}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>{"name": {}}', None, []),
         ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", "", ["weather", "now"]),
         ("mistral", f"[{NOW}]", "", ["now"]),
         ("mistral", "[1, 2]", None, []),
+        ("mistral", f"Yes. [TOOL_CALLS] [{ROME}] Done.", "Yes. Done.", ["weather"]),
+        ("mistral", f"[TOOL_CALLS][{ROME}, " + NOW[:9], ", " + NOW[:9], ["weather"]),
+        ("mistral", f"The mark is [TOOL_CALLS]. [TOOL_CALLS]{NOW}", "The mark is [TOOL_CALLS].",
+         ["now"]),
         ("llama", ROME.replace("arguments", "parameters"), "", ["weather"]),
         ("llama", '{"a": 1}', None, []),
+        ("llama", f"Here: {ROME}; {NOW} Is {{that}} {{\"a\": 1}} it?",
+         'Here: Is {that} {"a": 1} it?', ["weather", "now"]),
+        ("llama", f"<|python_tag|>{ROME};{NOW[:-1]}", f";{NOW[:-1]}", ["weather"]),
+        ("llama", f"[{ROME}, {NOW}]", "", ["weather", "now"]),
     ],
 )  # fmt: skip
 def test_calls_in_a_text(kind: str, text: str, content: str | None, names: list[str]) -> None:
@@ -146,18 +222,101 @@ def test_calls_in_a_text(kind: str, text: str, content: str | None, names: list[
     found, calls = reads.read(text, [], [])
     assert found == (text if content is None else content)
     assert [name for name, _ in calls] == names
-    for end in range(len(text)):  # what a stream has sent is the beginning of the content
-        assert found.startswith(text[: reads.certain(text[:end])])
     one = Calls(target(kind).tokenizer, TOOLS, "auto", False)
     assert [name for name, _ in one.read(text, [], [])[1]] == names[:1]
+    in_parts(reads, text, [1] * len(text))
+
+
+def in_parts(reads: Calls, text: str, sizes: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
+    """What a client gets of a text that comes in parts of these sizes. It is the whole answer."""
+    content, given, end = "", 0, 0
+    for size in sizes:
+        end += size
+        given = reads.certain(text[:end], given, [])
+        assert given >= len(content)
+        content = text[:given]
+    found, calls = reads.read(text, [], [])
+    assert found.startswith(content), (found, content)
+    return found, calls
+
+
+def test_arguments_arrive_as_they_are_written() -> None:
+    """A number, an escape and a blank stay; JSON in a string is the arguments, as some models
+    write them."""
+    reads = Calls(target("hermes").tokenizer, TOOLS, "auto", True)
+    for written, arguments in (
+        ('{ "a":1.50,  "b": 1e400, "c": "\\u00e9" }', None),
+        (MARKED, None),
+        (json.dumps(MARKED), MARKED),
+        ('"hello"', None),
+        ("[1]", None),
+    ):
+        for key in ("arguments", "parameters"):
+            call = f'{{"{key}": {written}, "id": [1, {{}}], "name": "now"}}'
+            text = f"a {hermes(call)} b"
+            assert reads.read(text, [], []) == ("a b", [("now", arguments or written)])
+
+
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+def test_calls_of_any_content_arrive_whole_in_any_parts(kind: str) -> None:
+    reads, random = Calls(target(kind).tokenizer, TOOLS, "auto", True), Random(0)
+    signs = [*'{}[]",:;\\\n é\u2028😀<>/', "<tool_call>", "</tool_call>", "[TOOL_CALLS]",
+             "<|python_tag|>", "</think>", '{"name": "now"', "word"]  # fmt: skip
+    before, opens, closes, between, after = {
+        "hermes": ("", "<tool_call>", "</tool_call>", "\n", ""),
+        "mistral": ("[TOOL_CALLS][", "", "", ", ", "]"),
+        "llama": ("<|python_tag|>", "", "", "; ", ""),
+    }[kind]
+
+    def value(depth: int) -> Any:
+        kinds = ["text", "number", "list", "object"][: 4 if depth else 2]
+        match random.choice(kinds):
+            case "text":
+                return "".join(random.choices(signs, k=random.randrange(8)))
+            case "number":
+                return random.choice([1.5, -3, True, None])
+            case "list":
+                return [value(depth - 1) for _ in range(random.randrange(3))]
+        return {str(value(0)): value(depth - 1) for _ in range(random.randrange(3))}
+
+    for _ in range(150):
+        calls = [
+            (random.choice(["now", "weather"]), {str(value(0)): value(2)})
+            for _ in range(random.randrange(1, 4))
+        ]
+        ascii_only, indent = random.random() < 0.5, random.choice([None, 1])
+        texts = [
+            json.dumps({"name": name, "arguments": x}, ensure_ascii=ascii_only, indent=indent)
+            for name, x in calls
+        ]
+        written = between.join(f"{opens}{text}{closes}" for text in texts)
+        ahead = random.choice(["", "Well, < [ and so on: ", "<think>I may <tool_call></think>\n"])
+        behind = random.choice(["", " That is all.", "\n{1} <tool_call> ["])
+        text = f"{ahead}{before}{written}{after}{behind}"
+        sizes = [random.randrange(1, 9) for _ in text]
+        content, found = in_parts(reads, text, sizes)
+        assert [(name, json.loads(x)) for name, x in found] == calls, text
+        assert content == (f"{ahead.rstrip()}{behind}" if ahead else behind.lstrip()), text
+
+
+@pytest.mark.parametrize("mark", ["<tool_call>", "[TOOL_CALLS]"])
+def test_reasoning_that_the_prompt_begins_has_no_calls(mark: str) -> None:
+    kind = "hermes" if mark == "<tool_call>" else "mistral"
+    known = target(kind).tokenizer
+    reads = Calls(known, TOOLS, "auto", True)
+    text = f"I could write {mark}{NOW}</think>{mark}{ROME}"
+    for prompt, names in (("<|im_start|>assistant\n<think>\n", ["weather"]),
+                          ("<|im_start|>assistant\n", ["now", "weather"])):  # fmt: skip
+        _, calls = reads.read(text, known(prompt).input_ids, [])
+        assert [name for name, _ in calls] == names
 
 
 @pytest.mark.parametrize("route", ["chat", "responses"])
 def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
     service: Running, route: str
 ) -> None:
-    """The text comes first in a stream, and two calls come with its end."""
-    text = f"Hm, 7.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>"
+    """The text comes first in a stream, and two calls come with its end, with what follows them."""
+    text = f"Hm, 7.\n<tool_call>\n{ROME}\n</tool_call>\n<tool_call>\n{NOW}\n</tool_call>\nOk."
     forced = {"extra_body": {"guided_choice": [text]}}
     names, arguments = ["weather", "now"], [{"city": "Rome", "days": 1}, {}]
     with openai.OpenAI(base_url=f"{service.url}/v1", api_key="none") as client:
@@ -166,7 +325,7 @@ def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
             chunks = [*client.chat.completions.create(model=MODEL, stream=True, **asked)]
             deltas = [chunk.choices[0].delta for chunk in chunks]
             calls = [x.function for delta in deltas for x in delta.tool_calls or []]
-            assert "".join(delta.content or "" for delta in deltas) == "Hm, 7."
+            assert "".join(delta.content or "" for delta in deltas) == "Hm, 7.\nOk."
             assert chunks[-1].choices[0].finish_reason == "tool_calls"
         else:
             asked = {"input": "a", "tools": FLAT, **forced}
@@ -175,10 +334,10 @@ def test_calls_that_a_target_writes_itself_are_read_out_of_its_text(
             output = events[-1].response.output
             said, *calls = output
             assert [x.type for x in output] == ["message", "function_call", "function_call"]
-            assert said.content[0].text == "Hm, 7."
-            assert "".join(x.token for x in said.content[0].logprobs).startswith("Hm, 7.")
+            assert said.content[0].text == "Hm, 7.\nOk."
+            assert "".join(x.token for x in said.content[0].logprobs) == "Hm, 7.\n"
             deltas = [x for x in events if x.type == "response.output_text.delta"]
-            assert "".join(x.delta for x in deltas) == "Hm, 7."
+            assert "".join(x.delta for x in deltas) == "Hm, 7.\nOk."
             done = [x for x in events if x.type == "response.output_item.done"]
             assert [x.item for x in done] == output
             assert [x.output_index for x in done] == [0, 1, 2]
@@ -225,6 +384,18 @@ def test_items_of_calls_are_messages_of_a_chat() -> None:
     assert messages[2] == {"role": "tool", "content": "noon", "tool_call_id": "a"}
     with pytest.raises(ApiError, match=r"input\.0\.tool_call_id is missing"):
         read_items([{"type": "function_call_output", "output": "noon"}])
+
+
+def test_arguments_in_a_history_are_json_or_an_object() -> None:
+    given: list[Any] = ['{"city": "Rome"}', {"city": "Rome"}, "", {}]
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": x}}
+             for x in given]  # fmt: skip
+    said = {"role": "assistant", "content": None, "tool_calls": calls}
+    (read,) = read_messages([said])
+    found = [call["function"]["arguments"] for call in read["tool_calls"]]
+    assert found == [{"city": "Rome"}, {"city": "Rome"}, {}, {}]
+    items = [{"type": "function_call", "call_id": "a", "name": "f", "arguments": x} for x in given]
+    assert read_items(items)[0]["tool_calls"] == read["tool_calls"]
 
 
 def test_transformers_reads_what_its_templates_describe() -> None:
@@ -275,6 +446,9 @@ def test_a_template_without_tools_is_one_clear_error() -> None:
         ({"messages": [{"role": "tool", "content": "1"}]}, "messages.0.tool_call_id is missing"),
         ({"messages": [{"role": "assistant", "tool_calls": [
             {"id": "a", "function": {"name": "f", "arguments": "{"}}]}]}, "expected JSON"),
+        ({"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "a", "function": {"name": "f", "arguments": [1]}}]}]},
+         "messages.0.tool_calls.0.function.arguments is a list of 1; expected JSON as text, or an"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_called_is_refused(fields: dict[str, Any], said: str) -> None:

@@ -15,7 +15,8 @@ from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
-from decode.text_stream import StopStrings, TextStream, decode, text_of
+from decode.stop_strings import StopStrings
+from decode.text_stream import TextStream, decode, text_of
 from tests.test_loop import NEW, PROMPTS
 from tests.tiny import VOCAB, generated, tiny_model, tiny_tokenizer
 

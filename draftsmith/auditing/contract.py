@@ -5,7 +5,6 @@ about it: whether the tokens are right is asked elsewhere.
 """
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from decode.model.loading import Target
 from draftsmith.auditing.asking import AuditedServer, asking
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.tails import binomial_tail
+from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, Row
 from train.engines.server_config import ServerConfig
@@ -49,14 +49,12 @@ class Said:
         return cls(text, choice.get("token_ids"), choice.get("finish_reason"))
 
     @classmethod
-    def streamed(cls, body: str) -> "Said":
+    def streamed(cls, body: bytes) -> "Said":
         """From the body of server-sent events."""
-        # Of all characters that splitlines() takes for ends of lines, only these end one here.
-        lines = re.split(r"\r\n|\n|\r", body)
-        events = [line[5:].strip() for line in lines if line.startswith("data:")]
+        events = [event.strip() for event in read_events(body)]
         text, reason = "", None
         tokens: list[int] = []
-        for reply in (json.loads(event) for event in events if event != "[DONE]"):
+        for reply in (json.loads(event) for event in events if event != DONE):
             if reply.get("choices") == []:  # The last event of some servers counts tokens only.
                 continue
             piece = cls.whole(reply)
@@ -166,7 +164,7 @@ async def _streams(
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
         response = await server.send("POST", server.protocol.path, body | {"stream": True})
-        said = Said.streamed(server.accepted(response).text)
+        said = Said.streamed(server.accepted(response).content)
         compared.count += 1
         if not said.same_tokens(whole):
             compared.left_out += 1

@@ -1,6 +1,7 @@
 """`serve`: answers over HTTP, in the shape of OpenAI's API."""
 
 import secrets
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -255,7 +256,7 @@ def serve(
         )
 
     # Before the target is loaded: a port that is taken must not cost that time.
-    with bind(host, port) as bound:
+    with bind(host, port) as bound, nullcontext() if learn is None else learn.locked():
         service = run_in_thread(prepare).result()
         address = f"http://{address_of(host, bound)}/v1"
         what = f"{service.names[0]} with the drafter {drafter}"

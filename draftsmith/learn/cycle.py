@@ -1,6 +1,6 @@
 """The cycle of learning beside an engine.
 
-    wait      until there are enough new records, or the engine accepts less than it did
+    wait      until there are enough new records, or the engine accepts less than it once did
     collect   the tenant's records become rows to learn from and rows to judge with
     train     a run, from the serving drafter
     judge     both drafters on the held-out rows
@@ -18,6 +18,7 @@ step, and a run of stages goes on from its newest checkpoint.
 import json
 import shutil
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from accelerate import Accelerator
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from decode.model.loading import Target, load_target
+from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
@@ -36,10 +37,18 @@ from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
-from draftsmith.learn.training_run import HELD_OUT, TrainingRun, run_settings, usable
+from draftsmith.learn.training_run import (
+    HELD_OUT,
+    Gain,
+    TrainingRun,
+    run_settings,
+    split_by_time,
+    usable,
+)
 from train.base.console import Reporter
+from train.data.write_samples import NoSamples
 from train.engines.child_process import NoAnswer
-from train.engines.counters import DraftCounts, read_counters, smoke_counts
+from train.engines.counters import DraftCounts, read_counters, served_models, smoke_counts
 from train.run.config import RunConfig
 
 SMOKE_PROMPTS, SMOKE_TOKENS = 4, 32
@@ -69,6 +78,7 @@ class TenantLearner:
         self.state = LearnState.load(self.directory)
         self._records = Records(Path(config.records))
         self._target: Target | None = None
+        self._said: set[str] = set()  # reasons against records
 
     # --- what a command calls ---------------------------------------------------------------------
 
@@ -102,26 +112,32 @@ class TenantLearner:
         """What the next step would be, and why, in lines. Changes nothing."""
         state, window = self.state, self.state.window
         figures = self.figures()
+        best = None if state.best is None else state.best.rate
         lines = [
             f"serving: version {figures['serving']}, {figures['drafter']}",
             f"records: {figures['new_records']} new; a cycle begins at "
             f"{self.config.trigger.records}",
             f"accepted ÷ drafted: {_rate(window.first)} in the first window, "
-            f"{_rate(window.newest)} in the newest; a cycle begins at a drop of "
-            f"{self.config.trigger.drop}",
+            f"{_rate(window.newest)} in the newest; the best version had {_rate(best)}, and a "
+            f"cycle begins at a drop of {self.config.trigger.drop}",
             f"next step: {figures['step']}",
         ]
+        lines += [f"not learnt from: {x}: {n} records" for x, n in figures["left_out"].items()]
         return lines + [f"version {x.version}: {x.reason}" for x in state.history[-3:]]
 
     def figures(self) -> dict[str, Any]:
         """The state as JSON values: the version that serves and its drafter, the number of new
-        records, accepted ÷ drafted in the first and the newest window (None: no drafts yet), the
-        next step, and all cycles (`CycleOutcome`). Changes nothing."""
+        records that can be learnt from and of those that cannot, by the reason, accepted ÷ drafted
+        in the first and the newest window (None: no drafts yet), the best version, the next step,
+        and all cycles (`CycleOutcome`). Changes nothing."""
         state, window = self.state, self.state.window
+        new, left_out = self._usable(state.newest)
         return {
             "serving": state.serving,
             "drafter": str(self._drafter(state.serving)),
-            "new_records": len(self._new_records()),
+            "new_records": len(new),
+            "left_out": dict(left_out),
+            "best": None if state.best is None else state.best.model_dump(),
             "first_window": window.first,
             "newest_window": window.newest,
             "step": state.step,
@@ -147,7 +163,7 @@ class TenantLearner:
         state = self.state
         version = state.versions + 1
         # Only what was learnt from before may be gone by now: it was deleted.
-        records = usable(self._records.read())[-self.config.max_records :]
+        records = self._usable()[0][-self.config.max_records :]
         work = self._directory(version) / "work"
         shutil.rmtree(work, ignore_errors=True)
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -159,21 +175,31 @@ class TenantLearner:
         state.cycle = CycleOutcome(
             version=version, kept=False, reason="", records=training, held_out=judging
         )
+        if not training or not judging:
+            return self._finish(
+                False,
+                f"too few records: {training} are left to learn from, and {judging} that fit the "
+                "target's context to judge with; more are waited for",
+            )
         return "train"
 
     def _train(self) -> Step:
         version = self._cycle.version
-        self._run(version).train(self._drafter(version))
+        try:
+            self._run(version).train(self._drafter(version))
+        except NoSamples as error:
+            return self._finish(False, f"{error} More records are waited for.")
         return "judge"
 
     def _judge(self) -> Step:
         cycle, run = self._cycle, self._run(self._cycle.version)
-        cycle.serving = run.efficiency(self._drafter(self.state.serving))
-        cycle.candidate = run.efficiency(self._drafter(cycle.version))
-        figures = f"{cycle.candidate:.3f} on held-out records, the serving one {cycle.serving:.3f}"
-        self.reporter.say(f"draft efficiency of the new drafter: {figures}")
-        if cycle.candidate <= cycle.serving + self.config.min_gain:
-            return self._finish(False, f"not better: {figures}")
+        serving = run.drafts(self._drafter(self.state.serving))
+        gain = Gain.of(serving, run.drafts(self._drafter(cycle.version)))
+        cycle.serving, cycle.candidate = gain.before, gain.after
+        cycle.gain = (gain.low, gain.high)
+        self.reporter.say(f"draft efficiency of the new drafter: {gain}")
+        if gain.low <= self.config.min_gain:
+            return self._finish(False, f"not better for certain: {gain}")
         return "export"
 
     def _export(self) -> Step:
@@ -216,7 +242,7 @@ class TenantLearner:
             swap.before = window.newest
             try:
                 counts = self._counters(serving)
-                window.add(counts, self.config.trigger.window)
+                self.state.read(counts, self.config.trigger.window)
                 swap.before = window.rate(counts)
             except NoAnswer as error:  # all the more it is time to switch
                 self.reporter.say(f"the old engine has ended: {error}")
@@ -257,7 +283,7 @@ class TenantLearner:
                     return self._roll_back(str(error))
             else:
                 answered, passed = time.time(), counts - swap.begin
-                self.state.window.add(counts, self.config.trigger.window)
+                self.state.read(counts, self.config.trigger.window)
                 if passed.drafted >= limits.drafted or answered - swap.time > limits.seconds:
                     break
             self._sleep(self.config.poll_seconds)
@@ -288,29 +314,41 @@ class TenantLearner:
 
     def _tidy(self) -> None:
         """Delete the copies of records of all cycles that ended, and all drafters but the serving
-        one and the KEPT_VERSIONS newest that served. This is done once the state says so: a step
-        that is done again needs its files."""
+        one, the best one and the KEPT_VERSIONS newest that served. This is done once the state says
+        so: a step that is done again needs its files."""
         served = [cycle.version for cycle in self.state.history if cycle.kept]
         needed = {self.state.serving, *served[-KEPT_VERSIONS:]}
+        if self.state.best is not None:
+            needed.add(self.state.best.version)
         for version in (cycle.version for cycle in self.state.history):
             for name in ("work",) if version in needed else ("work", "drafter", "export"):
                 shutil.rmtree(self._directory(version) / name, ignore_errors=True)
 
     def _due(self) -> bool:
         """Take a reading of the counters, and say whether a cycle is due."""
-        window, trigger = self.state.window, self.config.trigger
-        window.add(self._counters(self.recorder.serving), trigger.window)
-        self.state.save(self.directory)
-        records = self._new_records()
-        if len(records) < trigger.records and (window.drop < trigger.drop or not records):
+        state, trigger, held_out = self.state, self.config.trigger, self.config.held_out
+        state.read(self._counters(self.recorder.serving), trigger.window)
+        if self.config.model is None:
+            state.models = served_models(self.recorder.serving, self._engine_key)
+        state.save(self.directory)
+        new, left_out = self._usable(state.newest)
+        for reason in sorted(left_out.keys() - self._said):
+            self.reporter.say(f"{left_out[reason]} new records are not learnt from: {reason}")
+        self._said |= left_out.keys()
+        dropped = state.drop >= trigger.drop and len(new) >= min(held_out, trigger.records)
+        if len(new) < trigger.records and not dropped:
             return False
-        return len(usable(self._records.read())) > self.config.held_out
+        # Traffic that repeats what is held out has nothing to learn from yet.
+        records, _ = self._usable()
+        return len(records) > held_out and bool(split_by_time(records, held_out)[0])
 
     def _counters(self, url: str) -> DraftCounts:
         return read_counters(url, self._engine_key)
 
-    def _new_records(self) -> list[dict[str, Any]]:
-        return usable(self._records.read(self.state.newest))
+    def _usable(self, after: float = 0.0) -> tuple[list[dict[str, Any]], Counter[str]]:
+        """The records that are newer than `after`, as `usable` gives them."""
+        models = self.state.models if self.config.model is None else [self.config.model]
+        return usable(self._records.read(after), models)
 
     def _require_acceptance(self, url: str) -> None:
         """Ask the new engine for a few answers. An engine that cannot use a drafter answers all the
@@ -336,10 +374,9 @@ class TenantLearner:
     def _verify(self, export: Path, engine: str) -> list[str]:
         engine_for(engine, check_export(export)["layout"])
         run = self._run(self._cycle.version)
-        spec = run.run.config.target.model
         task = EngineTask(
-            load_target(spec, dtype="float32"),
-            spec,
+            run.run.target,  # it is in memory already
+            run.run.config.target.model,
             export,
             run.prompts(),
             self.config.gamma,

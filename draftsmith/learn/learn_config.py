@@ -15,7 +15,8 @@ class TriggerConfig(Strict):
     records: int = Field(1000, ge=1)
     """New records since the last cycle."""
     drop: float = Field(0.05, gt=0, lt=1)
-    """A fall of accepted ÷ drafted tokens, from the first window after a swap to the newest."""
+    """A fall of accepted ÷ drafted tokens, from the best version's first window to the newest. A
+    cycle for it needs `held_out` new records."""
     window: int = Field(20_000, ge=1)
     """Drafted tokens of a window."""
 
@@ -75,6 +76,9 @@ class LearnConfig(Strict):
     """The layout of exports, or the name of its engine."""
     gamma: int = Field(4, ge=1)
     """Tokens per draft."""
+    model: str | None = None
+    """The target's name in answers. Records with another one are not learnt from: they may be of an
+    adapter. null: the names that the engine lists at /v1/models, without those of adapters."""
     verify: str | None = None
     """The engine of `draftsmith export --verify`. null: the export is only measured in our loop."""
     trigger: TriggerConfig = TriggerConfig()
@@ -87,7 +91,7 @@ class LearnConfig(Strict):
     """The length of answers that judge, in tokens."""
     min_gain: float = Field(0.0, ge=0, lt=1)
     """A new drafter is swapped in if its accepted ÷ drafted tokens on the held-out records are
-    higher than the serving drafter's by more than this."""
+    higher than the serving drafter's by more than this, with a certainty of 95%."""
     recorder: RecorderConfig
     """The recorder."""
     engine: EngineConfig

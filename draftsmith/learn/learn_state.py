@@ -38,12 +38,12 @@ class RateWindow(BaseModel):
             return self.newest
         return (counts - self.begin).rate
 
-    @property
-    def drop(self) -> float:
-        """How far the rate fell since the first window."""
-        if self.first is None or self.newest is None:
-            return 0.0
-        return self.first - self.newest
+
+class BestVersion(BaseModel):
+    """The version whose first window had the highest rate so far."""
+
+    version: int
+    rate: float
 
 
 class Swap(BaseModel):
@@ -64,7 +64,8 @@ class Swap(BaseModel):
 
 
 class CycleOutcome(BaseModel):
-    """How a cycle ended. serving, candidate: draft efficiency on the held-out records. before,
+    """How a cycle ended. serving, candidate: draft efficiency on the held-out records; gain: the
+    interval of its difference, see `training_run.Gain`. before,
     after: accepted ÷ drafted in the engines. kept: whether the new version serves."""
 
     version: int
@@ -74,6 +75,7 @@ class CycleOutcome(BaseModel):
     held_out: int
     serving: float | None = None
     candidate: float | None = None
+    gain: tuple[float, float] | None = None
     before: float | None = None
     after: float | None = None
     time: float = 0.0
@@ -81,7 +83,9 @@ class CycleOutcome(BaseModel):
 
 class LearnState(BaseModel):
     """serving: the version that answers; 0: the first drafter. step: the next to do. cycle: the
-    current one, as far as it is known. newest: time of the newest record of the last cycle."""
+    current one, as far as it is known. newest: time of the newest record of the last cycle. best:
+    among all versions that served; None: no window is complete yet. models: the names of the target
+    in answers, as the engine lists them; None: it was not asked yet."""
 
     serving: int = 0
     versions: int = 0
@@ -91,7 +95,24 @@ class LearnState(BaseModel):
     cycle_newest: float = 0.0
     swap: Swap | None = None
     window: RateWindow = RateWindow()
+    best: BestVersion | None = None
+    models: list[str] | None = None
     history: list[CycleOutcome] = []
+
+    def read(self, counts: DraftCounts, size: int) -> None:
+        """Take a reading of the serving engine's counters. size: of a window, in drafted tokens."""
+        self.window.add(counts, size)
+        rate = self.window.first
+        if rate is not None and (self.best is None or rate > self.best.rate):
+            self.best = BestVersion(version=self.serving, rate=rate)
+
+    @property
+    def drop(self) -> float:
+        """How far the newest window is below the best version's first one. So small losses from
+        version to version add up."""
+        if self.best is None or self.window.newest is None:
+            return 0.0
+        return self.best.rate - self.window.newest
 
     @classmethod
     def load(cls, directory: Path) -> "LearnState":

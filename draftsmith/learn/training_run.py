@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import Accelerator
 
 from decode.base.artifact import write_file
@@ -14,6 +16,7 @@ from decode.base.errors import UserError
 from decode.measure.evaluation import evaluate
 from decode.model.loading import Target
 from decode.opening.directory import open_drafter
+from decode.stats import Tally
 from draftsmith.learn.learn_config import LearnConfig
 from train.base.config_file import read_config
 from train.base.console import Reporter
@@ -23,12 +26,25 @@ from train.run.run import Run
 
 SERVING = "{serving}"
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
+DRAWS = 2000  # of prompts, for an interval
+CERTAINTY = 0.95
 
 
-def usable(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records to learn from. In an answer with a part taken out, the target's distribution is
-    not that of the text."""
-    return [record for record in records if not record["redacted"]["answer"]]
+def usable(
+    records: Sequence[dict[str, Any]], models: Sequence[str] | None = None
+) -> tuple[list[dict[str, Any]], Counter[str]]:
+    """(The records to learn from, how many are left out, by the reason.) models: the names of the
+    target in answers; None: they are not known yet, and all names count."""
+    found, left_out = [], Counter[str]()
+    for record in records:
+        if models is not None and record["model"] not in models:
+            left_out[f"they are of another model or an adapter than {' or '.join(models)}"] += 1
+        elif record["redacted"]["answer"]:
+            # The target's distribution is not that of the text there.
+            left_out["a part of their answer was taken out"] += 1
+        else:
+            found.append(record)
+    return found, left_out
 
 
 def split_by_time(
@@ -82,6 +98,43 @@ def _replaced(value: Any, serving: str) -> Any:
     return value.replace(SERVING, serving) if isinstance(value, str) else value
 
 
+@dataclass(frozen=True)
+class Gain:
+    """How much more one drafter is accepted than another, on the same prompts.
+
+    before, after: accepted ÷ drafted of all prompts together. low, high: the interval of after −
+    before in which CERTAINTY of DRAWS lie (the percentile bootstrap): each draws as many prompts as
+    there are, with replacement, and takes the drafts of both drafters for them.
+    """
+
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, before: np.ndarray, after: np.ndarray) -> "Gain":
+        """From what each drafter drafted and accepted for each prompt, int64 [prompts, 2] each."""
+        count = len(before)
+        drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
+        gains = _rate(after[drawn].sum(1)) - _rate(before[drawn].sum(1))
+        rest = (1 - CERTAINTY) / 2
+        low, high = np.quantile(gains, (rest, 1 - rest))
+        whole = [float(_rate(counts.sum(0))) for counts in (before, after)]
+        return cls(whole[0], whole[1], float(low), float(high))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.after:.3f} on held-out records, the serving one {self.before:.3f}; the gain is "
+            f"from {self.low:+.3f} to {self.high:+.3f} at {CERTAINTY:.0%}"
+        )
+
+
+def _rate(counts: np.ndarray) -> np.ndarray:
+    """Accepted ÷ drafted. counts: [..., 2]. Nothing drafted is nothing accepted."""
+    return np.asarray(counts[..., 1] / np.maximum(counts[..., 0], 1))
+
+
 class TrainingRun:
     """The run of one cycle, which goes on where a kill stopped it.
 
@@ -104,17 +157,12 @@ class TrainingRun:
         self.run = Run(settings, accelerator(settings), reporter, loaded=loaded)
 
     def write(self, records: Sequence[dict[str, Any]]) -> tuple[int, int]:
-        """Write the rows to learn from and those to judge with; how many of each. Raises UserError
-        if there are none. Held-out prompts that do not fit the target's context are left out."""
+        """Write the rows to learn from and those to judge with; how many of each. Held-out prompts
+        that do not fit the target's context are left out."""
         train, held_out = split_by_time(records, self.config.held_out)
         write_rows(self.work / HELD_OUT, held_out)
         fitting = {e.id for e, ids in self._prompts() if len(ids) <= self._room}
         held_out = [record for record in held_out if record["id"] in fitting]
-        if not held_out or not train:
-            raise UserError(
-                f"{len(train)} records are left to learn from, and {len(held_out)} of at most "
-                f"{self._room} tokens to judge with; record more requests"
-            )
         write_rows(self.work / HELD_OUT, held_out)
         write_rows(self.work / TRAIN, train)
         return len(train), len(held_out)
@@ -128,8 +176,9 @@ class TrainingRun:
         shutil.rmtree(result, ignore_errors=True)
         shutil.copytree(drafters[-1], result)
 
-    def efficiency(self, drafter: Path) -> float:
-        """Accepted ÷ drafted on the held-out prompts in our loop, in chains, as engines draft."""
+    def drafts(self, drafter: Path) -> np.ndarray:
+        """int64 [prompts, 2]: the tokens drafted and accepted for each held-out prompt in our loop,
+        in chains, as engines draft."""
         target = self.run.target
         protocol = replace(
             self.run.config.evaluation.protocol(self.config.gamma),
@@ -141,7 +190,12 @@ class TrainingRun:
             generate=False,
         )
         opened = open_drafter(str(drafter), target)
-        return evaluate(target, opened, self.prompts(), protocol).counts.draft_efficiency
+        prompts = self.prompts()
+        tally = Tally(len(prompts))
+        for step in evaluate(target, opened, prompts, protocol).steps:
+            tally.add(step)
+        each = map(tally.row, range(len(prompts)))
+        return np.array([[counts.drafted.sum(), counts.accepted.sum()] for counts in each])
 
     def prompts(self) -> list[list[int]]:
         """The held-out prompts as token ids."""

@@ -28,9 +28,10 @@ class DynamicLenience:
     """Lowers the l of the rule `lenience` in spikes of traffic, and raises it back when they end.
 
     A draft token is accepted with probability min(1, p(x)/(l·q(x))). The load is the number of
-    texts that wait, divided by the rows, averaged over SECONDS. A spike begins at BEGINS and ends
-    at ENDS, so that l does not flutter. In a spike l falls with the load, from `high` without load
-    to `low` at FULL. Otherwise l is `high`.
+    texts that wait, divided by the rows, averaged over SECONDS: from one look to the next it is
+    what the first one saw. A spike begins at BEGINS and ends at ENDS, so that l does not flutter.
+    In a spike l falls with the load, from `high` without load to `low` at FULL. Otherwise l is
+    `high`.
 
     rule: `speculative`, or `lenience`, whose l is then the upper bound `high`. rows: texts that
     decode together. clock: seconds. Raises UserError for another rule, and unless 0 < low ≤ high.
@@ -55,14 +56,15 @@ class DynamicLenience:
             )
         self.rule, self.low, self.high, self.rows = rule, low, rule.lenience, rows
         self._clock, self._at = clock, clock()
-        self.load, self.spike = 0.0, False
+        self._waiting, self.load, self.spike = 0, 0.0, False
 
     def __call__(self, waiting: int) -> None:
-        """Set the rule's l before a pass. waiting: texts that wait for a row."""
+        """Set the rule's l. waiting: texts that wait for a row, after the free rows are given."""
         now = self._clock()
         kept = math.exp((self._at - now) / SECONDS)
         self._at = now
-        self.load = kept * self.load + (1 - kept) * waiting / self.rows
+        self.load = kept * self.load + (1 - kept) * self._waiting / self.rows
+        self._waiting = waiting
         self.spike = self.load > ENDS if self.spike else self.load >= BEGINS
         fall = min(self.load / FULL, 1.0) if self.spike else 0.0
         self.rule.lenience = self.high - (self.high - self.low) * fall

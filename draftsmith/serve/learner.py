@@ -7,8 +7,9 @@ waits or runs. The decoding thread gets the weights of a kept round between two 
 import logging
 import os
 import threading
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +19,7 @@ from pydantic import ValidationError
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Choice
 from decode.drafters import Drafter
+from decode.draw.sampling import Sampling
 from decode.loop.decoding import Decoding
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
@@ -30,6 +32,7 @@ from draftsmith.serve.batching.requests import DecodeRequest, Refusal, RowWatch
 from heads.heads_module import HEADS
 from heads.online_heads import require_learns
 from train.base.console import Reporter
+from train.base.directory_lock import DirectoryLock
 from train.online.learners import Learning
 from train.online.learning import Online, OnlineConfig, Round
 from train.online.stream_progress import StreamProgress, Versions
@@ -84,6 +87,21 @@ class LearnOptions:
         if self.threads < 1:
             raise UserError(f"threads is {self.threads}; expected at least 1")
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from learning in the directory, inside a `with`. Raises UserError
+        if one does."""
+        if self.directory is None:
+            yield
+            return
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cannot learn in {self.directory}: {error.strerror}") from error
+        with DirectoryLock(self.directory, "choose another directory for learning") as lock:
+            lock.take()
+            yield
+
     def versions(self, target: Target) -> Versions | None:
         """The versions on disk."""
         if self.directory is None:
@@ -132,8 +150,17 @@ def open_learning_drafter(
     return learning.of_directory(path, target)
 
 
+def _is_bent(request: DecodeRequest) -> bool:
+    """Whether the target's distribution in a request's texts is not its own: a grammar masks it, a
+    penalty or a bias changes it, or the text goes on after its end."""
+    # How a token is drawn from that distribution does not change it.
+    drawn = replace(request.sampling, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+    return request.ignore_eos or drawn != Sampling()
+
+
 class ServiceLearner(RowWatch):
-    """Records what the target rejects, learns from it, and gives the drafter new versions.
+    """Records what the target rejects, learns from it, and gives the drafter new versions. Texts
+    whose request bends the target's distribution are left out.
 
     drafter: the one that decodes, with its final shape; name: what settings call it. student: the
     copy that learns. Both come from `open_learning_drafter`. learning: False: nothing is recorded
@@ -168,6 +195,7 @@ class ServiceLearner(RowWatch):
         self._progress = StreamProgress(ranks=1)
         self._batcher: RequestBatcher  # set by `start`
         self._rounds = 0  # since the start of the service
+        self._left_out = 0  # texts that asked in vain
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="learner", daemon=True)
         self._restore()
@@ -193,7 +221,11 @@ class ServiceLearner(RowWatch):
     # --- called in the decoding thread ------------------------------------------------------------
 
     def join(self, row: int, request: DecodeRequest) -> None:
-        if self.learning and (request.store or self.options.source == "all"):
+        if not self.learning or not (request.store or self.options.source == "all"):
+            return
+        if _is_bent(request):
+            self._left_out += 1
+        else:
             self.online.collector.join(row)
 
     def leave(self, row: int) -> None:
@@ -201,7 +233,11 @@ class ServiceLearner(RowWatch):
 
     def live(self) -> dict[str, int]:
         version = self._batcher.drafter_version
-        return {"drafter_version": version, "learning_rounds": self._rounds}
+        return {
+            "drafter_version": version,
+            "learning_rounds": self._rounds,
+            "learning_left_out": self._left_out,
+        }
 
     def observe(self, verification: Verification) -> None:
         """Record a pass, as an observer of the decode."""

@@ -164,7 +164,7 @@ class Settings:
         def apply(decoding: Decoding) -> None:
             if fresh or (decode, low) != (self.decode, self.dynamic_lenience):
                 decoding.set(drafter=drafter if fresh else None, policy=policy, rule=rule)
-                batcher.before_pass = dynamic
+                batcher.on_waiting = dynamic
             self.decode, self.name, self._costs = decode, name, costs
             self._drafter, self.adapters = own, adapters
             self.dynamic_lenience, self.rule = low, str(named)

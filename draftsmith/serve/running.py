@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.threads import run_in_thread
+from decode.stop_strings import AnswerText
 from decode.text_stream import decode
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.events import EVENT_HEADERS
@@ -26,7 +27,7 @@ from draftsmith.serve.batching.requests import (
     Refusal,
 )
 from draftsmith.serve.openai.answer_tokens import AnswerTokens, TokenBytes
-from draftsmith.serve.openai.answers import AnswerText, ApiAnswer, Piece
+from draftsmith.serve.openai.answers import ApiAnswer, Piece
 from draftsmith.serve.openai.reading import Read
 
 STATUS = {
@@ -72,14 +73,15 @@ class Running:
                 loop.call_soon_threadsafe(self._take, new)
 
         self._lengths, self._generated = [0] * len(self.choices), [0] * len(self.choices)
-        self._texts = [AnswerText(tokenizer, asked.stops) for _ in self.choices]
+        shown = frozenset[int]() if read.calls is None else read.calls.shown
+        self._texts = [AnswerText(tokenizer, asked.stops, shown=shown) for _ in self.choices]
         self._echoes = [_text_of(tokenizer, x) for x in asked.echoed for _ in range(asked.texts)]
         # By choice: the sum of its tokens' log-probabilities.
         self._likelihoods = [0.0] * len(self.choices)
         self._tokens: list[AnswerTokens] = []
         if asked.likeliest is not None or asked.draftsmith.trace:
             token_bytes = TokenBytes(tokenizer)
-            self._tokens = [AnswerTokens(tokenizer, token_bytes) for _ in self.choices]
+            self._tokens = [AnswerTokens(tokenizer, token_bytes, shown) for _ in self.choices]
         self._request = DecodeRequest(
             self.choices,
             read.new_tokens,

@@ -45,11 +45,15 @@ def fit(
     return kept, counts
 
 
+class NoSamples(UserError):
+    """Nothing is left to train on."""
+
+
 def require_kept(counts: Counter[str], max_length: int) -> None:
-    """Raise UserError if nothing is kept. counts: the counts of `fit`."""
+    """Raise NoSamples if nothing is kept. counts: the counts of `fit`."""
     if not counts["kept"]:
         lost = ", ".join(f"{reason}: {counts[reason]}" for reason in LOST if counts[reason])
-        raise UserError(
+        raise NoSamples(
             f"no sample to train on: {counts['read']} read, 0 kept ({lost or 'no samples'}) at a "
             f"maximum length of {max_length} tokens. Raise the maximum length, or give rows with "
             f"responses."

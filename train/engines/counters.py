@@ -83,12 +83,25 @@ def read_counters(url: str, key: str = "") -> DraftCounts:
     return counts
 
 
+def served_models(url: str, key: str = "") -> list[str]:
+    """The names that the engine at `url` gives to its model. Adapters, which vLLM and SGLang list
+    with a parent, are not among them. Raises as `ask`, and UserError if it lists no model."""
+    try:
+        listed = json.loads(ask(f"{url}/v1/models", key=key, seconds=30))["data"]
+        names = [str(model["id"]) for model in listed if not model.get("parent")]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        names = []
+    if not names:
+        raise UserError(f"{url}/v1/models lists no model; expected the one that answers")
+    return names
+
+
 def smoke_counts(
     url: str, conversations: Sequence[Sequence[Mapping[str, str]]], tokens: int, key: str = ""
 ) -> DraftCounts:
     """Ask the engine for a few answers, and return what it drafted and accepted meanwhile."""
     before = read_counters(url, key)
-    model = json.loads(ask(f"{url}/v1/models", key=key))["data"][0]["id"]
+    model = served_models(url, key)[0]
     for messages in conversations:
         body = {"model": model, "messages": messages, "max_tokens": tokens, "temperature": 0}
         ask(f"{url}/v1/chat/completions", body, key)

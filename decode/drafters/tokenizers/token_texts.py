@@ -71,8 +71,25 @@ class TokenTexts:
     def is_special(self, token: int) -> bool:
         return self.texts[token].startswith(_BEGIN) and self.texts[token].endswith(_END)
 
+    def shown(self, token: int) -> bytes:
+        """The bytes of a token, of a special one its name."""
+        text = self.texts[token]
+        return text[1:-1] if self.is_special(token) else text
+
+    def mark_special(self, token: int) -> None:
+        """Makes a token a special one."""
+        if not self.is_special(token):
+            self.rename(token, _BEGIN + self.texts[token] + _END)
+
+    @property
+    def spells_bytes(self) -> bool:
+        """Whether tokens can spell every text: those of single bytes are among them."""
+        if self.spelling == "sentencepiece":
+            return any(map(BYTE_TOKEN.fullmatch, self.tokenizer.get_vocab()))
+        return self.spelling == "byte_level"
+
     def rename(self, token: int, text: bytes) -> None:
-        """Gives a special token other bytes: those of the same role in another tokenizer."""
+        """Gives a token other bytes, such as those of the same role in another tokenizer."""
         self.ids.pop(self.texts[token], None)
         self.texts[token] = text
         self.ids[text] = token

@@ -1,20 +1,52 @@
 """Reads a request for a chat and its answer, and keeps those that are text of the target alone."""
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-# With one of these the engine writes the prompt in another way, or cuts or bends the answer. The
-# target's own distribution then does not continue the text.
-BENDING = (
-    *("tools", "functions", "response_format", "structured_outputs", "guided_json"),
-    *("guided_regex", "guided_choice", "guided_grammar", "grammar", "json_schema", "logit_bias"),
-    *("stop", "stop_token_ids", "bad_words", "allowed_token_ids", "logits_processors"),
-    *("chat_template", "chat_template_kwargs", "documents", "continue_final_message", "prefill"),
-    *("ignore_eos", "min_tokens", "truncate_prompt_tokens"),
+from draftsmith.net.events import DONE, read_events
+
+# What a request may have, with any value: names and limits, how the answer is sent, and how a token
+# is drawn from the target's distribution. Anything else may write the prompt in another way, choose
+# other weights, or bend, cut or hide the answer, and engines get new fields with each version.
+FREE = frozenset(
+    (
+        *("messages", "model", "store", "user", "safety_identifier", "metadata", "service_tier"),
+        *("stream", "stream_options", "n", "seed", "max_tokens", "max_completion_tokens"),
+        *("temperature", "top_p", "top_k", "min_p", "logprobs", "top_logprobs"),
+        *("prompt_cache_key", "prompt_cache_retention", "draftsmith"),
+        # vLLM, SGLang, llama-server
+        *("request_id", "priority", "cache_salt", "return_token_ids", "prompt_logprobs"),
+        *("return_tokens_as_token_ids", "rid", "cache_prompt", "id_slot", "timings_per_token"),
+    )
 )
+# What it may have with one of these values, which ask for nothing. null always asks for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("tools", "functions", "documents", "bad_words", "stop_token_ids"), ([],)),
+    **dict.fromkeys(("lora", "logits_processors"), ([],)),
+    **dict.fromkeys(("logit_bias", "chat_template_kwargs", "structured_outputs"), ({},)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens"), (0,)),
+    **dict.fromkeys(("xtc_probability", "dry_multiplier", "dynatemp_range", "mirostat"), (0,)),
+    **dict.fromkeys(("repetition_penalty", "repeat_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("typical_p", "best_of"), (1,)),
+    **dict.fromkeys(("ignore_eos", "use_beam_search", "echo", "continue_final_message"), (False,)),
+    **dict.fromkeys(("include_stop_str_in_output", "no_stop_trim"), (False,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning"), (True,)),
+    **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),
+    "parallel_tool_calls": (True, False),
+    "add_generation_prompt": (True,),
+    "response_format": ({}, {"type": "text"}),
+    "modalities": (["text"],),
+    "stop": ("", []),
+    "grammar": ("",),
+}
+HOTTEST = 1.0  # a text that is drawn at a higher temperature is not one that the target writes
+SHOWN = 5  # names in one reason
+NAME = re.compile(r"[A-Za-z0-9_]{1,40}")  # of a field, to be shown; others are what a client wrote
 
 LONGEST_TEXT = 1 << 18  # characters; the search for personal data keeps the proxy from its work
 
@@ -42,17 +74,20 @@ def exchanges(
 
     body: the request. answer: the body of the response with status 200. stream: it is a stream of
     events. An answer is complete if the target ended it. Raises NotRecorded for answers with tool
-    calls or reasoning, and for requests with images or a setting of BENDING.
+    calls or reasoning, for requests with images, and for those with a field that is neither in FREE
+    nor neutral.
     """
     messages = _messages(body.get("messages"))
-    bending = sorted(name for name in BENDING if not _asks_nothing(name, body.get(name)))
-    if bending:
-        raise NotRecorded(f"the request has {', '.join(bending)}")
+    unknown = {_shown(name) for name, value in body.items() if not _leaves_alone(name, value)}
+    if unknown:
+        raise NotRecorded(f"the request has {', '.join(sorted(unknown)[:SHOWN])}")
     part = "delta" if stream else "message"
     texts: dict[int, str] = {}
     ends: dict[int, str] = {}
     try:
-        chunks = list(_events(answer)) if stream else [json.loads(answer)]
+        chunks = list(_chunks(answer)) if stream else [json.loads(answer)]
+        if any(map(_hides_reasoning, chunks)):
+            raise NotRecorded("the answer has reasoning that is not shown")
         for choice, index, message in (one for chunk in chunks for one in _choices(chunk, part)):
             spoken = {key for key, value in message.items() if value} - {"role", "content"}
             if spoken:  # reasoning, a tool call, a refusal
@@ -75,10 +110,25 @@ def exchanges(
     return found, left_out
 
 
-def _asks_nothing(name: str, value: Any) -> bool:
-    """Whether a setting of BENDING has a value that leaves prompt and answer as they are."""
-    text = {"type": "text"}
-    return value in (None, [], {}, "", False) or (name == "response_format" and value == text)
+def _leaves_alone(name: str, value: Any) -> bool:
+    """Whether a field of a request leaves prompt and answer as the target writes them."""
+    if name == "temperature" and value is not None:
+        return isinstance(value, int | float) and 0 <= value <= HOTTEST
+    return name in FREE or value is None or value in NEUTRAL.get(name, ())
+
+
+def _shown(name: str) -> str:
+    return name if NAME.fullmatch(name) else "a field with another name"
+
+
+def _hides_reasoning(chunk: Any) -> bool:
+    """Whether an answer, or an event of one, counts reasoning that it may not have."""
+    usage = chunk.get("usage") if isinstance(chunk, dict) else None
+    if not isinstance(usage, dict):
+        return False
+    details = usage.get("completion_tokens_details")
+    counted = details.get("reasoning_tokens") if isinstance(details, dict) else None
+    return bool(counted or usage.get("reasoning_tokens"))
 
 
 def _end(choice: dict[str, Any]) -> str:
@@ -108,9 +158,14 @@ def _messages(value: Any) -> list[dict[str, str]]:
     for message in value if isinstance(value, list) else [None]:
         if not isinstance(message, dict) or message.get("tool_calls"):
             raise NotRecorded("a message has tool calls, or is no object")
+        # A template may write them into the prompt: a name, earlier reasoning, a beginning to go
+        # on with.
+        more = {_shown(name) for name, x in message.items() if x} - {"role", "content"}
+        if more:
+            raise NotRecorded(f"a message has {', '.join(sorted(more)[:SHOWN])}")
         role, content = message.get("role"), message.get("content")
         if isinstance(content, list):
-            if not all(isinstance(x, dict) and isinstance(x.get("text"), str) for x in content):
+            if not all(map(_is_text, content)):
                 raise NotRecorded("a message has parts that are no text")
             content = "\n".join(part["text"] for part in content)
         if role not in ("system", "developer", "user", "assistant") or not isinstance(content, str):
@@ -123,6 +178,11 @@ def _messages(value: Any) -> list[dict[str, str]]:
     if not messages or messages[-1]["role"] != "user":
         raise NotRecorded("the last message is not from user")
     return messages
+
+
+def _is_text(part: Any) -> bool:
+    known = isinstance(part, dict) and part.get("type", "text") == "text"
+    return known and isinstance(part.get("text"), str)
 
 
 def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:
@@ -140,16 +200,12 @@ def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[
         yield choice, index, message
 
 
-def _events(answer: bytes) -> Iterator[Any]:
+def _chunks(answer: bytes) -> Iterator[Any]:
     """The JSON of a stream's events. Raises ValueError if the stream did not end with [DONE]."""
-    # Bytes: str.splitlines also cuts at U+2028 and U+0085, which JSON may hold as they are.
-    for line in answer.splitlines():
-        field, _, value = line.partition(b":")
-        if field != b"data":
-            continue
-        if value.strip() == b"[DONE]":
+    for data in read_events(answer):
+        if data == DONE:
             return
-        yield json.loads(value)
+        yield json.loads(data)
     raise ValueError("the stream has no end")
 
 

@@ -17,7 +17,7 @@ from decode.loop.batcher import Batcher
 from decode.loop.decoding import Decoder, Decoding
 from decode.loop.rows import require_prompts
 from decode.stats import Judged
-from decode.text_stream import StopStrings
+from decode.stop_strings import StopStrings
 from decode.trace import rejected_tokens
 from decode.verification import Verification
 from draftsmith.serve.batching.metrics import Metrics
@@ -46,8 +46,9 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     watch: told of the rows, in the decoding thread. drafter_version: the version of the weights
     that draft.
-    lossy: the rule in use, if it is lossy for such requests; None if it is lossless. before_pass:
-    called with the number of texts that wait. These are set in the decoding thread, by `between`.
+    lossy: the rule in use, if it is lossy for such requests; None if it is lossless. on_waiting:
+    called with the number of texts that wait, before each pass and when some give up. These are
+    set in the decoding thread, by `between`.
     """
 
     bounds: RequestBounds
@@ -65,7 +66,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
         self.metrics = metrics
         self.drafter_version = 0
         self.lossy: Callable[[Sampling], str | None] | None = None
-        self.before_pass: Callable[[int], None] | None = None
+        self.on_waiting: Callable[[int], None] | None = None
         self._watch = watch or RowWatch()
         self._tokenizer = tokenizer
         self._draft_temperature = draft_temperature
@@ -230,8 +231,13 @@ class RequestBatcher(Batcher[AnswerChoice]):
             with self._changed:
                 texts = next_texts(self._waiting, self._rows.values(), self.bounds.max_rows)
             if not texts:
-                return
+                break
             self._seat(texts)
+        self._look()
+
+    def _look(self) -> None:
+        if self.on_waiting is not None:
+            self.on_waiting(len(self._waiting))
 
     def _seat(self, texts: list[AnswerChoice]) -> None:
         """Give rows to texts of one request that wait. They have the same prompt."""
@@ -273,8 +279,6 @@ class RequestBatcher(Batcher[AnswerChoice]):
 
     def _pass(self) -> None:
         started = time.monotonic()
-        if self.before_pass is not None:
-            self.before_pass(len(self._waiting))
         ran = [self._rows[row] for row in self._decoding.rows.numbers.tolist()]
         step = self._step(ran)
         if step is None:
@@ -369,6 +373,7 @@ class RequestBatcher(Batcher[AnswerChoice]):
             self._waiting = deque(other for other in self._waiting if other.request is not request)
         for choice in request.choices:
             self._leave(choice)
+        self._look()
 
     def _refuse(self, request: DecodeRequest, refusal: Refusal) -> None:
         """Free all rows of a request, and say why, unless nobody waits for it any more."""

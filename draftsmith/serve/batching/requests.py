@@ -13,7 +13,7 @@ from decode.draw.logprobs import TokenLogprob
 from decode.draw.sampling import Sampling
 from decode.loop.batcher import BatchBounds
 from decode.loop.rows import RowSettings
-from decode.text_stream import StopStrings
+from decode.stop_strings import StopStrings
 
 logger = logging.getLogger(__name__)
 

@@ -66,11 +66,17 @@ class AnswerToken:
 
 class AnswerTokens:
     """The tokens of one text as it grows. A token is held back until its characters are final.
-    Special tokens have no text; they are here for their log-probabilities."""
+    Special tokens have no text; they are here for their log-probabilities. shown: special tokens
+    that have text all the same."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, token_bytes: TokenBytes) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=True)
-        self._special = set(tokenizer.all_special_ids)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        token_bytes: TokenBytes,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens=True, shown=shown)
+        self._special = {*tokenizer.all_special_ids} - shown
         self._bytes = token_bytes
         self._length = 0  # characters so far
         self._held: list[AnswerToken] = []

@@ -7,42 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from decode.text_stream import TextStream
-from draftsmith.net.events import event
+from draftsmith.net.events import DONE, event
 from draftsmith.serve.batching.requests import AnswerChoice
 from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.asked import Several, StreamOptions
 from draftsmith.serve.openai.reading import Read
-from draftsmith.serve.openai.tools import begun, call_ids
-
-
-class AnswerText:
-    """The text of one choice, in pieces, without the stop string that ends it. What may be the
-    beginning of a stop string is held back. stopped: a stop string has ended the text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens=True)
-        self._stops = stops
-        self._held = ""
-        self.stopped = False
-
-    def add(self, tokens: Sequence[int], *, ended: bool) -> str:
-        """The next piece, or ''. ended: these are the last tokens."""
-        if self.stopped:
-            return ""
-        text = self._held + self._stream.add(tokens)
-        if ended:
-            text += self._stream.end()
-        ends = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            self.stopped, self._held = True, ""
-            return text[: min(ends)]
-        kept = 0 if ended else max((begun(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        return text[: len(text) - kept]
+from draftsmith.serve.openai.tools import call_ids
 
 
 @dataclass
@@ -111,10 +82,10 @@ class ApiAnswer(ABC):
         index = piece.index
         self._so_far[index] += piece.text
         text, given = self._so_far[index], self._given[index]
-        if piece.reason is None:
-            self._given[index] = max(given, self._calls.certain(text))
-            return text[given : self._given[index]], []
         choice = self._choices[index]
+        if piece.reason is None:
+            self._given[index] = self._calls.certain(text, given, choice.prompt)
+            return text[given : self._given[index]], []
         content, calls = self._calls.read(text, choice.prompt, choice.tokens)
         return content[given:], calls
 
@@ -336,4 +307,4 @@ def written(token: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
-END = b"data: [DONE]\n\n"
+END = b"data: %b\n\n" % DONE

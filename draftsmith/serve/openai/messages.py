@@ -71,14 +71,17 @@ def _chat_message(value: Any, path: str) -> dict[str, Any]:
 
 
 def _call(value: Any, path: str) -> dict[str, Any]:
-    """An earlier call, with its arguments as an object: templates write them."""
+    """An earlier call, with its arguments as an object: templates write them. They come as JSON,
+    as OpenAI writes them, or as the object itself."""
     match value:
-        case {"id": str(id_), "function": {"name": str(name), "arguments": str(given)}}:
-            pass
+        case {"id": str(id_), "function": {"name": str(name), **rest}}:
+            given = rest.get("arguments")
         case _:
             raise unfit(path, value, 'an object {"id": …, "function": {"name": …, "arguments": …}}')
+    if not isinstance(given, str | dict):
+        raise unfit(f"{path}.function.arguments", given, "JSON as text, or an object")
     try:
-        arguments = json.loads(given or "{}")
+        arguments = json.loads(given or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError):
         raise unfit(f"{path}.function.arguments", given, "JSON") from None
     function = {"name": name, "arguments": arguments}

@@ -77,7 +77,10 @@ class ResponsesAnswer(ApiAnswer):
         text, calls = self.read(piece)
         self._items += map(_call_item, call_ids(calls))
         self._held += piece.tokens
-        length = len(self._message.text) + len(text)
+        whole = self._message.text + text
+        # Text behind a call has no entries: those of the call would stand among them.
+        pairs = zip(whole, self._so_far[piece.index], strict=False) if calls else ()
+        length = next((at for at, (one, raw) in enumerate(pairs) if one != raw), len(whole))
         all_mine = self._calls is None or (piece.reason is not None and not calls)
         count = sum(all_mine or x.start < length for x in self._held)
         said = replace(piece, text=text, tokens=self._held[:count])

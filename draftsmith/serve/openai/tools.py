@@ -7,59 +7,70 @@ A call's format is the chat template's. A new format is a row of `FORMATS`. A to
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
+from decode.stop_strings import begun
+from decode.text_stream import decode, special_ids
 from draftsmith.serve.openai.api_errors import ApiError, unfit
 from draftsmith.serve.openai.formats import AskedGrammar
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 MOST_TOOLS = 128
-# What stands between the JSON objects of calls.
-_BETWEEN = " \r\n\t[],;"
+_KEYS = ("arguments", "parameters")  # models write both, whatever their template says
+_SPACE = re.compile(r"\s*")
+# What may become a call as the text goes on, behind a mark.
+_MAY_BEGIN = re.compile(r"[\s\[]*(\{\s*(\"|\Z)|\Z)")
+_THINKS, _THOUGHT = "<think>", "</think>"
+_TAIL = 16  # tokens of a prompt that show how it ends
 
 
 @dataclass(frozen=True)
 class CallFormat:
     """How calls are written.
 
-    template: what the chat templates of such targets contain. begins: what a text is before its
-    first call: a pattern. anywhere: calls may follow other text. before, opens, closes, between,
-    after: what is written before all calls, around each, between two and after all; between None:
-    there is one call. marks: what is no JSON in it. arguments: the key of the arguments.
+    template: what the chat templates of such targets contain. begins: what is before a call or a
+    list of calls, for certain: a pattern. before, opens, closes, between, after: what is written
+    before all calls, around each, between two and after all; between None: there is one call.
+    marks: what is no JSON in it. joins: what may be between two calls without a mark before the
+    second: a pattern. ends: what belongs to the calls behind the last one: a pattern. arguments:
+    the key of the arguments.
     """
 
     template: str
     begins: str
-    anywhere: bool
     before: str
     opens: str
     closes: str
     between: str | None
     after: str
     marks: tuple[str, ...]
+    joins: str
+    ends: str
     arguments: str
 
 
 FORMATS = (
     # Hermes, Qwen2.5 and Qwen3; GLM writes <tool_call>{name} and no JSON.
     CallFormat(
-        r"<tool_call>(\\n|\s)*\{\\?[\"']name\b", r"<tool_call>", True, "",
-        "<tool_call>\n", "\n</tool_call>", "\n", "",
-        ("<tool_call>", "</tool_call>"), "arguments",
+        r"<tool_call>(\\n|\s)*\{\\?[\"']name\b", r"<tool_call>[\s\[]*",
+        "", "<tool_call>\n", "\n</tool_call>", "\n", "",
+        ("<tool_call>", "</tool_call>"), r"\s*,\s*", r"\s*\]?\s*</tool_call>", "arguments",
     ),
-    # Mistral and Mixtral, before [ARGS].
+    # Mistral and Mixtral, before [ARGS]. A list at the beginning needs no mark.
     CallFormat(
-        r"\[TOOL_CALLS\](?!.*\[ARGS\])", r"\s*(\[TOOL_CALLS\]\s*)?\[\s*\{", False, "[TOOL_CALLS][",
-        "", "", ", ", "]", ("[TOOL_CALLS]",), "arguments",
+        r"\[TOOL_CALLS\](?!.*\[ARGS\])", r"\[TOOL_CALLS\][\s\[]*|\A\s*\[\s*",
+        "[TOOL_CALLS][", "", "", ", ", "]",
+        ("[TOOL_CALLS]",), r"[\s\]]*[,;]?[\s\[]*", r"\s*\]", "arguments",
     ),
-    # Llama 3.1 to 3.3.
+    # Llama 3.1 to 3.3: objects, with a mark or without one.
     CallFormat(
-        r'"parameters":', r"\s*(<\|python_tag\|>)?\s*\{", False, "", "", "", None, "",
-        ("<|python_tag|>",), "parameters",
+        r'"parameters":', r"<\|python_tag\|>[\s\[]*|\A\s*\[\s*|(?=\{)",
+        "", "", "", None, "",
+        ("<|python_tag|>",), r"\s*[,;]?\s*", r"\s*\](?=\s*\Z)", "parameters",
     ),
 )  # fmt: skip
 
@@ -165,49 +176,65 @@ class Calls:
         assert one is not None
         heads = [f'{{"name": "{name}", "{one.arguments}": ' for name in self._names]
         bodies = [f"{_quoted(head)} a{at} {_quoted('}')}" for at, head in enumerate(heads)]
-        rules = [f"call: {_quoted(one.opens)} ({' | '.join(bodies)}) {_quoted(one.closes)}"]
-        more = f" ({_quoted(one.between)} call)*" if self._parallel and one.between else ""
-        rules += [f"start: {self._before(one)} call{more} {_quoted(one.after)}"]
+        written = self._written
+        rules = [f"call: {written(one.opens)} ({' | '.join(bodies)}) {written(one.closes)}"]
+        more = f" ({written(one.between)} call)*" if self._parallel and one.between else ""
+        rules += [f"start: {written(one.before)} call{more} {written(one.after)}"]
         for at, name in enumerate(self._names):
             spaced = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
             schema = {"type": "object"} | (self._functions[name].get("parameters") or {})
             rules.append(f"a{at}: %json {json.dumps(schema | {'x-guidance': spaced})}")
         return "\n".join(rules)
 
-    def _before(self, one: CallFormat) -> str:
-        """What is before all calls, with its mark as a token of its own if it is a special one."""
-        text, mark = one.before, one.marks[0]
-        token = self._tokenizer.convert_tokens_to_ids(mark)
-        if not text.startswith(mark) or token not in self._tokenizer.all_special_ids:
+    def _written(self, text: str) -> str:
+        """A text in a Lark grammar, with each mark that is a special token as that token."""
+        special = self._special_marks
+        if not special:
             return _quoted(text)
-        return f"<[{token}]> {_quoted(text.removeprefix(mark))}"
+        parts = re.split(f"({'|'.join(map(re.escape, special))})", text)
+        return " ".join(f"<[{special[x]}]>" if x in special else _quoted(x) for x in parts)
 
-    def certain(self, text: str) -> int:
-        """How many first characters of an answer so far are text for certain, and no call."""
+    @property
+    def _special_marks(self) -> dict[str, int]:
+        """The format's marks that are special tokens."""
+        marks = () if self._format is None else self._format.marks
+        ids = {mark: self._tokenizer.convert_tokens_to_ids(mark) for mark in marks}
+        return {mark: i for mark, i in ids.items() if i in special_ids(self._tokenizer)}
+
+    @property
+    def shown(self) -> frozenset[int]:
+        """The special tokens that an answer has to be read with: marks of calls."""
+        return frozenset() if self._by_library else frozenset(self._special_marks.values())
+
+    def certain(self, text: str, begin: int, prompt: Sequence[int]) -> int:
+        """How many first characters of an answer so far are text for certain, and no call. begin:
+        of how many this is known."""
         if self._by_library:
             return 0
         one = self._format
         assert one is not None
-        if not one.anywhere:
-            may_be_call = text.lstrip()[:1] in ("", "[", "{", "<")
-            return 0 if may_be_call else len(text)
-        mark = one.marks[0]
-        at = text.find(mark)
-        end = at if at >= 0 else len(text) - begun(text, mark)
-        return len(text[:end].rstrip())
+        begin, end = max(begin, self._thought(text, prompt)), len(text)
+        for found in self._found(text, begin):
+            if found.calls or found.may_be:
+                end = found.begin
+                break
+        else:
+            end -= max(begun(text, mark) for mark in one.marks)
+        return max(begin, len(text[:end].rstrip()))
 
     def read(
         self, text: str, prompt: Sequence[int], tokens: Sequence[int]
     ) -> tuple[str, list[tuple[str, str]]]:
-        """(the text before the calls, the calls: names and arguments as JSON). A call that is not
-        complete, or of a function that is not there, is text. prompt, tokens: as ids."""
+        """(the text around the calls, the calls: names and arguments as JSON, as they are written).
+        A call that is not complete, or of a function that is not there, is text. Reasoning has no
+        calls. prompt, tokens: as ids."""
         if self._by_library:
             content, calls = self._by_template(text, prompt, tokens)
+            if any(name not in self._functions for name, _ in calls):
+                return text, []
         else:
-            content, calls = self._by_format(text)
-        if not calls or any(name not in self._functions for name, _ in calls):
-            return text, []
-        return content, calls if self._parallel else calls[:1]
+            content, calls = self._by_format(text, prompt)
+        return (content, calls if self._parallel else calls[:1]) if calls else (text, [])
 
     def _by_template(
         self, text: str, prompt: Sequence[int], tokens: Sequence[int]
@@ -222,33 +249,108 @@ class Calls:
             return text, []
         return str(said.get("content") or ""), calls
 
-    def _by_format(self, text: str) -> tuple[str, list[tuple[str, str]]]:
+    def _by_format(self, text: str, prompt: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
+        content, calls, at = "", list[tuple[str, str]](), 0
+        for found in self._found(text, self._thought(text, prompt)):
+            if found.calls:
+                between = text[at : found.begin].rstrip()
+                content += between if content or not at else between.lstrip()
+                calls += found.calls
+                at = found.end
+        rest = text[at:] if text[at:].strip() else ""
+        return content + (rest if content else rest.lstrip()), calls
+
+    def _thought(self, text: str, prompt: Sequence[int]) -> int:
+        """Where the reasoning ends that a text begins with; 0 if it has none, or it does not end.
+        A template may have begun it in the prompt."""
+        end = text.find(_THOUGHT) + len(_THOUGHT)
+        if end < len(_THOUGHT):
+            return 0
+        if not text.lstrip().startswith(_THINKS):
+            last = decode(self._tokenizer, prompt[-_TAIL:], skip_special_tokens=False)
+            if not last.rstrip().endswith(_THINKS):
+                return 0
+        return end
+
+    def _found(self, text: str, begin: int) -> Iterator["_Found"]:
+        """The places from `begin` on that look like calls, in order."""
         one = self._format
         assert one is not None
-        found = (re.search if one.anywhere else re.match)(one.begins, text)
-        if found is None:
-            return text, []
-        rest, calls, reads = text[found.start() :], [], json.JSONDecoder().raw_decode
-        for mark in one.marks:
-            rest = rest.replace(mark, " ")
-        try:
-            while rest := rest.lstrip(_BETWEEN):
-                call, end = reads(rest)
-                calls.append((str(call["name"]), _as_json(call[one.arguments])))
-                rest = rest[end:]
-        except (ValueError, KeyError, TypeError, RecursionError):
-            return text, []
-        return text[: found.start()].rstrip(), calls
+        begins, joins, ends = map(re.compile, (one.begins, one.joins, one.ends))
+        while mark := begins.search(text, begin):
+            first, at = mark.start(), mark.end()
+            end, calls = max(at, first + 1), list[tuple[str, str]]()
+            may_be = bool(_MAY_BEGIN.match(text, at))
+            while (read := _object(text, at)) is not None:
+                call = self._call(read[0])
+                if call is None and calls:
+                    break
+                may_be, end = False, read[1]
+                if call is None:
+                    break
+                calls.append(call)
+                join = joins.match(text, end)
+                at = join.end() if join else end
+            if calls and (closing := ends.match(text, end)):
+                end = closing.end()
+            yield _Found(first, end, calls, may_be)
+            begin = end
+
+    def _call(self, members: Mapping[str, str]) -> tuple[str, str] | None:
+        """The call that an object is, given by the JSON of its members. None: it is none."""
+        name = json.loads(members.get("name", "null"))
+        given = next((members[key] for key in _KEYS if key in members), None)
+        if not isinstance(name, str) or name not in self._functions or given is None:
+            return None
+        if given.startswith('"'):  # some models write the JSON of the arguments as a string
+            inner = str(json.loads(given))
+            read = _object(inner, len(inner) - len(inner.lstrip()))
+            return name, inner if read is not None and not inner[read[1] :].strip() else given
+        return name, given
 
 
-def begun(text: str, string: str) -> int:
-    """The length of the longest end of a text that a string begins with.
+class _Found(NamedTuple):
+    """A place that looks like calls, from `begin` to `end`. may_be: without calls so far, it may
+    get some as the text goes on."""
 
-    >>> begun("to be or", "or not")
-    2
-    """
-    longest = min(len(string) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
+    begin: int
+    end: int
+    calls: list[tuple[str, str]]
+    may_be: bool
+
+
+def _object(text: str, at: int) -> tuple[dict[str, str], int] | None:
+    """The JSON object that begins there: the JSON of each member as it is written, and where the
+    object ends. None: none begins there, or it is not complete."""
+    members: dict[str, str] = {}
+    if not text.startswith("{", at):
+        return None
+    try:
+        _, end = _JSON.raw_decode(text, at)
+        at += 1
+        while text[at := _past_space(text, at)] != "}":
+            key, at = _JSON.raw_decode(text, at)
+            at = _past_space(text, _past_space(text, at) + 1)  # the colon
+            _, last = _JSON.raw_decode(text, at)
+            members[key] = text[at:last]
+            at = _past_space(text, last)
+            at += text[at] == ","
+    except (ValueError, RecursionError):
+        return None
+    return members, end
+
+
+def _past_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None
+    return found.end()
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+_JSON = json.JSONDecoder(parse_constant=_no_number)
 
 
 def require_tools(tokenizer: PreTrainedTokenizerBase, param: str) -> None:
