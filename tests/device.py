@@ -308,7 +308,6 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "Event", _event(device))
-        patch.setattr(torch.cuda, "current_stream", lambda *_: None)
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
         patch.setattr(
             torch.cuda, "synchronize", lambda *_: device.wait("synchronize", "the device")
