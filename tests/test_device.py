@@ -331,6 +331,28 @@ def test_the_count_finds_one_more_read_and_one_ordinary_copy() -> None:
         require_waits(lambda target, move: Uploading(), 1, sampling=Sampling())
 
 
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(combined(CompositeDrafter, made("ngram"), small()), id="ngram+small"),
+        pytest.param(OTHERS["sparse"][0], id="sparse"),
+        pytest.param(with_other_tokenizer(SharedVocabularyDrafter), id="another tokenizer"),
+        *(pytest.param(headed(kind), id=kind) for kind in ("eagle1", "in_tree")),
+    ],
+)
+def test_a_row_that_leaves_reads_nothing_and_one_that_joins_its_verdict(build: Build) -> None:
+    """The host knows which rows stay."""
+    with simulated_device() as device:
+        decoding = Decoding(decoder(build, device.move, sampling=Sampling()), PROMPTS, 40)
+        for _ in range(3):
+            decoding.step()
+        before = len(device.waits)
+        decoding.drop(1)
+        assert device.waits[before:] == []
+        decoding.admit([PROMPTS[1]], 40)
+    assert [wait.kind for wait in device.waits[before:]] == ["read"]
+
+
 def test_times_need_no_wait_except_for_a_policy_that_reads_them() -> None:
     for policy, kinds in (
         ("fixed:max_depth=3", set()),

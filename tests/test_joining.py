@@ -162,7 +162,7 @@ class Counting(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         return None
 
     draft = DRAFTERS["none"].draft
@@ -219,7 +219,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     for layer in slots.layers:
         layer.update(*torch.full((2, 3, 1, 8, 4), torch.nan))
     memory = slots.layers[0].keys.untyped_storage().data_ptr()
-    slots.keep_rows(torch.tensor([0]))
+    slots.keep_rows(np.array([0]))
     slots.add_rows(2, 8)
     for layer in slots.layers:
         assert layer.keys.shape == (3, 1, 8, 4)
@@ -237,7 +237,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
             layer.update(*torch.ones(2, 1, 1, 1, 4))
     assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
     # Where memory is short, rows that nobody uses go.
-    slots.keep_rows(torch.tensor([3, 1]))
+    slots.keep_rows(np.array([3, 1]))
     slots.add_rows(0, 40, least=True)
     assert slots.allocated == (2, 40)
     assert [bool(row.any()) for row in slots.layers[0].keys] == [True, False]

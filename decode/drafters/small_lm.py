@@ -355,9 +355,9 @@ class SmallLMDrafter(VerifyingDrafter):
     def rewind(self, lengths: np.ndarray) -> None:
         self._cached, self._fed = np.minimum(self._cached, lengths), None
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
-        self.lm.keep_rows(rows.to(self.lm.device))
+        self.lm.keep_rows(rows)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces some weights, also in the middle of texts: the cache is then computed again.
