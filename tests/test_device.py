@@ -23,6 +23,8 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.shapes import SHAPES, Shape
+from decode.trace import drafted_tokens, rejected_tokens
+from decode.verification import Verification
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
@@ -292,6 +294,21 @@ def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
 ) -> None:
     options, name, reads = TREES[shape]
     require_waits(small(shaped(name, options)), reads, rule=rule)
+
+
+@pytest.mark.parametrize("shape", [None, "top"], ids=["chain", "tree"])
+def test_what_was_drafted_comes_with_the_verdict_and_its_probabilities_in_one_copy(
+    shape: str | None,
+) -> None:
+    build = small(None if shape is None else shaped("static", STATIC))
+    seen: list[Any] = []
+
+    def rejected(done: Verification) -> None:
+        seen.extend(rejected_tokens(done, row) for row in range(len(done.rows)))
+
+    require_waits(build, 1, observers=[rejected])
+    require_waits(build, 2, observers=[lambda done: seen.extend(drafted_tokens(done))])
+    assert any(seen)
 
 
 @pytest.mark.parametrize("kind", ["hydra_plus", "kangaroo"])

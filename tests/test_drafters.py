@@ -21,11 +21,13 @@ from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.rules import RULES
 from decode.shapes import SHAPES
+from decode.verdict import Decision, Scores
 from decode.verification import Verification
 from tests import lossless
 from tests.mutants import ChoosingDrafter
 from tests.test_loop import RandomTrees
-from tests.tiny import FAMILIES, after, moved, padded, tiny_model, tokens_fed
+from tests.test_slots import NewBytes
+from tests.tiny import FAMILIES, after, judged, moved, padded, tiny_model, tokens_fed
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -259,6 +261,27 @@ def test_the_store_drafts_what_followed_most_often() -> None:
     contexts = contexts_of([[8, 1, 2]])
     store.start(contexts)
     assert drafted(store.draft(contexts, limits_of(contexts, 2), GREEDY, noise_for(1))) == [[4, 9]]
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, -1]] * 2], ids=["chain", "tree"])
+def test_the_store_looks_only_at_the_logits_along_the_accepted_path(parents: Any) -> None:
+    vocab = 4096
+    store = StoreDrafter(min_n=1, max_n=2, top_k=1)
+    contexts = contexts_of([[1, 2], [3, 4]])
+    store.start(contexts)
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    draft = Draft(tokens, np.array([4, 4]), parents=parents and torch.tensor(parents))
+    likeliest = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
+    logits = torch.nn.functional.one_hot(likeliest, vocab).float()
+    accepted, path = torch.tensor([1, 0]), torch.tensor([[0, 1, 2]] * 2)
+    decision = Decision(path, accepted, accepted + 1, torch.tensor([40, 41]))
+    done = replace(judged(draft, Scores(logits, GREEDY), decision, contexts), number=1)
+    with NewBytes() as made:
+        store.observe(done)
+    assert [store.store.next(text) for text in ([1, 2], [2, 5], [3, 4])] == [20, 21, 30]
+    assert store.store.next([6]) is store.store.next([9]) is None
+    along = 2 * 2 * vocab * logits.itemsize  # of two rows, after no token and after one
+    assert made.largest < (along / 4 if parents is None else along + 1)
 
 
 def test_the_store_keeps_what_was_used_last_and_weighs_most() -> None:

@@ -77,7 +77,7 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
                     assert torch.equal(there, wanted[None, :, None].expand(h, -1, d))
 
 
-class _NewBytes(TorchDispatchMode):
+class NewBytes(TorchDispatchMode):
     """The largest tensor that an operation made, in bytes of its memory; views make none."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ def test_rows_leave_without_a_second_cache(rows: list[int]) -> None:
     memory = [
         x.untyped_storage().data_ptr() for x in (slots.layers[0].keys, slots.layers[0].values)
     ]
-    with _NewBytes() as made:
+    with NewBytes() as made:
         slots.keep_rows(np.array(rows, dtype=np.int64))
     # One layer's keys or values at a time.
     assert made.largest <= 6 * heads * CAPACITY * size * 4
