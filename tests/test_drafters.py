@@ -14,6 +14,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
@@ -238,6 +239,26 @@ def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
         append(contexts, [[*(tokens[:1] or [50, 60, 70]), 100] for tokens in drafted(draft)])
         drafter.observe(after(contexts))
     assert drafter.drafts > 40
+
+
+@pytest.mark.parametrize("lacking", [[3], [0, 7]], ids=["one row", "the first and the last"])
+@pytest.mark.parametrize("kind", [SmallLMDrafter, ParallelLMDrafter])
+def test_a_row_that_lacks_much_is_fed_alone(kind: type[SmallLMDrafter], lacking: list[int]) -> None:
+    small = tiny_model("llama", layers=1, seed=7, max_positions=256)
+    mark_parallel(small.config, 3)
+    drafter, whole = kind(small), kind(small)
+    contexts = contexts_of([[5 + row] * 20 for row in range(8)], room=120)
+    limits = Limits(np.full(8, 2))
+    drafter.start(contexts)
+    drafter.draft(contexts, Limits(np.ones(8, dtype=np.int64)), GREEDY, noise_for(8))
+    append(contexts, [[9] * (100 if row in lacking else 1) for row in range(8)])
+    drafter.observe(after(contexts))
+    fed = tokens_fed(drafter.lm)
+    draft = drafter.draft(contexts, limits, GREEDY, noise_for(8))
+    # The 100 tokens of each such row, one of the others, and two passes over all for the draft.
+    assert sum(fed) <= 100 * len(lacking) + 3 * 8
+    whole.start(contexts)
+    assert drafted(draft) == drafted(whole.draft(contexts, limits, GREEDY, noise_for(8)))
 
 
 # --- the store ------------------------------------------------------------------------------------
