@@ -184,7 +184,7 @@ def test_rows_that_could_not_join_leave_their_stops(monkeypatch: pytest.MonkeyPa
         patch.setattr(which.drafter, "prefill", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             decoding.admit([[8, 9]], NEW)
-    assert set(stop._searches) == {0}
+    assert set(stop._texts) == {0}
     assert finish(decoding)[0] == expected
 
 
@@ -199,7 +199,7 @@ def test_stop_strings_search_each_text_alone() -> None:
     expected = [which.decode([prompt], 16).outputs[0] for prompt in prompts]
     assert len(set(map(len, expected))) > 1
     assert which.decode(prompts, 16, batch_size=2).outputs == expected
-    assert not stop._searches
+    assert not stop._texts
 
 
 def test_holes_are_filled_from_the_end() -> None:
