@@ -47,7 +47,7 @@ class StoredHeads(Format):
             if (source / name).exists():
                 shutil.copyfile(source / name, directory / name)
         described = without_directories(job.drafter.description)
-        (directory / DRAFTER_FILE).write_text(json.dumps(described, indent=2))
+        (directory / DRAFTER_FILE).write_text(json.dumps(described, indent=2), encoding="utf-8")
         return {
             "dtype": dtype,
             "kept": len(weights[IDS]) if IDS in weights else None,
