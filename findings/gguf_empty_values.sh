@@ -10,7 +10,7 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 2
 "$folder/venv/bin/pip" install --quiet gguf==0.19.0 || exit 2
 "$folder/venv/bin/python" - <<'END'
 import sys

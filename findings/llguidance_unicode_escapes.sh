@@ -13,7 +13,7 @@
 set -euo pipefail
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3}" -m venv "$folder/venv"
+"${PYTHON:-python3}" -m venv "$folder/venv" || exit 2
 "$folder/venv/bin/pip" install --quiet llguidance==1.9.1 || exit 2
 "$folder/venv/bin/python" - <<'END'
 import json
