@@ -29,14 +29,13 @@ def drafted_tokens(verification: Verification) -> list[list[DraftedToken]]:
     positions = draft.parent_rows()
     rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
     p_all = scores.sampling.warmed.probs(scores.logits)
-    p = p_all[rows_B1, positions, draft.tokens].tolist()
-    q = draft.q_of_tokens().tolist()
-    paths = verification.path.tolist()
+    p_BN = p_all[rows_B1, positions, draft.tokens].double()
+    p, q = torch.stack([p_BN, draft.q_of_tokens()]).tolist()  # one copy for all rows
     rows = []
     for row, accepted in enumerate(verification.accepted):
-        parents = (positions[row] - 1).tolist()
-        tokens = draft.tokens[row].tolist()
-        kept = paths[row][:accepted]
+        parents = draft.parents_on_host()[row].tolist()
+        tokens = verification.tokens[row].tolist()
+        kept = verification.nodes[row, :accepted].tolist()
         nodes = []
         for node in range(int(draft.sizes[row])):
             # The rule judged the children of the text and of each accepted token, up to and
@@ -66,8 +65,8 @@ def rejected_tokens(verification: Verification, index: int) -> list[int]:
         if parents[node] in below:
             below.add(node)
             rejected.append(node)
-    tokens: list[int] = draft.tokens[index].tolist()
-    return [tokens[node] for node in rejected]
+    tokens: list[int] = verification.tokens[index, rejected].tolist()
+    return tokens
 
 
 def format_trace(verification: Verification, tokenizer: PreTrainedTokenizerBase) -> str:

@@ -120,15 +120,15 @@ class Decision:
         )
 
     def packed(self, draft: Draft, scores: Scores) -> Tensor:
-        """int64 [B, 4 + 2·D]: accepted, reached, the next token, whether logits along the path are
-        not finite (1; 2: those after the text), the path and its tokens. All that the host reads in
-        a step."""
+        """int64 [B, 4 + D + N]: accepted, reached, the next token, whether logits along the path
+        are not finite (1; 2: those after the text), the path, and the draft's tokens. All that the
+        host reads in a step."""
         peaks = scores.peaks_at(_positions(self.path))
         places = torch.arange(peaks.shape[1], device=peaks.device)
         lost = ~peaks.isfinite()
         broken = (lost & (places <= self.accepted[:, None])).any(1).long() + lost[:, 0]
         figures = torch.stack([self.accepted, self.reached, self.next_token, broken], 1)
-        return torch.cat([figures, self.path, draft.tokens.gather(1, self.path)], 1)
+        return torch.cat([figures, self.path, draft.tokens], 1)
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -138,6 +138,7 @@ class Verdict:
     draft: the draft. scores: the target's logits after the text and after each node.
     path: int64 [B, D] on the device, the accepted nodes by depth. Past accepted[b] it is padding.
     nodes: int64 [B, D], `path` on the host.
+    tokens: int64 [B, N], the tokens of the draft on the host.
     accepted: int [B], the number of accepted draft tokens.
     reached: int [B], the number of judged draft positions whose predecessors were all accepted.
     block: int64 [B, D+1], the accepted tokens of each row, then the target's next token. A text
@@ -150,6 +151,7 @@ class Verdict:
     scores: Scores
     path: Tensor
     nodes: np.ndarray
+    tokens: np.ndarray
     accepted: np.ndarray
     reached: np.ndarray
     block: np.ndarray
@@ -161,14 +163,16 @@ class Verdict:
         """The decision of a rule, copied to the host in one transfer."""
         host = decision.packed(draft, scores).cpu().numpy()
         accepted, reached, following, broken = host[:, :4].T
-        nodes, tokens = np.split(host[:, 4:], 2, axis=1)
-        block = np.concatenate([tokens, np.zeros_like(host[:, :1])], axis=1)
+        nodes, tokens = np.split(host[:, 4:], [decision.path.shape[1]], axis=1)
+        on_path = np.take_along_axis(tokens, nodes, axis=1)
+        block = np.concatenate([on_path, np.zeros_like(host[:, :1])], axis=1)
         np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
         return cls(
             draft=draft,
             scores=scores,
             path=decision.path,
             nodes=nodes,
+            tokens=tokens,
             accepted=accepted,
             reached=reached,
             block=block,
@@ -188,6 +192,7 @@ class Verdict:
             scores=Scores(torch.zeros(rows, 1, 1) if logits is None else logits, Sampling()),
             path=draft.tokens,
             nodes=empty,
+            tokens=empty,
             accepted=zeros,
             reached=zeros,
             block=empty,

@@ -211,7 +211,7 @@ class Verification(Outcome, Verdict):
 
     def release(self) -> None:
         """Drop the tensors and the texts. The figures stay."""
-        del self.draft, self.scores, self.path, self.contexts
+        del self.draft, self.scores, self.path, self.tokens, self.contexts
         self.features = self.previous_features = None
 
     def longest(self) -> np.ndarray:

@@ -123,12 +123,11 @@ class HeadsDrafter(ShapedDrafter):
         """
         take_weights(self.heads, weights)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         if len(self.newest_features):
-            self.newest_features = self.newest_features.index_select(
-                0, rows.to(self.newest_features.device)
-            )
+            at = to_device(rows, self.newest_features.device)
+            self.newest_features = self.newest_features.index_select(0, at)
 
 
 def require_depth(shape: Shape, heads: Heads) -> None:
@@ -403,7 +402,7 @@ class AttendingDrafter(HeadsDrafter):
         mask = AttentionMask(visible, self.states.dtype)
         return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         self._inputs.keep_rows(rows)
         self.slots.keep_rows(rows)

@@ -107,10 +107,10 @@ class InTreeDrafter(PassDrafter):
     def rewind(self, lengths: np.ndarray) -> None:
         self._lengths = np.where(lengths < self._lengths, -1, self._lengths)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         if len(self._states):
-            self._states = self._states.index_select(0, rows.to(self._states.device))
+            self._states = self._states.index_select(0, to_device(rows, self._states.device))
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         new = len(contexts.lengths) - len(self._lengths)

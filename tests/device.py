@@ -15,7 +15,7 @@ A copy to the host that is asynchronous holds garbage until the host waits for s
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -308,6 +308,8 @@ def simulated_device() -> Iterator[SimulatedDevice]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "_lazy_init", lambda: None)
         patch.setattr(torch.cuda, "Event", _event(device))
+        patch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 40, 1 << 40))
         patch.setattr(
             torch.cuda, "synchronize", lambda *_: device.wait("synchronize", "the device")

@@ -416,8 +416,8 @@ class Remembering(Drafter):
         tokens = verification.contexts.tokens[:, : self.now.shape[1]]
         self.now[self.rows, : tokens.shape[1]] = tokens
 
-    def keep_rows(self, rows: Tensor) -> None:
-        self.rows = self.rows[rows.numpy()]
+    def keep_rows(self, rows: np.ndarray) -> None:
+        self.rows = self.rows[rows]
 
     def draft(
         self, contexts: Contexts, limits: Limits, sampling: Sampling, noise: CounterRNG

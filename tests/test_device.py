@@ -23,6 +23,8 @@ from decode.loop.decoding import Decoder, Decoding
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.prepare_model import prepare
 from decode.shapes import SHAPES, Shape
+from decode.trace import drafted_tokens, rejected_tokens
+from decode.verification import Verification
 from heads import HEADS
 from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
@@ -294,6 +296,21 @@ def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(
     require_waits(small(shaped(name, options)), reads, rule=rule)
 
 
+@pytest.mark.parametrize("shape", [None, "top"], ids=["chain", "tree"])
+def test_what_was_drafted_comes_with_the_verdict_and_its_probabilities_in_one_copy(
+    shape: str | None,
+) -> None:
+    build = small(None if shape is None else shaped("static", STATIC))
+    seen: list[Any] = []
+
+    def rejected(done: Verification) -> None:
+        seen.extend(rejected_tokens(done, row) for row in range(len(done.rows)))
+
+    require_waits(build, 1, observers=[rejected])
+    require_waits(build, 2, observers=[lambda done: seen.extend(drafted_tokens(done))])
+    assert any(seen)
+
+
 @pytest.mark.parametrize("kind", ["hydra_plus", "kangaroo"])
 def test_heads_that_draft_a_tree_read_nothing_themselves(kind: str) -> None:
     options, name, reads = TREES["dynamic"]
@@ -329,6 +346,28 @@ def test_the_count_finds_one_more_read_and_one_ordinary_copy() -> None:
         require_waits(lambda target, move: Curious(), 1, sampling=Sampling())
     with pytest.raises(AssertionError, match="a blocking copy"):
         require_waits(lambda target, move: Uploading(), 1, sampling=Sampling())
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        pytest.param(combined(CompositeDrafter, made("ngram"), small()), id="ngram+small"),
+        pytest.param(OTHERS["sparse"][0], id="sparse"),
+        pytest.param(with_other_tokenizer(SharedVocabularyDrafter), id="another tokenizer"),
+        *(pytest.param(headed(kind), id=kind) for kind in ("eagle1", "in_tree")),
+    ],
+)
+def test_a_row_that_leaves_reads_nothing_and_one_that_joins_its_verdict(build: Build) -> None:
+    """The host knows which rows stay."""
+    with simulated_device() as device:
+        decoding = Decoding(decoder(build, device.move, sampling=Sampling()), PROMPTS, 40)
+        for _ in range(3):
+            decoding.step()
+        before = len(device.waits)
+        decoding.drop(1)
+        assert device.waits[before:] == []
+        decoding.admit([PROMPTS[1]], 40)
+    assert [wait.kind for wait in device.waits[before:]] == ["read"]
 
 
 def test_times_need_no_wait_except_for_a_policy_that_reads_them() -> None:

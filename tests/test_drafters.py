@@ -14,6 +14,7 @@ from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter, NgramStore, StoreDrafter
+from decode.drafters.pard import ParallelLMDrafter, mark_parallel
 from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
@@ -21,11 +22,13 @@ from decode.draw.sampling import Sampling, draw
 from decode.loop.decoding import Decoder
 from decode.rules import RULES
 from decode.shapes import SHAPES
+from decode.verdict import Decision, Scores
 from decode.verification import Verification
 from tests import lossless
 from tests.mutants import ChoosingDrafter
 from tests.test_loop import RandomTrees
-from tests.tiny import FAMILIES, after, moved, padded, tiny_model, tokens_fed
+from tests.test_slots import NewBytes
+from tests.tiny import FAMILIES, after, judged, moved, padded, tiny_model, tokens_fed
 
 GREEDY = Sampling()
 model = functools.cache(tiny_model)
@@ -114,7 +117,7 @@ def test_ngram_equals_a_search_of_the_whole_text(vocab: int, min_n: int, max_n: 
             going = np.array([2, 0])
             texts = [texts[row] for row in going]
             contexts.keep_rows(going)
-            drafter.keep_rows(torch.as_tensor(going))
+            drafter.keep_rows(going)
     assert found_any
 
     drafter.start(contexts)  # and nothing of the last batch is remembered
@@ -238,6 +241,26 @@ def test_a_row_that_did_not_draft_is_fed_later_what_it_lacks() -> None:
     assert drafter.drafts > 40
 
 
+@pytest.mark.parametrize("lacking", [[3], [0, 7]], ids=["one row", "the first and the last"])
+@pytest.mark.parametrize("kind", [SmallLMDrafter, ParallelLMDrafter])
+def test_a_row_that_lacks_much_is_fed_alone(kind: type[SmallLMDrafter], lacking: list[int]) -> None:
+    small = tiny_model("llama", layers=1, seed=7, max_positions=256)
+    mark_parallel(small.config, 3)
+    drafter, whole = kind(small), kind(small)
+    contexts = contexts_of([[5 + row] * 20 for row in range(8)], room=120)
+    limits = Limits(np.full(8, 2))
+    drafter.start(contexts)
+    drafter.draft(contexts, Limits(np.ones(8, dtype=np.int64)), GREEDY, noise_for(8))
+    append(contexts, [[9] * (100 if row in lacking else 1) for row in range(8)])
+    drafter.observe(after(contexts))
+    fed = tokens_fed(drafter.lm)
+    draft = drafter.draft(contexts, limits, GREEDY, noise_for(8))
+    # The 100 tokens of each such row, one of the others, and two passes over all for the draft.
+    assert sum(fed) <= 100 * len(lacking) + 3 * 8
+    whole.start(contexts)
+    assert drafted(draft) == drafted(whole.draft(contexts, limits, GREEDY, noise_for(8)))
+
+
 # --- the store ------------------------------------------------------------------------------------
 
 
@@ -259,6 +282,27 @@ def test_the_store_drafts_what_followed_most_often() -> None:
     contexts = contexts_of([[8, 1, 2]])
     store.start(contexts)
     assert drafted(store.draft(contexts, limits_of(contexts, 2), GREEDY, noise_for(1))) == [[4, 9]]
+
+
+@pytest.mark.parametrize("parents", [None, [[-1, 0, 1, -1]] * 2], ids=["chain", "tree"])
+def test_the_store_looks_only_at_the_logits_along_the_accepted_path(parents: Any) -> None:
+    vocab = 4096
+    store = StoreDrafter(min_n=1, max_n=2, top_k=1)
+    contexts = contexts_of([[1, 2], [3, 4]])
+    store.start(contexts)
+    tokens = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+    draft = Draft(tokens, np.array([4, 4]), parents=parents and torch.tensor(parents))
+    likeliest = torch.tensor([[20, 21, 22, 23, 24], [30, 31, 32, 33, 34]])
+    logits = torch.nn.functional.one_hot(likeliest, vocab).float()
+    accepted, path = torch.tensor([1, 0]), torch.tensor([[0, 1, 2]] * 2)
+    decision = Decision(path, accepted, accepted + 1, torch.tensor([40, 41]))
+    done = replace(judged(draft, Scores(logits, GREEDY), decision, contexts), number=1)
+    with NewBytes() as made:
+        store.observe(done)
+    assert [store.store.next(text) for text in ([1, 2], [2, 5], [3, 4])] == [20, 21, 30]
+    assert store.store.next([6]) is store.store.next([9]) is None
+    along = 2 * 2 * vocab * logits.itemsize  # of two rows, after no token and after one
+    assert made.largest < (along / 4 if parents is None else along + 1)
 
 
 def test_the_store_keeps_what_was_used_last_and_weighs_most() -> None:

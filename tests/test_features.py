@@ -57,7 +57,7 @@ class Reader(Drafter):
             text = done.contexts.tokens[row, :length].tolist()
             self.done.append((text, list(self.given[row])))
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         self.given = [self.given[row] for row in rows.tolist()]
 
     def draft(self, contexts: Contexts, limits: Limits, *rest: Any) -> Draft:

@@ -132,7 +132,7 @@ def passes(lm: CachedLM, tree: bool) -> list[torch.Tensor]:
             found.append(
                 lm.forward(ids[:, 8:12], STARTS + 1, depth_BN=depth, ancestors_BNM=sees[None])
             )
-        lm.keep_rows(torch.tensor([1]))
+        lm.keep_rows(np.array([1]))
         found.append(lm.forward(ids[1:, 10:12], STARTS[1:] + 5))
     return found
 

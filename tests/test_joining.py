@@ -162,7 +162,7 @@ class Counting(Drafter):
     def start(self, contexts: Contexts) -> None:
         return None
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         return None
 
     draft = DRAFTERS["none"].draft
@@ -184,7 +184,7 @@ def test_rows_that_could_not_join_leave_their_stops(monkeypatch: pytest.MonkeyPa
         patch.setattr(which.drafter, "prefill", Mock(side_effect=RuntimeError("no memory")))
         with pytest.raises(RuntimeError, match="no memory"):
             decoding.admit([[8, 9]], NEW)
-    assert set(stop._searches) == {0}
+    assert set(stop._texts) == {0}
     assert finish(decoding)[0] == expected
 
 
@@ -199,7 +199,7 @@ def test_stop_strings_search_each_text_alone() -> None:
     expected = [which.decode([prompt], 16).outputs[0] for prompt in prompts]
     assert len(set(map(len, expected))) > 1
     assert which.decode(prompts, 16, batch_size=2).outputs == expected
-    assert not stop._searches
+    assert not stop._texts
 
 
 def test_holes_are_filled_from_the_end() -> None:
@@ -219,7 +219,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
     for layer in slots.layers:
         layer.update(*torch.full((2, 3, 1, 8, 4), torch.nan))
     memory = slots.layers[0].keys.untyped_storage().data_ptr()
-    slots.keep_rows(torch.tensor([0]))
+    slots.keep_rows(np.array([0]))
     slots.add_rows(2, 8)
     for layer in slots.layers:
         assert layer.keys.shape == (3, 1, 8, 4)
@@ -237,7 +237,7 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
             layer.update(*torch.ones(2, 1, 1, 1, 4))
     assert [bool(row.any()) for row in slots.layers[0].keys[1:]] == [False, False, True]
     # Where memory is short, rows that nobody uses go.
-    slots.keep_rows(torch.tensor([3, 1]))
+    slots.keep_rows(np.array([3, 1]))
     slots.add_rows(0, 40, least=True)
     assert slots.allocated == (2, 40)
     assert [bool(row.any()) for row in slots.layers[0].keys] == [True, False]

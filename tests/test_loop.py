@@ -73,8 +73,8 @@ class ChainDrafter(Drafter):
             for tokens, length in zip(contexts.tokens, contexts.lengths, strict=True)
         ]
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        self.rows = self.rows[rows.numpy()]
+    def keep_rows(self, rows: np.ndarray) -> None:
+        self.rows = self.rows[rows]
 
     def right(self, contexts: Contexts, place: int, count: int) -> list[int]:
         """The next `count` tokens of the answer; past its end, token 1."""

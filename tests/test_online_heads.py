@@ -549,7 +549,7 @@ def declaring_old_q(kind: type[Drafter]) -> type[Drafter]:
                 if drafter is not None:
                     drafter.observe(verification)
 
-        def keep_rows(self, rows: torch.Tensor) -> None:
+        def keep_rows(self, rows: np.ndarray) -> None:
             for drafter in (super(), self.before):
                 if drafter is not None:
                     drafter.keep_rows(rows)

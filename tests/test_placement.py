@@ -155,7 +155,7 @@ def test_layers_of_several_devices_keep_their_slots() -> None:
         slots.commit(np.array([0, 0]), torch.tensor([[0, 2, 2], [0, 1, 2]]), np.array([2, 3]))
     feed(np.array([2, 3]), 2)  # ragged
     with OneDevice():
-        slots.keep_rows(torch.tensor([1]))
+        slots.keep_rows(np.array([1]))
     feed(np.array([6]), 1)
     assert [layer.keys.shape[0] for layer in slots.layers] == [1, 1, 1]
 

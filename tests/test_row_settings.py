@@ -134,8 +134,8 @@ def test_a_row_has_its_own_stop_and_end() -> None:
             limit = 15 if row and begin < 4 else 16
             assert outputs[2 * begin + row] == one.decode([prompts[row]], limit).outputs[0]
     assert len(set(map(len, outputs.values()))) > 3
-    assert not stops[0]._searches
-    assert not stops[1]._searches
+    assert not stops[0]._texts
+    assert not stops[1]._texts
 
 
 def test_settings_that_cannot_be_used() -> None:

@@ -66,7 +66,7 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
         slots.commit(lengths, torch.as_tensor(columns), counts)
         lengths = lengths + counts
         if round_ == 2:
-            slots.keep_rows(torch.tensor([2, 0]))
+            slots.keep_rows(np.array([2, 0]))
             lengths, expected = lengths[[2, 0]], [expected[2], expected[0]]
         for number, (layer, kinds) in enumerate(zip(slots.layers, shapes, strict=True)):
             for sign, (h, d), found in zip((1, -1), kinds, (layer.keys, layer.values), strict=True):
@@ -77,7 +77,7 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
                     assert torch.equal(there, wanted[None, :, None].expand(h, -1, d))
 
 
-class _NewBytes(TorchDispatchMode):
+class NewBytes(TorchDispatchMode):
     """The largest tensor that an operation made, in bytes of its memory; views make none."""
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ def test_rows_leave_without_a_second_cache(rows: list[int]) -> None:
     memory = [
         x.untyped_storage().data_ptr() for x in (slots.layers[0].keys, slots.layers[0].values)
     ]
-    with _NewBytes() as made:
-        slots.keep_rows(torch.tensor(rows, dtype=torch.int64))
+    with NewBytes() as made:
+        slots.keep_rows(np.array(rows, dtype=np.int64))
     # One layer's keys or values at a time.
     assert made.largest <= 6 * heads * CAPACITY * size * 4
     for layer, (keys, values) in zip(slots.layers, before, strict=True):
@@ -145,7 +145,7 @@ def test_a_row_takes_memory_for_what_it_has_written() -> None:
             for layer in slots.layers:
                 layer.update(*torch.full((2, 1, heads, int(length), size), float(row + 1)))
     held = sum(lengths[:-1]) * layers * heads * size * 4 * 2
-    slots.keep_rows(torch.tensor([0, 7, 2, 3, 4, 5, 6]))
+    slots.keep_rows(np.array([0, 7, 2, 3, 4, 5, 6]))
     slots.add_rows(1, 2 * long)
     for layer in slots.layers:
         for row, value in enumerate((1, 8, 3, 4, 5, 6, 7)):

@@ -104,7 +104,7 @@ class Checked(SparseDrafter):
         self.recorded += [{} for _ in range(len(contexts.lengths) - len(self.recorded))]
         super().add_rows(contexts, verification)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         self.recorded = [self.recorded[row] for row in rows.tolist()]
         super().keep_rows(rows)
 

@@ -120,7 +120,7 @@ def check_drafts_are_trained(
                 kept = np.array([2, 0])
                 contexts = Contexts(contexts.tokens[kept], contexts.lengths[kept])
                 rows_left = rows_left[kept]
-                drafter.keep_rows(torch.as_tensor(kept))
+                drafter.keep_rows(kept)
 
 
 def _assert_same_q(found: Tensor, expected: Tensor) -> None:

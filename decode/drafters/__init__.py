@@ -11,7 +11,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from decode import row_state
@@ -175,10 +174,10 @@ class Drafter(ABC):
         trained meanwhile."""
         return self.learning or type(self).forget is not Drafter.forget
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
-        """Keeps only these rows (int64 [B']), in this order."""
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keeps only these rows, int [B'] on the host, in this order."""
         if self.per_row:
-            row_state.keep(self, rows.cpu().numpy())
+            row_state.keep(self, rows)
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         """Rows join the running ones, after them. contexts: all rows, perhaps with more space for

@@ -13,6 +13,7 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
+from decode.model.cache.fed_rows import pads_little
 from decode.model.loading import Target
 from decode.shapes import Growth, Shape
 
@@ -165,10 +166,12 @@ class ParallelLMDrafter(SmallLMDrafter):
         """[B, count, V']: the logits of the next tokens. drafting: bool [B], the rows that draft.
         count: K."""
         ends, masks = contexts.lengths, count - 1
-        lacking = int((ends - self._cached)[drafting].max())
-        if len(ends) * (lacking + masks) > self.lm.pass_tokens:
+        counts = self.missing(ends, drafting)
+        lacking = int(counts[drafting].max())
+        fits = len(ends) * (lacking + masks) <= self.lm.pass_tokens
+        if not (fits and pads_little(np.minimum(counts, lacking), lacking)):
             self.feed(contexts, ends - 1, drafting)  # in several passes, if needed
-        missing = self.take_missing(contexts, ends, drafting)
+        missing = self.take_missing(contexts, ends, drafting, masks)
         assert missing is not None  # the last committed token is never in the cache
         ids, start, counts = missing
         # A row with fewer tokens has its mask tokens directly after them.

@@ -21,6 +21,7 @@ from decode.drafters.trained import VerifyingDrafter, take_weights
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
 from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.fed_rows import ROW_PADDING
 from decode.model.cache.requirements import require_trees
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.low_rank import LowRank, adapted
@@ -218,41 +219,40 @@ class SmallLMDrafter(VerifyingDrafter):
 
     def feed(self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray) -> Tensor | None:
         """Feeds the first `ends` (int [B]) tokens of the texts, as read, as far as the cache lacks
-        them.
+        them, for the rows that draft (`drafting`, bool [B]). A row that lacks many is fed alone.
 
-        It does so for the rows that draft (`drafting`, bool [B]), and for other rows that lack no
-        more than those. Returns the logits after the last of these tokens, [B, V'], valid in the
-        rows fed; None if the rows that draft lack nothing."""
+        Returns the logits after the last of these tokens, [B, V'], valid in the rows that draft;
+        None if they lack nothing."""
         missing = self.take_missing(contexts, ends, drafting)
         if missing is None:
             return None
         ids, start, counts = missing
         return self.lm.read(to_device(ids, self.lm.device), start, counts)[:, 0]
 
+    def missing(self, ends: np.ndarray, drafting: np.ndarray) -> np.ndarray:
+        """int [B]: how many of the first `ends` (int [B]) tokens of each text to feed: all that the
+        cache lacks, or in rows that do not draft at most as many as padding takes."""
+        missing = np.clip(ends - self._cached, 0, ends - self._begin)
+        return np.where(drafting, missing, np.minimum(missing, ROW_PADDING))
+
     def take_missing(
-        self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray
+        self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray, behind: int = 0
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """The tokens that `feed` feeds, which count as cached from now on: int64 [B, n]; the slot
         of each row's first one, int [B]; and how many of them each row has, int [B]: the rest is
-        padding. None if the rows that draft lack nothing."""
-        # Every row feeds as many tokens as the drafting row that lacks most. Other rows feed a few
-        # tokens again: this writes the same keys and values and keeps the batch rectangular.
-        missing = ends - self._cached
+        padding. None if the rows that draft lack nothing. behind: the tokens that the same pass
+        feeds behind them."""
+        missing = self.missing(ends, drafting)
         lacking = int(missing[drafting].max(initial=0))
         if not lacking:
             return None
-        lengths, tokens = ends - self._begin, contexts.tokens
-        start = np.maximum(lengths - lacking, 0)
-        if self.lm.states is not None:
-            # A running state goes back at a cost: a row feeds padding after its text instead.
-            known = np.minimum(self._cached - self._begin, lengths)
-            start = np.minimum(known, tokens.shape[1] - lacking)
+        tokens, known = contexts.tokens, np.clip(self._cached - self._begin, 0, ends - self._begin)
+        # The padding needs slots too. Without them a row feeds tokens again.
+        start = np.minimum(known, tokens.shape[1] - lacking - behind)
+        counts = np.minimum(known + missing - start, lacking)
         columns = np.arange(lacking)[None, :] + (start + self._begin)[:, None]
-        # A row with fewer tokens than that continues with padding past its end.
         ids = np.take_along_axis(tokens, np.minimum(columns, tokens.shape[1] - 1), axis=1)
-        counts = np.minimum(lengths - start, lacking)
-        first = self._begin + start
-        self._cached = np.where(first <= self._cached, first + counts, self._cached)
+        self._cached = self._begin + start + counts
         # Ids without an embedding occur only in rows that must not draft.
         return np.minimum(ids, self.known - 1), start, counts
 
@@ -355,9 +355,9 @@ class SmallLMDrafter(VerifyingDrafter):
     def rewind(self, lengths: np.ndarray) -> None:
         self._cached, self._fed = np.minimum(self._cached, lengths), None
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
-        self.lm.keep_rows(rows.to(self.lm.device))
+        self.lm.keep_rows(rows)
 
     def take_weights(self, weights: Mapping[str, Tensor]) -> None:
         """Replaces some weights, also in the middle of texts: the cache is then computed again.

@@ -294,10 +294,10 @@ class SparseDrafter(VerifyingDrafter):
         self._copied = np.minimum(self._copied, lengths)
         self._turn = np.where(self._turn < lengths, self._turn, -1)
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
-        self.lm.keep_rows(rows.to(self.device))
-        self.lm.omitted = self.lm.omitted[rows.cpu().numpy()]
+        self.lm.keep_rows(rows)
+        self.lm.omitted = self.lm.omitted[rows]
 
     def add_rows(self, contexts: Contexts, verification: Verification) -> None:
         new = len(contexts.lengths) - len(self._turn)

@@ -103,9 +103,11 @@ class CounterRNG:
         """The committed texts have these lengths, int [B] on the host."""
         self._lengths = to_device(lengths, self.device)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        self._keys = self._keys.index_select(0, rows)
-        self._lengths = self._lengths.index_select(0, rows)
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, int [B'], in this order."""
+        at = to_device(rows, self.device)
+        self._keys = self._keys.index_select(0, at)
+        self._lengths = self._lengths.index_select(0, at)
 
     def add_rows(self, other: "CounterRNG") -> None:
         """Append the rows of another object."""

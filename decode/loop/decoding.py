@@ -201,10 +201,10 @@ class Decoding(RunningRows):
                 verdict, outcome, contexts, rows=new.numbers, lengths=lengths, features=features
             )
         except BaseException:
-            self._keep_slots(self._waiting.give_up(reading, place, first))
+            setup.lm.keep_rows(self._waiting.give_up(reading, place, first))
             raise
         self._waiting.readings.remove(reading)
-        self._keep_slots(slots)
+        setup.lm.keep_rows(slots)
         self.clock.mark("prefill")
         try:
             self._join(new, verification)
@@ -244,7 +244,7 @@ class Decoding(RunningRows):
         stays, waiting = np.arange(first), len(self.rows) + np.arange(self._waiting.count)
         self.rows.leave(np.arange(len(self.rows)) >= first)
         self.rows.keep(stays)
-        self._keep_slots(np.append(stays, waiting))
+        self.setup.lm.keep_rows(np.append(stays, waiting))
         if first:
             self.set(drafter=self.setup.drafter)
 
@@ -262,7 +262,7 @@ class Decoding(RunningRows):
         reading, place = self._waiting.of(row, len(running))
         reading.stays &= reading.new.numbers != row
         if not reading.stays.any():
-            self._keep_slots(self._waiting.give_up(reading, place, len(running)))
+            self.setup.lm.keep_rows(self._waiting.give_up(reading, place, len(running)))
 
     @torch.inference_mode()
     def set(

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from decode.base.device import to_device
 from decode.base.errors import UserError, require_whole
 from decode.draft import Contexts
 from decode.draw.mixed_sampling import combined
@@ -142,7 +141,7 @@ class Rows:
         self.numbers, self.ends = self.numbers[rows], self.ends[rows]
         self.reach = self.reach[rows]
         self.contexts.keep_rows(rows)
-        self.rng.keep_rows(to_device(rows, self.rng.device))
+        self.rng.keep_rows(rows)
         used, kinds = np.unique(self.kinds[rows], return_inverse=True)
         self._settle([self.settings[kind] for kind in used], kinds)
 

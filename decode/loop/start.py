@@ -184,6 +184,6 @@ def read_again(
                     values[layer] = states.new_zeros(rows, width, states.shape[2])
                 values[layer][row, :count] = states[0]
     finally:
-        lm.keep_rows(torch.arange(held, device=lm.device))
+        lm.keep_rows(np.arange(held))
         lm.captured_layers = captured
     return Features(values, counts)

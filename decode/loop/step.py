@@ -70,7 +70,7 @@ class RunningRows:
         if setup.prefixes is not None:
             setup.prefixes.serve(setup.lm.model)
         setup.lm.reset(rows, slots, keep_states=setup.prefixes is not None)
-        self._keep_slots(np.zeros(0, dtype=np.int64))
+        setup.lm.keep_rows(np.zeros(0, dtype=np.int64))
 
     @property
     def finished(self) -> bool:
@@ -322,16 +322,13 @@ class RunningRows:
             setup.prefixes.remember(setup.lm, self.rows.contexts, left)
         waiting = len(stays) + np.arange(self._waiting.count)
         self.rows.keep(kept)
-        self._keep_slots(np.append(kept, waiting))
+        setup.lm.keep_rows(np.append(kept, waiting))
         if len(kept):
             if not self._failed:  # else it begins anew with the rows that are left
-                setup.drafter.keep_rows(to_device(kept, setup.lm.device))
+                setup.drafter.keep_rows(kept)
             setup.policy.keep_rows(kept)
             if self._features is not None and setup.observers:
                 self._features = self._features.keep_rows(kept)
-
-    def _keep_slots(self, rows: np.ndarray) -> None:
-        self.setup.lm.keep_rows(to_device(rows, self.setup.lm.device))
 
 
 def decided(rule: Rule, draft: Draft, scores: Scores, rng: CounterRNG) -> Decision:

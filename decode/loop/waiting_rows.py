@@ -6,7 +6,6 @@ Shapes: B rows that begin together, P different prompts of them.
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from decode.base.device import to_device
@@ -201,7 +200,7 @@ class WaitingRows:
         # Memory for all rows, before any work. Copies of a prompt take theirs when they join.
         lm.add_rows(len(new), capacity)
         if reading.count < len(new):
-            lm.keep_rows(torch.arange(held + reading.count, device=lm.device))
+            lm.keep_rows(np.arange(held + reading.count))
         self.readings.append(reading)
 
     def of(self, row: int, running: int) -> tuple[Reading, int]:

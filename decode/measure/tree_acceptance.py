@@ -132,7 +132,7 @@ def _count(counts: np.ndarray, tree: Structure, verification: Verification) -> N
     by_row = (
         verification.drafted,
         verification.accepted,
-        verification.path.cpu().numpy(),
+        verification.nodes,
         verification.emitted,
     )
     for size, kept, path, emitted in zip(*by_row, strict=True):

@@ -131,7 +131,7 @@ class RemoteLM(CachedLM):
         )
 
     def reset(self, rows: int, capacity: int, *, keep_states: bool = False) -> None:
-        self.keep_rows(torch.zeros(0, dtype=torch.int64))
+        self.keep_rows(np.zeros(0, dtype=np.int64))
 
     def add_rows(self, count: int, capacity: int) -> None:
         """Open the next `count` of `openings`. The server reads them while the edge drafts."""
@@ -146,7 +146,7 @@ class RemoteLM(CachedLM):
             except LinkLost:
                 self.link.lose()  # `verify` opens it
 
-    def keep_rows(self, rows: Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         kept = [self._texts[row] for row in rows.tolist()]
         for text in self._texts:
             if text not in kept and text.session == self.link.session:

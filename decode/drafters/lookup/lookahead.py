@@ -105,13 +105,10 @@ class LookaheadDrafter(LookupDrafter):
         nodes_BM = np.stack([row.nodes.ravel() for row in rows])
         parents_BM = np.stack([row.parents.ravel() for row in rows])
         index = np.minimum(nodes_BM, draft.tokens.shape[1] - 1)
-        columns = to_device(index, draft.tokens.device)
-        rows_B1 = torch.arange(len(rows), device=columns.device)[:, None]
-        newest = verification.scores.raw[rows_B1, columns[:, -self.window :] + 1].argmax(-1)
-        tokens = draft.tokens.gather(1, columns.clamp(min=0))
-        tokens_BM, newest_BW = np.split(
-            torch.cat([tokens, newest], 1).cpu().numpy(), [index.shape[1]], axis=1
-        )
+        last = to_device(index[:, -self.window :], draft.tokens.device)
+        rows_B1 = torch.arange(len(rows), device=last.device)[:, None]
+        newest_BW = verification.scores.raw[rows_B1, last + 1].argmax(-1).cpu().numpy()
+        tokens_BM = np.take_along_axis(verification.tokens, index.clip(min=0), axis=1)
         # Nodes may be cut, or another drafter's draft may have taken the place of this one.
         parents = np.take_along_axis(draft.parents_on_host(), index.clip(min=0), axis=1)
         stands_BM = (tokens_BM == window_BM) & (parents == parents_BM)

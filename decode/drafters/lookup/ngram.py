@@ -196,9 +196,14 @@ class StoreDrafter(LookupDrafter):
 
     def _file_likeliest(self, verification: Verification) -> None:
         """Store the target's likeliest tokens after the text and after each accepted token."""
-        positions = verification.positions()
-        rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
-        logits = verification.scores.logits[rows_B1, positions]
+        count = int(verification.accepted.max()) + 1
+        logits = verification.scores.logits
+        if verification.draft.is_chain:
+            logits = logits[:, :count]  # no copy
+        else:
+            positions = verification.positions()[:, :count]
+            rows_B1 = torch.arange(len(positions), device=positions.device)[:, None]
+            logits = logits[rows_B1, positions]
         likeliest = top(logits, min(self.top_k, logits.shape[-1]))[1].tolist()
         waits = verification.waits
         for row, length in enumerate(verification.lengths):

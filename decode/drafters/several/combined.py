@@ -99,7 +99,7 @@ class Group(Drafter):
     def learns(self) -> bool:
         return any(drafter.learns for drafter in self.drafters)
 
-    def keep_rows(self, rows: torch.Tensor) -> None:
+    def keep_rows(self, rows: np.ndarray) -> None:
         super().keep_rows(rows)
         for drafter in self.drafters:
             drafter.keep_rows(rows)

@@ -158,8 +158,7 @@ class OtherTokenizerDrafter(SmallLMDrafter):
         self._make_slots(contexts)
         return super().draft(contexts, limits, sampling, rng)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        kept = rows.cpu().numpy()
-        self._texts = [self._texts[row] for row in kept]
-        self._read.keep_rows(kept)
+    def keep_rows(self, rows: np.ndarray) -> None:
+        self._texts = [self._texts[row] for row in rows]
+        self._read.keep_rows(rows)
         super().keep_rows(rows)

@@ -6,7 +6,7 @@ Shapes: B rows (sequences).
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-from torch import Tensor
+import numpy as np
 from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
@@ -149,12 +149,12 @@ class CachedRows:
                     contexts.enter_context(part.only(first, end))
             yield
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied;
-        there must be as many rows as are named (`add_rows`)."""
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, int [B'] on the host, in this order. A row that is named again is
+        copied; there must be as many rows as are named (`add_rows`)."""
         assert self._slots is not None
         self._slots.keep_rows(rows)
         if self.sources is not None:
             self.sources.keep_rows(rows)
         if self.states is not None:
-            self.states.keep_rows(rows.cpu().numpy())
+            self.states.keep_rows(rows)

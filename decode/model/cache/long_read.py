@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from decode.base.device import to_device
-from decode.model.cache.fed_rows import pads_little
+from decode.model.cache.fed_rows import PADDING, pads_little
 
 
 class FeedsSlots(Protocol):
@@ -45,7 +45,8 @@ class LongRead:
         self._lm, self._ids, self._start, self._counts = lm, ids_BN, start, counts
         self._last = np.maximum(counts - 1, 0)
         self._begin = 0  # the column of the next pass
-        self._parts: list[tuple[int, Mapping[int, Tensor]]] = []  # each with its first row
+        # The hidden states of each pass: those of its rows, each part with the first of them.
+        self._passes: list[list[tuple[int, Mapping[int, Tensor]]]] = []
         self.logits: Tensor | None = None
 
     @property
@@ -61,43 +62,50 @@ class LongRead:
     def read_on(self, tokens: int) -> int:
         """One pass over at most this number of tokens of all rows together, but at least one of
         each row that has some left, and at most `CachedLM.pass_limit`. It ends where a shorter row
-        ends if much would be padding. Returns how many were fed, with the padding."""
-        lm, begin, last = self._lm, self._begin, self._last
-        # From the first row that has tokens left to the last one.
-        live = np.flatnonzero(last >= begin)
-        rows = slice(int(live[0]), int(live[-1]) + 1)
-        count = rows.stop - rows.start
-        limit = lm.pass_limit(int((self._start + self._counts).max()))
-        left = last[rows] + 1 - begin
-        width = width_of_pass(left, max(min(tokens, limit) // count, 1))
-        end = begin + width
-        with lm.only(rows.start, rows.stop) if count < len(last) else nullcontext():
+        ends if much would be padding, and leaves out rows that have nothing left (`_runs`).
+        Returns how many were fed, with the padding."""
+        begin, last = self._begin, self._last
+        left = last + 1 - begin
+        live = np.flatnonzero(left > 0)
+        limit = self._lm.pass_limit(int((self._start + self._counts).max()))
+        width = width_of_pass(left[live], max(min(tokens, limit) // len(live), 1))
+        runs = _runs(live, width)
+        parts = [(rows.start, *self._fed(rows, begin + width)) for rows in runs]
+        self._passes.append([(first, features) for first, _, features in parts])
+        self._begin = begin + width
+        if self.logits is None:
+            ((_, logits, _),) = parts  # in the first pass are all rows
+            self.logits = logits if self.done else logits.clone()
+        else:
+            for first, logits, _ in parts:
+                ends = last[first : first + len(logits)]
+                reached = np.flatnonzero((begin <= ends) & (ends < self._begin))
+                at, those = (to_device(x, logits.device) for x in (first + reached, reached))
+                self.logits[at] = logits[those]
+        return width * sum(rows.stop - rows.start for rows in runs)
+
+    def _fed(self, rows: slice, end: int) -> tuple[Tensor, Mapping[int, Tensor]]:
+        """Feed the columns up to `end` of these rows. Returns the logits after each row's last
+        token in them, and the hidden states."""
+        lm, begin, last = self._lm, self._begin, self._last[rows]
+        with lm.only(rows.start, rows.stop) if len(last) < len(self._last) else nullcontext():
             logits = lm.forward(
                 self._ids[rows, begin:end],
                 self._start[rows] + begin,
-                columns=np.clip(last[rows, None] - begin, 0, width - 1),
+                columns=np.clip(last[:, None] - begin, 0, end - begin - 1),
                 ends=self._start[rows] + np.clip(self._counts[rows], begin, end),
             )
-        self._parts.append((rows.start, lm.features))
-        self._begin = end
-        if self.done and len(self._parts) == 1:
-            self.logits = logits
-            return count * width
-        if self.logits is None:
-            self.logits = logits.new_zeros(len(last), 1, logits.shape[2])
-        reached = np.flatnonzero((begin <= last[rows]) & (last[rows] < end))
-        self.logits[to_device(rows.start + reached, logits.device)] = logits[
-            to_device(reached, logits.device)
-        ]
-        return count * width
+            return logits, lm.features
 
     def features(self) -> Mapping[int, Tensor]:
         """The hidden states of all passes, of each captured layer, [B, n, H]."""
-        rows, (_, first) = len(self._last), self._parts[0]
-        if len(self._parts) == 1:
+        rows, ((_, first), *_) = len(self._last), self._passes[0]
+        if len(self._passes) == 1:
             return first
         return {
-            layer: torch.cat([_with_rows(part[layer], at, rows) for at, part in self._parts], 1)
+            layer: torch.cat(
+                [_whole([(at, x[layer]) for at, x in parts], rows) for parts in self._passes], 1
+            )
             for layer in first
         }
 
@@ -115,10 +123,20 @@ def width_of_pass(left: np.ndarray, most: int) -> int:
     return max((end for end in ends if pads_little(np.minimum(left, end), end)), default=ends[0])
 
 
-def _with_rows(x: Tensor, first: int, rows: int) -> Tensor:
-    """x as the rows from `first` on, of `rows` rows. The others are zeros."""
+def _runs(live: np.ndarray, width: int) -> list[slice]:
+    """The rows that a pass of `width` tokens feeds: those that have tokens left, int [n], and rows
+    between them where that pads little."""
+    gaps = np.flatnonzero((np.diff(live) - 1) * width > PADDING)
+    return [slice(int(rows[0]), int(rows[-1]) + 1) for rows in np.split(live, gaps + 1)]
+
+
+def _whole(parts: list[tuple[int, Tensor]], rows: int) -> Tensor:
+    """The values of some rows, each part with its first row, as those of all rows. The others are
+    zeros."""
+    x = parts[0][1]
     if len(x) == rows:
         return x
     whole = x.new_zeros(rows, *x.shape[1:])
-    whole[first : first + len(x)] = x
+    for first, values in parts:
+        whole[first : first + len(values)] = values
     return whole

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_model import CachedLM, LayerView
 from decode.model.hidden_states import FINAL
@@ -62,10 +63,12 @@ class Probes:
         rows, nodes = draft.tokens.shape
         k = len(self.ids)
         fed = self.count(k, self.places, nodes)
-        number = torch.arange(fed, device=self.ids.device)
-        above = torch.where(number % k == 0, number // k - 1, nodes + number - 1)
+        number = np.arange(fed)
+        above = np.where(number % k == 0, number // k - 1, nodes + number - 1)
+        parents = np.append(draft.parents_on_host(), np.tile(above, (rows, 1)), axis=1)
         return Draft(
             torch.cat([draft.tokens, self.ids.repeat(fed // k).expand(rows, -1)], 1),
             draft.sizes,
-            parents=torch.cat([draft.parent_rows() - 1, above.expand(rows, -1)], 1),
+            parents=to_device(parents, self.ids.device),
+            _host_parents=parents,
         )

@@ -290,14 +290,13 @@ class Slots(FedRows):
         for store in self._stores:
             store.move(rows_B1, source_BM, target_BM)
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order. A row that is named again is copied.
-        Memory stays allocated."""
-        kept = rows.cpu().numpy()
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, int [B'] on the host, in this order. A row that is named again is
+        copied. Memory stays allocated."""
         for store in self._stores:
-            store.keep_rows(kept, self._written)
-        self.rows = len(kept)
-        self._written[: self.rows] = self._written[kept]
+            store.keep_rows(rows, self._written)
+        self.rows = len(rows)
+        self._written[: self.rows] = self._written[rows]
         self._look_up(0, self.rows)
 
     def add_rows(self, count: int, capacity: int, *, least: bool = False) -> None:

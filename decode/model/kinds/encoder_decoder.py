@@ -156,10 +156,10 @@ class Sources:
         self._slots.add_rows(count, 1)
         self._lengths = np.pad(self._lengths, (0, count))
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep only these rows (int64 [B']), in this order."""
+    def keep_rows(self, rows: np.ndarray) -> None:
+        """Keep only these rows, int [B'], in this order."""
         self._slots.keep_rows(rows)
-        self._lengths = self._lengths[rows.cpu().numpy()]
+        self._lengths = self._lengths[rows]
 
     @contextmanager
     def only(self, first: int, end: int) -> Iterator[None]:
