@@ -24,7 +24,7 @@ NEW_ENOUGH = $(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("
 .PHONY: help install quickstart test test-lowest test-newest smoke-newest newest test-thorough \
 	test-quantised test-engines \
 	engine-llama engine-openvino engine-speculators engine-vllm test-clients \
-	test-peers lint format docs clean
+	test-peers findings lint format docs clean
 
 help:
 	@echo "make quickstart   install, then train a first drafter and show what it is worth"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-quantised the tests of targets that torchao quantised"
 	@echo "make test-clients clients that others make, against a served target: 4 GB, 5 min"
 	@echo "make test-peers   losses and gradients beside those of other trainers"
+	@echo "make findings     what public packages do that one would guess wrong: still so, or changed"
 	@echo "make test-engines the tests that run in inference engines; those not installed are skipped"
 
 # torch comes first and by its exact version: asked for by a range, pip takes the newest build.
@@ -187,6 +188,14 @@ $(ENGINES)/speculators/.installed: configs/engines/speculators.txt
 	$(ENGINES)/speculators/bin/pip install --quiet --no-deps hs-connectors==0.9.0 speculators==0.9.0
 	$(ENGINES)/speculators/bin/python -I -c "import speculators"
 	touch $@
+
+# Each makes an environment of its own and removes it: one after the other, up to 1 GB at a time.
+findings:
+	@for file in findings/*.sh; do \
+		PYTHON=$(PYTHON) bash $$file >/dev/null 2>&1; \
+		case $$? in 0) found=same;; 1) found=changed;; *) found="not installed, not tried";; esac; \
+		echo "$$(basename $$file .sh): $$found"; \
+	done
 
 lint: install
 	$(VENV)/bin/ruff check .
