@@ -125,8 +125,8 @@ class LossSum:
         for_hidden, for_rows = differentiable(hidden), differentiable(rows)
         w, b, c = layer(weight), layer(bias), layer(columns)
         assert w is not None
+        h, a = _for_products(hidden), None if rows is None else _for_products(rows)
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            h, a = _for_products(hidden), None if rows is None else _for_products(rows)
             # Each term's sum, and the weighted sum of all.
             sums = torch.zeros(
                 len(self.weighted_loss.names), dtype=torch.float64, device=hidden.device

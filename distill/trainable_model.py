@@ -102,7 +102,12 @@ class Trainable:
                 fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in model.modules()),
             )
             try:
-                adapted = peft.get_peft_model(model, settings)
+                with warnings.catch_warnings():
+                    # Such an adapter is refused below.
+                    warnings.filterwarnings("ignore", ".*a tied layer is part of the adapter")
+                    # peft asks transformers by an old name.
+                    warnings.filterwarnings("ignore", ".is_gradient_checkpointing", FutureWarning)
+                    adapted = peft.get_peft_model(model, settings)
             except ValueError as error:
                 raise UserError(f"lora.targets {lora.targets!r}: {error}") from error
             _require_own_weights(model, lora)

@@ -214,7 +214,7 @@ def test_a_stage_with_a_new_drafter_keeps_it_as_the_base(context: StageInputs) -
 def test_adapters_that_cannot_be_kept_or_continued_are_refused(context: StageInputs) -> None:
     settings = DRAFTER | {"lora": LORA | {"targets": ["lm_head"]}}
     with pytest.raises(
-        UserError, match=r"lora\.targets gives lm_head an adapter, but adapters that"
+        UserError, match=r"lora\.targets gives the output layer lm_head an adapter, but losses"
     ):
         plan_stage(context, make_stage("distill", "one", **settings))
     base = make_stage("distill", "base", **DRAFTER)

@@ -239,6 +239,8 @@ def test_a_training_that_had_ended_gives_its_weights(tmp_path: Path) -> None:
     assert_equal(again.drafter_weights(), first.drafter_weights())
 
 
+# Of torch itself, while it traces the module.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_checkpoint_of_a_compiled_module_is_continued_by_one(tmp_path: Path) -> None:
     """Its weights have other names there."""
     tiny_trainer(tmp_path, 1, accelerator=Accelerator(cpu=True, dynamo_backend="eager")).fit()

@@ -112,10 +112,10 @@ def test_a_stage_learns_in_the_background_and_saves_only_whole_rounds(
     saves = []
     original = Versions.save_progress
 
-    def save(versions: Versions, progress: StreamProgress) -> None:
+    def save(versions: Versions, progress: StreamProgress) -> list[list[int]]:
         saves.append((progress.version, progress.online[0]))
         assert not slow.learning.is_set()
-        original(versions, progress)
+        return original(versions, progress)
 
     monkeypatch.setattr(Versions, "save_progress", save)
     outcome = run_stage(context, background_stage("online"))

@@ -135,6 +135,8 @@ def test_huge_pages_hold_what_was_packed_until_its_last_tensor_ends() -> None:
     data = [torch.arange(size, dtype=torch.int32).to(torch.int8) for size in sizes]
     copies = [in_huge_pages(x) for x in data]
     assert all(x.data_ptr() % 64 == 0 for x in copies)
+    # A copy of one does not copy the others.
+    assert [x.untyped_storage().nbytes() for x in copies] == sizes
     assert all(map(torch.equal, copies, data))
     turned = torch.arange(12.0).view(3, 4).t()
     assert in_huge_pages(turned).is_contiguous()

@@ -19,7 +19,8 @@ LENGTH = ("cache_length", "past_key_values_length")
 
 def cache_argument(module: nn.Module) -> str:
     """The argument of a module's forward that takes the cache. Empty: there is none."""
-    return _cache_argument(type(module))
+    kind: Any = type(module)  # mypy takes a class of modules for unhashable
+    return _cache_argument(kind)
 
 
 def with_cache(module: nn.Module, cache: Any) -> dict[str, Any]:

@@ -30,15 +30,17 @@ class _Mapping:
     """Memory that is given out from its beginning to its end."""
 
     def __init__(self, size: int) -> None:
-        area = mmap.mmap(-1, size + PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        area.madvise(mmap.MADV_HUGEPAGE)
-        memory = torch.frombuffer(area, dtype=torch.uint8)  # it keeps the mapping
-        self.free = memory[-memory.data_ptr() % PAGE :]
+        self.size = size + PAGE
+        self.area = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.area.madvise(mmap.MADV_HUGEPAGE)
+        self.used = -torch.frombuffer(self.area, dtype=torch.uint8).data_ptr() % PAGE
 
     def take(self, size: int) -> Tensor | None:
-        if size > len(self.free):
+        """uint8 [size], a storage of its own, which keeps the mapping. None: there is no room."""
+        if self.used + size > self.size:
             return None
-        taken, self.free = self.free[:size], self.free[-(-size // 64) * 64 :]
+        taken = torch.frombuffer(self.area, dtype=torch.uint8, count=size, offset=self.used)
+        self.used += -(-size // 64) * 64
         return taken
 
 
@@ -48,13 +50,12 @@ _current: list[_Mapping] = []  # that the next tensors lie in; none or one
 
 def in_huge_pages(data: Tensor) -> Tensor:
     """A contiguous copy of a CPU tensor in pages of 2 MB, where the system has them."""
-    if not has_huge_pages() or data.device.type != "cpu":
+    if not data.numel() or data.device.type != "cpu" or not has_huge_pages():
         return data.contiguous()
     with _lock:
         memory = _current[0].take(data.nbytes) if _current else None
         if memory is None:
-            mapping = _Mapping(max(data.nbytes, ROOM))
-            memory = mapping.take(data.nbytes)
+            _current[:] = [_Mapping(max(data.nbytes, ROOM))]
+            memory = _current[0].take(data.nbytes)
             assert memory is not None
-            _current[:] = [mapping]
     return memory.view(data.dtype).view(data.shape).copy_(data)
