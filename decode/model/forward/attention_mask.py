@@ -92,18 +92,22 @@ class AttentionMask:
     ) -> None:
         self.visible, self.chain, self.watch = visible, chain, watch
         self._dtype = dtype
+        self._additive: Tensor | None = None
         # The masks of the kernel calls are the same in all layers of the same shape.
         self._forms: dict[tuple[str, int, int], Tensor] = {}
 
-    @functools.cached_property
+    @property
     def additive(self) -> Tensor | None:
         """The mask as it is added to scores. It is made when an attention asks for it first: some
         read `visible` only."""
         visible = self.visible
         if visible is None or visible.dtype != torch.bool:
             return visible
-        blocked, hidden = torch.finfo(self._dtype).min, visible.logical_not()
-        return torch.zeros_like(visible, dtype=self._dtype).masked_fill_(hidden, blocked)
+        if self._additive is None:  # a `cached_property` has a lock, which no graph can hold
+            blocked, hidden = torch.finfo(self._dtype).min, visible.logical_not()
+            zeros = torch.zeros_like(visible, dtype=self._dtype)
+            self._additive = zeros.masked_fill_(hidden, blocked)
+        return self._additive
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
