@@ -185,7 +185,8 @@ class HeadTraining(nn.Module):
         weighted = [(x if weights is None else x * weights).sum() for x in extra]
         counts = [torch.ones_like(ranks), ranks == 0, ranks < TOP]
         sums = [torch.stack([count.sum() for count in counts]).double(), term_sums]
-        return sum(weighted) if weighted else None, torch.cat(sums), ranks == 0
+        more = torch.stack(weighted).sum() if weighted else None
+        return more, torch.cat(sums), ranks == 0
 
     def _confidence_errors(self, logits: Tensor, accepted: Tensor) -> Tensor:
         """float32 [n]: the cross-entropy of the estimated acceptance, whose logits are [n], with

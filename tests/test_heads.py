@@ -560,7 +560,7 @@ def test_a_tree_is_calibrated_and_stored(context: Any) -> None:
     drafter: Any = open_drafter(str(outcome.drafter), target())
     packed = [x for x in drafter.module.modules() if isinstance(x, PackedLinear) and x.has_blocks]
     if few_rows.library(torch.float32) is not None:
-        assert {x.blocks[0].dtype for x in packed} == {torch.int8}
+        assert {x.blocks[0].data.dtype for x in packed} == {torch.int8}
     paths = drafter.shape.structure.paths
     assert outcome.summary["tree"]["paths"] == paths
     assert 1 <= len(paths) <= 5

@@ -81,7 +81,7 @@ class Rows:
         """uint8 [rows / 16, bytes], as few_rows_own_forms.h reads them."""
         form, rows = self.form, len(self.codes)
         dtype = np.float32 if form.whole else np.float16
-        parts = []
+        parts: list[np.ndarray] = []
         for values in (self.scales, *([] if self.least is None else [self.least])):
             by_group = values.astype(dtype).reshape(rows // OUTPUTS, OUTPUTS, -1).swapaxes(1, 2)
             parts.append(np.ascontiguousarray(by_group).view(np.uint8))
@@ -206,12 +206,13 @@ class QuantisedFile:
             found = np.searchsorted(hashes, wanted)
             if (found == len(hashes)).any() or (hashes[found] != wanted).any():
                 return None
-        if np.array_equal(self._keys[first := number[found[0]]], wanted):
-            return [_parsed(*self.tensors[first], slice(None))]
+        first = int(number[found[0]])
+        if np.array_equal(self._keys[first], wanted):
+            return [_parsed(self.tensors[first], slice(None))]
         number, row = number[found], row[found]
-        ends = [*(np.flatnonzero(np.diff(number)) + 1), len(number)]
+        ends = [*(np.flatnonzero(np.diff(number)) + 1).tolist(), len(number)]
         return [
-            _parsed(*self.tensors[number[begin]], row[begin:end])
+            _parsed(self.tensors[int(number[begin])], row[begin:end])
             for begin, end in pairwise([0, *ends])
         ]
 
@@ -221,18 +222,20 @@ def _hashes(numbers: np.ndarray) -> np.ndarray:
     return np.fromiter((hash(row.tobytes()) for row in numbers[:, :KEY]), np.int64, len(numbers))
 
 
-def _parsed(kind: Any, data: np.ndarray, rows: Any) -> Rows:
+def _parsed(tensor: tuple[Any, np.ndarray], rows: Any) -> Rows:
+    """These rows of a tensor of the file."""
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
+    kind, data = tensor
     known, raw = TYPES[kind.name], np.array(data[rows])
     blocks = raw.reshape(len(raw), -1, GGML_QUANT_SIZES[kind][1])
     scales, least = known.scales(blocks)
-    flat = (x if x is None else x.reshape(len(raw), -1) for x in (scales, least))
+    flat = None if least is None else least.reshape(len(raw), -1)
     begin, neutral = known.neutral
     blocks[..., begin : begin + len(neutral)] = np.frombuffer(neutral, np.uint8)
     codes = dequantize(raw, kind).astype(np.int8)
-    return Rows(known.form, codes, *flat)
+    return Rows(known.form, codes, scales.reshape(len(raw), -1), flat)
 
 
 def remember_file(model: nn.Module, path: Path) -> None:
@@ -265,10 +268,12 @@ def own_blocks(weights: Sequence[Tensor]) -> Blocks | None:
         parts += rows
     form = parts[0].form if len({x.form for x in parts}) == 1 else FORMS[-1]
     parts = [x.in_form(form) for x in parts]
+    least = [x.least for x in parts if x.least is not None]
     every = Rows(
         form,
-        *(np.concatenate([getattr(x, name) for x in parts]) for name in ("codes", "scales")),
-        None if parts[0].least is None else np.concatenate([x.least for x in parts]),  # type: ignore[misc]
+        np.concatenate([x.codes for x in parts]),
+        np.concatenate([x.scales for x in parts]),
+        np.concatenate(least) if least else None,
     )
     return Blocks(in_huge_pages(every.blocks()), FIRST + FORMS.index(form))
 
