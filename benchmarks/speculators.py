@@ -80,7 +80,6 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         results, error = compare(
             loaded,
-            target,
             Path(directory),
             lengths=length or LENGTHS[: 1 if quick else None],
             vocabularies=(REDUCED, loaded.vocab_size),
@@ -116,7 +115,6 @@ def missing_library() -> str | None:
 
 def compare(
     target: Target,
-    spec: str,
     directory: Path,
     *,
     lengths: Sequence[int],
@@ -128,11 +126,11 @@ def compare(
     """Return the figures by case "TOKENS_VOCABULARY" and contestant, and the error of the library's
     trainer (None if it has none).
 
-    target: in float32. spec: as `load_target` takes it. directory: for files. lengths: tokens of a
+    target: in float32. directory: for files. lengths: tokens of a
     text. vocabularies: the tokens of the draft vocabulary, the target's own number for all. texts:
     the number of texts, which is that of steps.
     """
-    model = model_directory(target, spec, directory / "target")
+    model = model_directory(target, directory / "target")
     tokens = _text_tokens(target)
     for vocabulary in vocabularies:
         _make_drafter(target, tokens, directory, vocabulary, str(model))

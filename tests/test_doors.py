@@ -243,6 +243,7 @@ def test_a_training_that_had_ended_gives_its_weights(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_checkpoint_of_a_compiled_module_is_continued_by_one(tmp_path: Path) -> None:
     """Its weights have other names there."""
+    begin_anew()  # accelerate takes the backend of the first accelerator of a process
     tiny_trainer(tmp_path, 1, accelerator=Accelerator(cpu=True, dynamo_backend="eager")).fit()
     begin_anew()
     with pytest.raises(UserError, match="step-1 was made with dynamo_backend, and now there is no"):

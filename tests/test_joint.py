@@ -437,7 +437,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
         with pytest.raises(UserError, match=message):
             make_stage("heads", "new", first, both, text, **({"heads": MEDUSA} | settings))
     adapter = {"lora": LORA | {"targets": ["lm_head"]}}
-    with pytest.raises(UserError, match="gives the output layer an adapter"):
+    with pytest.raises(UserError, match="gives the output layer lm_head an adapter"):
         run_stage(context, make_stage("heads", "a", heads=MEDUSA, backbone=adapter, **STAGE))
     nothing = {"lora": LORA | {"targets": ["none"]}}
     with pytest.raises(UserError, match=r"lora.targets \['none'\]"):

@@ -61,13 +61,13 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         path = stage_directory(directory, stage["name"], number) / "done.json"
         if path.is_file():
             record = read_record(path)
-            entry = {"name": stage["name"], "kind": stage["kind"], "summary": record["summary"]}
+            stored = {"name": stage["name"], "kind": stage["kind"], "summary": record["summary"]}
             # Those that made the figures. Runs of earlier versions do not store them.
             settings = record.get("settings", {})
             if changed := [key for key in settings if settings[key] != stage.get(key)]:
-                entry["changed_since"] = changed
+                stored["changed_since"] = changed
                 config["stages"][number] = settings
-            stages.append(entry)
+            stages.append(stored)
             times.append(path.stat().st_mtime)
     for entry in rows_of(config, stored_rows(directory)):
         row = read_record(entry / EVALUATION) | {"order": len(rows)}
