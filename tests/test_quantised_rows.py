@@ -23,7 +23,7 @@ from decode.model.forward.quantised_rows import FORMS as OWN_FORMS
 from tests.tiny import real_target
 
 pytestmark = pytest.mark.skipif(
-    few_rows.library(torch.float32) is None, reason="a processor without the instructions"
+    few_rows.library(torch.float32) is None, reason="this CPU has no products of few rows"
 )
 
 

@@ -124,7 +124,6 @@ def test_a_training_step_is_the_librarys(tmp_path: Path) -> None:
     target = save_target(tmp_path / "target", layers=7)
     results, error = speculators.compare(
         target,
-        str(tmp_path / "target"),
         tmp_path,
         lengths=(24,),
         vocabularies=(64,),
