@@ -2,7 +2,15 @@
 
 import pytest
 
+from tests.reference import ROOT
+
 pytest_plugins = ["pytester"]
+
+
+@pytest.fixture(autouse=True)
+def the_plugin_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+
 
 TESTS = """
 import pytest
