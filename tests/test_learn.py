@@ -711,7 +711,11 @@ def test_a_whole_cycle_with_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     watch = config.watch.model_copy(update={"tolerance": 0.9})
     config = config.model_copy(update={"engine": engine, "form": "vllm", "watch": watch})
     first = tmp_path / "drafter"
-    monkeypatch.setattr(TrainingRun, "efficiency", lambda run, drafter: float(drafter != first))
+
+    def drafts(run: TrainingRun, drafter: Path) -> np.ndarray:
+        return np.array([[10, 9 if drafter != first else 1]] * len(run.prompts()))
+
+    monkeypatch.setattr(TrainingRun, "drafts", drafts)
     engines = EngineProcesses(engine, 3)
     url = engines.start(tmp_path / "engine", tmp_path / "export")
     try:
