@@ -5,6 +5,7 @@ processor's prefetching stops at each page's end. Linux gives larger pages to a 
 for them, where `/sys/kernel/mm/transparent_hugepage/enabled` is `madvise` or `always`.
 """
 
+import functools
 import mmap
 import threading
 from pathlib import Path
@@ -18,6 +19,7 @@ ROOM = 64 << 20
 _ENABLED = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
+@functools.cache
 def has_huge_pages() -> bool:
     """Whether the system gives pages of 2 MB to a program that asks for them."""
     try:

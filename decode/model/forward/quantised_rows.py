@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decode.base.device import dtype_name
 from decode.model.forward import few_rows
 from decode.model.forward.few_rows import Blocks
 from decode.model.forward.huge_pages import in_huge_pages
@@ -47,8 +48,6 @@ FORMS = [
     Form(8, 16, True, True),
 ]
 FIRST = 3  # the number of the first of them in few_rows.cpp
-# Of all forms, by their numbers there.
-NAMES = ["float32", "bfloat16", "int8", "Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "mixed"]
 
 
 @dataclass(frozen=True)
@@ -163,6 +162,8 @@ TYPES = {
     "Q5_K": _Type(FORMS[4], _scales_of_k, _K),
     "Q6_K": _Type(FORMS[5], _scales_of_q6, (192, bytes([1] * 16) + ONE)),
 }
+# The names of all forms, by their numbers in few_rows.cpp.
+NAMES = [*map(dtype_name, few_rows.FORMS), *TYPES, "mixed"]
 
 
 class QuantisedFile:
