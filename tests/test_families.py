@@ -243,12 +243,12 @@ def test_the_lean_forward_compares_one_layer_of_each_kind(monkeypatch: pytest.Mo
 def test_what_a_trial_costs_does_not_grow_with_the_model() -> None:
     """It runs once for a config, on a few layers."""
     costs = []
-    for layers in (8, 24):
+    for layers in (6, 8, 24):  # at the first one, what a slot of such a model holds is counted too
         _Counted.passes.clear()
         for _ in range(2):
             require_trees(_control(_Counted, layers))
         costs.append(list(_Counted.passes))
-    assert costs[0] == costs[1]
+    assert costs[1] == costs[2]
     assert max(costs[0]) <= small_copy.LAYERS
 
 
