@@ -7,7 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.model.pretrained import has_encoder, input_device, require_present
+from decode.model.pretrained import has_encoder, input_device, require_present, uncompiled
 from distill.teacher.decoder_states import decoder_states
 from distill.teacher.live_teacher import SplitModel, added_bias
 
@@ -20,7 +20,7 @@ def split_model(model: PreTrainedModel) -> SplitModel:
     them would teach something else. Also raises UserError if the weights are offloaded.
     """
     require_present(model, "training on the target's distribution")
-    output = model.get_output_embeddings()
+    output = uncompiled(model.get_output_embeddings())
     stack = None if has_encoder(model) else model.base_model
     if not isinstance(output, nn.Linear) or stack is model:
         raise UserError(f"{type(model).__name__} has no linear output layer to distil through")

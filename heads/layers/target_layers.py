@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from decode.base.errors import UserError
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.low_rank_output import LowRankLinear, factors
-from decode.model.pretrained import replaced
+from decode.model.pretrained import replaced, uncompiled
 
 OutputKind = Literal["own", "shared", "target"]
 
@@ -24,7 +24,7 @@ OutputKind = Literal["own", "shared", "target"]
 def output_layer(model: PreTrainedModel) -> nn.Linear:
     """Return the target's output layer. Raises UserError if it is not linear, or reads other states
     than those of the last layer."""
-    layer, name = model.get_output_embeddings(), type(model).__name__
+    layer, name = uncompiled(model.get_output_embeddings()), type(model).__name__
     if not isinstance(layer, nn.Linear):
         raise UserError(f"{name} has no linear output layer for heads to work with")
     states = getattr(model.config.get_text_config(decoder=True), "hidden_size", layer.in_features)
@@ -130,7 +130,7 @@ class HeadOutput(nn.Module):
         if not len(self.layers):
             assert len(self._borrowed), "the target's layer is not borrowed yet"
             return self._borrowed[0]
-        return self.layers[depth - 1 if len(self.layers) > 1 else 0]
+        return uncompiled(self.layers[depth - 1 if len(self.layers) > 1 else 0])
 
 
 def _empty(layer: nn.Linear, rows: int) -> nn.Linear:

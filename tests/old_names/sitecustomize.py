@@ -4,7 +4,7 @@ its start if its folder is on the path (`tests.cases`); then the old names mean 
 import sys
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
@@ -19,13 +19,21 @@ MOVED = {
     "train.serve.requests": "draftsmith.serve.batching.requests",
     "train.serve": "draftsmith.serve",
 }
+# What a module has no longer by this name: its place today.
 RENAMED = {
-    "train.serve.requests": {"Bounds": "RequestBounds"},
-    "train.serve.server": {"Server": "ServiceServer"},
+    "decode.text_stream": {"StopStrings": "decode.stop_strings.StopStrings"},
+    "draftsmith.serve.batching.requests": {
+        "Bounds": "draftsmith.serve.batching.requests.RequestBounds"
+    },
+    "draftsmith.serve.openai.answers": {"AnswerText": "decode.stop_strings.AnswerText"},
+    "draftsmith.serve.server": {
+        "Server": "draftsmith.serve.server.ServiceServer",
+        "bind": "draftsmith.net.listen.bind",
+    },
 }
 
 
-class OldNames(MetaPathFinder, Loader):
+class OldModules(MetaPathFinder, Loader):
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         moved = any(name == old or name.startswith(f"{old}.") for old in MOVED)
         return ModuleSpec(name, self, is_package=True) if moved else None
@@ -35,9 +43,29 @@ class OldNames(MetaPathFinder, Loader):
         return import_module(MOVED[old] + spec.name.removeprefix(old))
 
     def exec_module(self, module: ModuleType) -> None:
-        assert module.__spec__ is not None
-        for old, new in RENAMED.get(module.__spec__.name, {}).items():
-            setattr(module, old, getattr(module, new))
+        """It has run under its name of today."""
 
 
-sys.meta_path.insert(0, OldNames())
+class OldMembers(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(name, path, target) if name in RENAMED else None
+        if spec is not None and spec.origin is not None:
+            spec.loader = Lenient(name, spec.origin)
+        return spec
+
+
+class Lenient(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        names = RENAMED[module.__name__]
+
+        def member(name: str) -> Any:
+            if name not in names:
+                raise AttributeError(f"module {module.__name__} has no attribute {name}")
+            place, _, today = names[name].rpartition(".")
+            return getattr(import_module(place), today)
+
+        module.__getattr__ = member  # type: ignore[method-assign]
+
+
+sys.meta_path[:0] = [OldModules(), OldMembers()]

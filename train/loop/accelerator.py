@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedType,
+    DynamoBackend,
     InitProcessGroupKwargs,
     disable_fsdp_ram_efficient_loading,
 )
@@ -82,6 +83,15 @@ def launched_accelerator(*, cpu: bool, **settings: Any) -> Accelerator:
         if "optimizer" in accelerator.deepspeed_plugin.deepspeed_config:
             raise UserError(
                 "the DeepSpeed config sets an optimizer; remove it, because stages make their own"
+            )
+        dynamo, stage = accelerator.state.dynamo_plugin, accelerator.deepspeed_plugin.zero_stage
+        whole = dynamo.backend != DynamoBackend.NO and not dynamo.use_regional_compilation
+        if stage == 3 and whole:
+            # It traces products with the weights of other ranks, which are empty between two uses.
+            raise UserError(
+                f"accelerate was launched with DeepSpeed's ZeRO-3 and dynamo_backend "
+                f"{dynamo.backend.value.lower()}; expected one of the two: leave dynamo_backend "
+                "out, or use ZeRO-2, FSDP 2 or DDP"
             )
     elif accelerator.is_fsdp2:
         # This option would leave models empty on all ranks but one.
