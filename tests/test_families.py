@@ -134,7 +134,19 @@ class _ForgetsWindow(LlamaForCausalLM):
         if given_cache(inputs) is None:
             apart = torch.arange(inputs["input_ids"].shape[1])
             apart = apart[:, None] - apart
-            inputs["attention_mask"] = ((apart >= 0) & (apart < small_copy.WINDOW))[None, None]
+            seen = (apart >= 0) & (apart < small_copy.WINDOW)
+            # Eager attention adds the mask.
+            inputs["attention_mask"] = torch.where(seen, 0.0, -torch.inf)[None, None]
+        return super().forward(**inputs)
+
+
+class _LooksAhead(LlamaForCausalLM):
+    """Without a cache its first tokens see later ones."""
+
+    def forward(self, **inputs: Any) -> Any:
+        if given_cache(inputs) is None:
+            length = inputs["input_ids"].shape[1]
+            inputs["attention_mask"] = torch.zeros(1, 1, length, length)
         return super().forward(**inputs)
 
 
@@ -198,6 +210,7 @@ def _control(kind: Any, layers: int = 2) -> Any:
         (_NoCache, "read in parts"),
         (_CountsKeys, "read in parts"),
         (_ForgetsWindow, "read in parts"),
+        (_LooksAhead, "change when more tokens follow"),
         (_KeepsTokens, "tokens were taken back"),
     ],
 )

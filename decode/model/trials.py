@@ -160,6 +160,8 @@ def chains(lm: Tried) -> str | None:
     """The trial of chains of tokens, in two rows of different lengths and in one alone."""
     texts = _Texts(lm)
     rows, lengths = np.arange(2), PROMPTS
+    if not texts.own_is_causal():
+        return "would give another text: its own logits for a text change when more tokens follow"
     texts.begin(rows)
     logits = texts.read(lengths)
     if not texts.agree(logits, rows, lengths - 1):
@@ -274,6 +276,13 @@ class _Texts:
         tensors = {name: torch.tensor(value, device=self.lm.device) for name, value in ids.items()}
         logits: Tensor = self.lm.model(**tensors, use_cache=False).logits[0]
         return logits
+
+    def own_is_causal(self) -> bool:
+        """Whether the model's own logits for a text are those of a longer one's beginning."""
+        beginnings = (
+            (row, self.own(row, text[:-MORE].tolist())) for row, text in enumerate(self.ids)
+        )
+        return all(_agree(own, self._own[row][: len(own)]) for row, own in beginnings)
 
     def path(self, row: int, node: int) -> tuple[int, list[int]]:
         """A row, and its text down to a node of the tree after its prompt."""
