@@ -15,7 +15,7 @@ from decode.base.errors import UserError
 from train.data.batches import Batches, RankText, bucket_batches, collate, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, data_fingerprint, read_examples
-from train.data.sources import name_and_split
+from train.data.sources import SourceName
 from train.data.write_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
@@ -150,12 +150,12 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
         "rows.parquet": "no such file or directory",
-        "notes.tsv": r'ending in "\.tsv" \(this one begins with "q\\ta"\); expected \.jsonl',
+        "notes.tab": r'ending in "\.tab" \(this one begins with "q\\ta"\); expected \.jsonl',
         "sheet.xlsx": r'ending in "\.xlsx" \(this one begins with bytes that are no text\)',
         "broken.json": r"broken JSON .*expected an array of objects, or one object per line",
         "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
-    (tmp_path / "notes.tsv").write_text("q\ta\n")
+    (tmp_path / "notes.tab").write_text("q\ta\n")
     (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04\xff")
     (tmp_path / "broken.json").write_text('[{"prompt": "hi"}')
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -172,10 +172,13 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
 def test_an_at_sign_names_a_split_unless_it_is_in_a_path(tmp_path: Path) -> None:
     inside = tmp_path / "me@host"
     inside.mkdir()
-    assert name_and_split("org/name@train") == ("org/name", "train")
-    assert name_and_split(f"{inside}@test[:9]") == (str(inside), "test[:9]")
+    parse = SourceName.parse
+    assert parse("org/name@train") == ("org/name", None, "train")
+    assert parse("org/name:part@train[:9]") == ("org/name", "part", "train[:9]")
+    assert parse("org/name:part") == ("org/name", "part", None)
+    assert parse(f"{inside}@test[:9]") == (str(inside), None, "test[:9]")
     for path in (inside, inside / "none.jsonl", tmp_path / "rows.jsonl"):
-        assert name_and_split(str(path)) == (str(path), None)
+        assert parse(str(path)) == (str(path), None, None)
 
 
 def test_rows_with_one_id(tmp_path: Path) -> None:
@@ -249,8 +252,8 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("one", None): ["one:0", "one:1"],
         ("both", "test"): ["both[test]:0"],
         ("rows.parquet", None): ["rows.parquet:0", "rows.parquet:1"],
-        ("folder", None): ["folder[train]:0", "folder[train]:1"],
-        ("folder", "train[1:]"): ["folder[train[1:]]:0"],
+        ("folder", None): ["folder/train.jsonl:1", "folder/train.jsonl:2"],
+        ("folder", "train[1:]"): ["folder/train.jsonl:2"],
     }
     for (name, split), sources in cases.items():
         source = name + (f"@{split}" if split else "")
@@ -268,8 +271,12 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {
         "both": "both: no split is named; expected one of train, test. Write both@SPLIT",
         "both@tset": 'no split "tset"; expected one of train, test.*Did you mean "test"',
-        "broken": "broken: cannot be read: .*JSON",
-        "folder@valid": "folder: cannot be read: .*valid",
+        "broken": "broken/train.jsonl:1: broken JSON",
+        "folder@valid": 'folder: no split "valid"; expected one of train. Write folder@SPLIT',
+        "folder@valid[:1]": 'folder: has no split "valid',
+        "folder:part": "folder: cannot be read: .*part",
+        "both:part@train": 'both: names the subset "part", but a saved data set has none',
+        "rows.parquet:part": 'rows.parquet:part: names the subset "part", but a .parquet file',
         "no/such-data-set": "no/such-data-set: neither a file .* nor a data set",
     }
     for source, found in errors.items():
