@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
 from train.data.batches import Batches, RankText, bucket_batches, collate, padding_share
-from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
+from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples, user_prefix
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.sources import SourceName
+from train.data.template import set_moment
 from train.data.write_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
@@ -563,6 +565,63 @@ def test_turns_that_the_template_changes_are_samples_of_their_own() -> None:
     prompt = prompt_tokens(example(*thinking), strips)
     assert samples[1].tokens[: len(prompt)] == prompt
     assert "hm" not in strips.decode(prompt)
+
+
+@pytest.mark.parametrize("end", ["", "\n", " ", "\n\n"])
+def test_a_block_may_end_in_what_has_no_token(end: str) -> None:
+    """As with tokenizers that drop blanks, such as BERT's."""
+    words = [
+        "[UNK]",
+        "<|im_start|>",
+        "<|im_end|>",
+        "user",
+        "assistant",
+        "the",
+        "sky",
+        "why",
+        "blue",
+        "light",
+    ]
+    core = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens(words[1:3])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATES["blocks before the end"][0].replace("{%- end", "{% end")
+    asked = example("the sky", "blue light" + end, "why", "light" + end)
+    [sample] = to_samples(asked, tokenizer, ends=(2,))
+    assert masked(sample, tokenizer) == ["blue light <|im_end|>", "light <|im_end|>"]
+
+
+PARTS = (
+    FOR
+    + "{{ '<|im_start|>' + m['role'] + '\n' }}{% for part in m['content'] %}"
+    + "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    + "{{ '<|im_end|>\n' }}"
+    + END
+    + CHATML_PROMPT
+)
+
+
+def test_a_template_may_read_contents_as_parts() -> None:
+    asked = example("why", "because", "so", "it is")
+    parts, plain = tokenizer_with(PARTS), tokenizer_with(TEMPLATES["chatml"][0])
+    assert to_samples(asked, parts) == to_samples(asked, plain)
+    assert prompt_tokens(asked, parts) == prompt_tokens(asked, plain)
+    assert user_prefix(parts) == user_prefix(plain)
+    # One that writes no text of an answer, in no form.
+    mute = tokenizer_with(PARTS.replace("part['text']", "''"))
+    with pytest.raises(UserError, match=r"leaves out the text of message 0 \(user: \"why\"\)"):
+        to_samples(asked, mute)
+
+
+def test_a_template_writes_the_moment_of_the_run() -> None:
+    template = "{{ strftime_now('%d %b %Y, %-d %B %H:%M') }}|" + TEMPLATES["chatml"][0]
+    inside = "{% macro day() %}{{ strftime_now('%Y') | int + 1 }}{% endmacro %}{{ day() }}|"
+    tokenizer = tokenizer_with(inside + template)
+    set_moment(tokenizer, datetime(2024, 2, 3, 4, 5, 6))
+    text = tokenizer.decode(prompt_tokens(example("why"), tokenizer))
+    assert text.startswith("2025|03 Feb 2024, 3 February 04:05|<|im_start|>user\nwhy")
+    assert tokenizer.chat_template == inside + template  # what is saved has no date
 
 
 def test_templates_that_refuse() -> None:

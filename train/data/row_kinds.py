@@ -254,7 +254,7 @@ def _without_reasoning(message: Message) -> Message:
     in it."""
     if message["role"] != "assistant":
         return message
-    content = _answer_of(message["content"])
+    content = without_thoughts(message["content"])
     if not content and message["content"] and "tool_calls" not in message:
         raise BadRow(
             "only reasoning", f"{short(message['content'])} is reasoning without an answer"
@@ -262,14 +262,14 @@ def _without_reasoning(message: Message) -> Message:
     return message | {"content": content}
 
 
-def _answer_of(content: str) -> str:
+def without_thoughts(content: str) -> str:
     """A content without the reasoning that begins it. The prompt may have opened that reasoning, so
     a mark that ends it is enough. Reasoning without an end was cut: nothing comes after it."""
     for begin, end in THOUGHTS:
         before, ended, rest = content.partition(end)
         opened = content.lstrip().startswith(begin)
         if opened or (ended and begin not in before):
-            return _answer_of(rest.lstrip())
+            return without_thoughts(rest.lstrip())
     return content
 
 
