@@ -16,6 +16,7 @@ from train.data.read import Example
 from train.data.row_kinds import REASONING
 from train.data.template import (
     Messages,
+    encode,
     has_template,
     reasoning_field,
     render,
@@ -269,14 +270,17 @@ def _samples_by_prefixes(
     end-of-turn token. If the complete conversation begins with the same ids for each turn, it is
     the only sample. Else a mask on it would be on the wrong tokens, so each turn is one.
     """
-    tokens = render(messages, tokenizer, example)
+    # The last answer's text is that of the whole conversation: a long one is tokenised once.
+    whole = text_of(messages, tokenizer, example)
+    tokens = encode(whole, tokenizer)
     mask = [False] * len(tokens)
     turns: list[Sample] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:i], tokenizer, example, add_generation_prompt=True)
-        answered = render(messages[: i + 1], tokenizer, example)
+        text = text_of(messages[: i + 1], tokenizer, example)
+        answered = tokens if text == whole else encode(text, tokenizer)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
             raise UserError(

@@ -69,7 +69,11 @@ def render(
     add_generation_prompt: bool = False,
 ) -> list[int]:
     """The token ids of `text_of`."""
-    text = text_of(messages, tokenizer, example, add_generation_prompt)
+    return encode(text_of(messages, tokenizer, example, add_generation_prompt), tokenizer)
+
+
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a text that has its special tokens already."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
