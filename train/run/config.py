@@ -87,7 +87,8 @@ class DataConfig(Strict):
     train prompts each."""
     duplicates: Literal["leave_out", "keep"] = "leave_out"
     """Leave out the rows of train that repeat a prompt of dev or test, as it is or nearly (half of
-    the shorter one's sequences of 13 words), or keep them."""
+    the shorter one's sequences of 13 words, without those that five or more prompts share), or
+    keep them."""
     stream: str | list[str] | None = None
     """The prompts that an `online` stage serves, in their order. None: there is no such split."""
     limit: int | None = Field(None, ge=1)
