@@ -4,6 +4,7 @@ import json
 import random
 import subprocess
 import sys
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
 from train.data.batches import Batches, RankText, bucket_batches, collate, padding_share
-from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
+from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples, user_prefix
 from train.data.read import Example, data_fingerprint, read_examples
-from train.data.sources import name_and_split
+from train.data.sources import SourceName
+from train.data.template import set_moment
 from train.data.write_samples import fit, require_kept
 
 # --- read ----------------------------------------------------------------------------------------
@@ -150,12 +152,12 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "trian.jsonl": r'no such file .*Did you mean "train\.jsonl"',
         "./nowhere": "no such file or directory",
         "rows.parquet": "no such file or directory",
-        "notes.tsv": r'ending in "\.tsv" \(this one begins with "q\\ta"\); expected \.jsonl',
+        "notes.tab": r'ending in "\.tab" \(this one begins with "q\\ta"\); expected \.jsonl',
         "sheet.xlsx": r'ending in "\.xlsx" \(this one begins with bytes that are no text\)',
         "broken.json": r"broken JSON .*expected an array of objects, or one object per line",
         "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
-    (tmp_path / "notes.tsv").write_text("q\ta\n")
+    (tmp_path / "notes.tab").write_text("q\ta\n")
     (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04\xff")
     (tmp_path / "broken.json").write_text('[{"prompt": "hi"}')
     (tmp_path / "empty.jsonl").write_text("\n\n")
@@ -172,10 +174,13 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
 def test_an_at_sign_names_a_split_unless_it_is_in_a_path(tmp_path: Path) -> None:
     inside = tmp_path / "me@host"
     inside.mkdir()
-    assert name_and_split("org/name@train") == ("org/name", "train")
-    assert name_and_split(f"{inside}@test[:9]") == (str(inside), "test[:9]")
+    parse = SourceName.parse
+    assert parse("org/name@train") == ("org/name", None, "train")
+    assert parse("org/name:part@train[:9]") == ("org/name", "part", "train[:9]")
+    assert parse("org/name:part") == ("org/name", "part", None)
+    assert parse(f"{inside}@test[:9]") == (str(inside), None, "test[:9]")
     for path in (inside, inside / "none.jsonl", tmp_path / "rows.jsonl"):
-        assert name_and_split(str(path)) == (str(path), None)
+        assert parse(str(path)) == (str(path), None, None)
 
 
 def test_rows_with_one_id(tmp_path: Path) -> None:
@@ -249,8 +254,8 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("one", None): ["one:0", "one:1"],
         ("both", "test"): ["both[test]:0"],
         ("rows.parquet", None): ["rows.parquet:0", "rows.parquet:1"],
-        ("folder", None): ["folder[train]:0", "folder[train]:1"],
-        ("folder", "train[1:]"): ["folder[train[1:]]:0"],
+        ("folder", None): ["folder/train.jsonl:1", "folder/train.jsonl:2"],
+        ("folder", "train[1:]"): ["folder/train.jsonl:2"],
     }
     for (name, split), sources in cases.items():
         source = name + (f"@{split}" if split else "")
@@ -268,8 +273,12 @@ def test_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = {
         "both": "both: no split is named; expected one of train, test. Write both@SPLIT",
         "both@tset": 'no split "tset"; expected one of train, test.*Did you mean "test"',
-        "broken": "broken: cannot be read: .*JSON",
-        "folder@valid": "folder: cannot be read: .*valid",
+        "broken": "broken/train.jsonl:1: broken JSON",
+        "folder@valid": 'folder: no split "valid"; expected one of train. Write folder@SPLIT',
+        "folder@valid[:1]": 'folder: has no split "valid',
+        "folder:part": "folder: cannot be read: .*part",
+        "both:part@train": 'both: names the subset "part", but a saved data set has none',
+        "rows.parquet:part": 'rows.parquet:part: names the subset "part", but a .parquet file',
         "no/such-data-set": "no/such-data-set: neither a file .* nor a data set",
     }
     for source, found in errors.items():
@@ -556,6 +565,63 @@ def test_turns_that_the_template_changes_are_samples_of_their_own() -> None:
     prompt = prompt_tokens(example(*thinking), strips)
     assert samples[1].tokens[: len(prompt)] == prompt
     assert "hm" not in strips.decode(prompt)
+
+
+@pytest.mark.parametrize("end", ["", "\n", " ", "\n\n"])
+def test_a_block_may_end_in_what_has_no_token(end: str) -> None:
+    """As with tokenizers that drop blanks, such as BERT's."""
+    words = [
+        "[UNK]",
+        "<|im_start|>",
+        "<|im_end|>",
+        "user",
+        "assistant",
+        "the",
+        "sky",
+        "why",
+        "blue",
+        "light",
+    ]
+    core = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="[UNK]"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.add_special_tokens(words[1:3])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATES["blocks before the end"][0].replace("{%- end", "{% end")
+    asked = example("the sky", "blue light" + end, "why", "light" + end)
+    [sample] = to_samples(asked, tokenizer, ends=(2,))
+    assert masked(sample, tokenizer) == ["blue light <|im_end|>", "light <|im_end|>"]
+
+
+PARTS = (
+    FOR
+    + "{{ '<|im_start|>' + m['role'] + '\n' }}{% for part in m['content'] %}"
+    + "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}"
+    + "{{ '<|im_end|>\n' }}"
+    + END
+    + CHATML_PROMPT
+)
+
+
+def test_a_template_may_read_contents_as_parts() -> None:
+    asked = example("why", "because", "so", "it is")
+    parts, plain = tokenizer_with(PARTS), tokenizer_with(TEMPLATES["chatml"][0])
+    assert to_samples(asked, parts) == to_samples(asked, plain)
+    assert prompt_tokens(asked, parts) == prompt_tokens(asked, plain)
+    assert user_prefix(parts) == user_prefix(plain)
+    # One that writes no text of an answer, in no form.
+    mute = tokenizer_with(PARTS.replace("part['text']", "''"))
+    with pytest.raises(UserError, match=r"leaves out the text of message 0 \(user: \"why\"\)"):
+        to_samples(asked, mute)
+
+
+def test_a_template_writes_the_moment_of_the_run() -> None:
+    template = "{{ strftime_now('%d %b %Y, %-d %B %H:%M') }}|" + TEMPLATES["chatml"][0]
+    inside = "{% macro day() %}{{ strftime_now('%Y') | int + 1 }}{% endmacro %}{{ day() }}|"
+    tokenizer = tokenizer_with(inside + template)
+    set_moment(tokenizer, datetime(2024, 2, 3, 4, 5, 6))
+    text = tokenizer.decode(prompt_tokens(example("why"), tokenizer))
+    assert text.startswith("2025|03 Feb 2024, 3 February 04:05|<|im_start|>user\nwhy")
+    assert tokenizer.chat_template == inside + template  # what is saved has no date
 
 
 def test_templates_that_refuse() -> None:

@@ -344,5 +344,9 @@ def test_what_repeats_a_held_out_prompt_is_left_out_of_train() -> None:
     assert [e.id for e in kept] == ["r1", "r4"]
     assert lost == Duplicates(exact=2, near=2)
     assert without_duplicates(train, [])[0] == train
+    # An instruction that many prompts have is none of what is their own.
+    asked = [f"{long} item {n} says {n * 7} and {n * 11}" for n in range(9)]
+    kept, lost = without_duplicates(rows(*asked[:8], asked[8].upper()), rows(asked[8]))
+    assert ([e.prompt for e in kept], lost) == (asked[:8], Duplicates(exact=1, near=0))
     with pytest.raises(UserError, match="all 2 rows of train repeat prompts of dev or test"):
         without_duplicates(held_out, held_out)

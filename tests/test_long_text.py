@@ -25,7 +25,7 @@ from train.base.stage import StageInputs
 from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import answers_of, read_answers, write_answers
-from train.data.read import Examples, read_examples
+from train.data.read import Example, Examples, read_examples
 from train.data.splits import require_same, split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
 from train.data.usable_rows import UsableRows
@@ -138,18 +138,25 @@ def test_a_stage_stores_its_samples_in_parts_and_keeps_those_of_an_earlier_start
     assert not first.exists()
 
 
-def test_a_plan_measures_a_part_of_long_data(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_make_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens are counted where the row is checked, for all stages."""
     context = stage_context(tmp_path, tiny_target())
     context.corpus.examples["train"] = examples("train", 40)
-    stage = make_stage("feature_cache", "cache")
-    exact = plan_stage(context, stage).tokens
-    assert exact == sum(len(s.tokens) for s in context.corpus.samples("data"))
-    monkeypatch.setattr(train.stages.text_stages, "PLANNED", 10)
-    assert abs(plan_stage(context, stage).tokens - exact) < 0.1 * exact
-    monkeypatch.setattr(train.stages.text_stages, "PLANNED", 1)
-    assert plan_stage(context, stage).tokens % 40 == 0
+    exact = sum(len(s.tokens) for s in context.corpus.samples("data"))
+    made: list[str] = []
+    original = train.data.corpus.to_samples
+
+    def counted(example: Example, *rest: Any, **options: Any) -> list[Sample]:
+        made.append(example.id)
+        return original(example, *rest, **options)
+
+    monkeypatch.setattr(train.data.corpus, "to_samples", counted)
+    context = usable(context)
+    for name in ("one", "two"):
+        assert plan_stage(context, make_stage("feature_cache", name)).tokens == exact
+    assert sorted(made) == sorted(example.id for example in context.corpus.examples["train"])
+    cut = plan_stage(context, make_stage("feature_cache", "cut", max_length=9)).tokens
+    assert cut == sum(min(len(s.tokens), 9) for s in context.corpus.samples("data"))
 
 
 def test_answers_find_their_prompts_also_those_of_another_split(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def init(
     from draftsmith.starter_config import GOALS, MACHINES, Starter, data_for, this_machine
     from train.base.config_file import parse_mapping
     from train.data.read import read_examples
-    from train.data.sources import name_and_split
+    from train.data.sources import SourceName
     from train.run.config import validate_config
 
     choices = (
@@ -83,7 +83,7 @@ def init(
     quieten()
     kind, detected = this_machine()
     chosen = detected if machine in (None, kind) else MACHINES[machine or kind]
-    path, split = name_and_split(data)
+    name = SourceName.parse(data)
     examples, report = read_examples(data, limit=ROWS_READ, on_bad="skip")
     prompts = [example for example in examples if example.messages is not None]
     if len({example.user_texts()[0] for example in prompts}) < 20:
@@ -94,7 +94,7 @@ def init(
     if Path(target).expanduser().exists():
         target = str(Path(target).expanduser().absolute())
     shapes = load_shapes(target, dtype=chosen.dtype, device="cpu")
-    source = data_for(path, out) + (f"@{split}" if split else "")
+    source = name.of(data_for(name.path, out))
     rows = report.kept if report.kept < ROWS_READ else None
     starter = Starter(goal, target, source, chosen, shapes, prompts, rows, out, engine)
     text = starter.text()

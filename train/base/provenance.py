@@ -12,12 +12,13 @@ import psutil
 import torch
 
 PACKAGES = ("draftsmith", "torch", "transformers", "accelerate", "datasets", "safetensors", "numpy")
+TIME = "%Y-%m-%dT%H:%M:%S%z"  # of a start
 
 
 def describe_process() -> dict[str, Any]:
     """Everything else that figures depend on: versions, commit, machine, command."""
     return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "time": time.strftime(TIME),
         "argv": sys.argv,
         "python": platform.python_version(),
         "versions": {package: version_of(package) or "not installed" for package in PACKAGES},

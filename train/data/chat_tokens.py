@@ -5,6 +5,7 @@ template: it finds the turns by asking the tokenizer.
 """
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,16 @@ from transformers import PreTrainedTokenizerBase
 from decode.base.errors import UserError
 from train.data.read import Example
 from train.data.row_kinds import REASONING
-from train.data.template import Messages, apply, has_template, reasoning_field, render, written
+from train.data.template import (
+    Messages,
+    encode,
+    has_template,
+    reasoning_field,
+    render,
+    text_of,
+    text_with_blocks,
+    written,
+)
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -146,8 +156,7 @@ def to_samples(
     messages = _with_system(example.messages or (), system)
     # Templates mark the turns only for fast tokenizers: the marks are character positions.
     template = tokenizer.get_chat_template(tools=list(example.tools) or None)
-    marked = GENERATION_BLOCK.search(template) and all(m["content"] is not None for m in messages)
-    if tokenizer.is_fast and marked:
+    if tokenizer.is_fast and GENERATION_BLOCK.search(template):
         tokens, mask = _mask_by_blocks(messages, tokenizer, example, ends)
         mask[0] = False
         return [Sample(example.id, tokens, mask)]
@@ -163,7 +172,7 @@ def user_prefix(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -
     mark = "draftsmith-message"
     messages = _with_system([{"role": "user", "content": mark}], system)
     example = Example("", tuple(messages), None, None, None, "self_prompts")
-    rendered = str(apply(messages, tokenizer, example, tokenize=False))
+    rendered = text_of(messages, tokenizer, example)
     before, place, _ = rendered.partition(mark)
     if not place:
         raise UserError(
@@ -217,28 +226,16 @@ def _mask_by_blocks(
     Templates disagree on whether the end-of-turn token and the newline after it are inside the
     block. Here the end-of-turn token always is, and what comes after it never is.
     """
-    encoded = apply(
-        messages,
-        tokenizer,
-        example,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-        tokenizer_kwargs={"return_offsets_mapping": True},
-    )
+    text, blocks = text_with_blocks(messages, tokenizer, example)
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = list(encoded["input_ids"])
-    mask = [bool(marked) for marked in encoded["assistant_masks"]]
-    chars = encoded["offset_mapping"]
+    mask = _inside(encoded["offset_mapping"], blocks)
     starts = [t for t in range(len(mask)) if mask[t] and not (t and mask[t - 1])]
     contents = [m["content"] or "" for m in messages if m["role"] == "assistant"]
     if len(contents) != len(starts):  # the template does not mark each answer once
         contents = [""] * len(starts)
     for start, content in zip(starts, contents, strict=True):
         end = next((t for t in range(start, len(mask)) if not mask[t]), len(mask))
-        # transformers ends a block at the first token of its last character, but an emoji can have
-        # several tokens.
-        while end < len(mask) and chars[end][0] < chars[end - 1][1]:
-            mask[end] = True
-            end += 1
         closed = _closed_end(tokens[:end], start, content, tokenizer)
         if closed is not None:
             mask[closed:end] = [False] * (end - closed)
@@ -248,6 +245,18 @@ def _mask_by_blocks(
             follow = _next_turn(messages, tokenizer, example, ends)
             tokens, mask = tokens + follow, mask + [True] * len(follow)
     return tokens, mask
+
+
+def _inside(chars: Sequence[tuple[int, int]], blocks: Sequence[tuple[int, int]]) -> list[bool]:
+    """The tokens with a character in one of the blocks. A character may have several tokens (an
+    emoji), or none (a blank, with tokenizers that drop them). chars: the beginning and end of each
+    token in the text."""
+    mask = [False] * len(chars)
+    begins, ends = [begin for begin, _ in chars], [end for _, end in chars]
+    for begin, end in blocks:
+        first, last = bisect_right(ends, begin), bisect_left(begins, end)
+        mask[first:last] = [True] * max(last - first, 0)
+    return mask
 
 
 def _samples_by_prefixes(
@@ -261,14 +270,17 @@ def _samples_by_prefixes(
     end-of-turn token. If the complete conversation begins with the same ids for each turn, it is
     the only sample. Else a mask on it would be on the wrong tokens, so each turn is one.
     """
-    tokens = render(messages, tokenizer, example)
+    # The last answer's text is that of the whole conversation: a long one is tokenised once.
+    whole = text_of(messages, tokenizer, example)
+    tokens = encode(whole, tokenizer)
     mask = [False] * len(tokens)
     turns: list[Sample] = []
     for i, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:i], tokenizer, example, add_generation_prompt=True)
-        answered = render(messages[: i + 1], tokenizer, example)
+        text = text_of(messages[: i + 1], tokenizer, example)
+        answered = tokens if text == whole else encode(text, tokenizer)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
             raise UserError(

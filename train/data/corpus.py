@@ -18,6 +18,7 @@ from decode.base.errors import UserError
 from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
 from train.data.read import Example, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
+from train.data.stored_samples import sizes
 from train.data.turns import TURN, turn
 from train.data.usable_rows import UsableRows
 
@@ -82,6 +83,14 @@ class Corpus:
         call this together. Raises UserError for too many of them."""
         examples = self.examples[split]
         return self.usable.trained_on(split, examples, self.samples_of) if self.usable else examples
+
+    def sizes(self, split: str) -> np.ndarray:
+        """int32 [n, 2]: the tokens of each sample of a split's own responses, and how many a
+        loss predicts, in no order. All ranks call this together."""
+        examples = self.trained_on(split)
+        if self.usable:
+            return self.usable.sizes(split)
+        return np.stack(sizes(list(self.samples_of(examples))), axis=1)
 
     def self_prompts(self, stage: str) -> Sequence[Example]:
         """The prompts that the target wrote in a generate stage. Empty if it wrote none."""

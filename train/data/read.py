@@ -24,6 +24,7 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from decode.base.errors import UserError
+from train.data.file_sources import Raw, Source, changed
 from train.data.row_kinds import (
     EXPECTED,
     KINDS,
@@ -35,7 +36,7 @@ from train.data.row_kinds import (
     string,
     understand,
 )
-from train.data.sources import Raw, Source, changed, sources_of
+from train.data.sources import sources_of
 
 BLOCK = 4096  # rows whose places are Python objects at a time
 PROBLEMS_SHOWN = 20
@@ -180,9 +181,8 @@ def read_examples(
     """Read all sources in order, and keep at most `limit` examples. Every row is checked now; it is
     read again when it is used.
 
-    A source is a .jsonl, .json or .txt file, a file or directory that `datasets` reads (parquet,
-    csv, arrow, `save_to_disk`), or the name of a data set on the hub. Relative paths start at
-    `base_dir`. `NAME@SPLIT` is a split of a data set; .jsonl, .json and .txt files have none.
+    A source is a file, a directory of files or of a saved data set, or the name of a data set on
+    the hub; see `train.data.sources`. Relative paths start at `base_dir`.
 
     With on_bad="stop", a bad row raises an error. With "skip" it is counted; an error is raised at
     the end if the share of bad rows is above `max_bad_rate`. Blank lines are not rows. reasoning:
@@ -312,7 +312,7 @@ def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> 
     fields = parse_line(raw) if isinstance(raw, bytes) else raw
     # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
-    messages, text, tools = understand(fields, keep_reasoning, source.sparse)
+    messages, text, tools = understand(fields, keep_reasoning)
     prompt = None
     if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
         prompt = messages[0]["content"]

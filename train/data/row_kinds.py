@@ -65,7 +65,7 @@ KINDS = ("kind", "task")
 TOOLS = ("tools", "functions")
 # All that is read of a row.
 READ = {*FIELDS, *(name for names in ANSWERS.values() for name in names), "input", "system"}
-READ |= {*TOOLS, *KINDS, "id"}
+READ |= {*TOOLS, *KINDS, "id", "json_schema"}
 EXPECTED = (
     '{"messages": [{"role": …, "content": …}]}, {"conversations": [{"from": …, "value": …}]}, '
     '{"prompt": …, "response": …}, {"instruction": …, "output": …} or {"text": …}'
@@ -89,11 +89,9 @@ class Content(NamedTuple):
     tools: tuple[dict[str, Any], ...] = ()
 
 
-def understand(fields: Mapping[str, Any], keep_reasoning: bool, sparse: bool) -> Content:
+def understand(fields: Mapping[str, Any], keep_reasoning: bool) -> Content:
     """The content of a row from its fields that are not null. Checks structure and types, not the
-    content. keep_reasoning: whether it is kept in the assistant's messages. sparse: the row is from
-    a table, where an object has the fields of all objects in its column, and null for those that it
-    lacks. Raises BadRow."""
+    content. keep_reasoning: whether it is kept in the assistant's messages. Raises BadRow."""
     present = next((name for name in FIELDS if name in fields), None)
     if present is None:
         hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")
@@ -102,7 +100,7 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool, sparse: bool) ->
     if present == "text":
         return Content(None, string(fields, "text"))
     if present in CONVERSATIONS:
-        messages = _conversation(fields[present], present, keep_reasoning, sparse)
+        messages = _conversation(fields[present], present, keep_reasoning)
     else:
         asked = string(fields, present)
         if present == "instruction" and fields.get("input"):
@@ -116,7 +114,7 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool, sparse: bool) ->
     if not keep_reasoning:
         messages = tuple(map(_without_reasoning, messages))
     listed = next((name for name in TOOLS if fields.get(name)), None)
-    return Content(messages, None, _tools(fields[listed], listed, sparse) if listed else ())
+    return Content(messages, None, _tools(fields[listed], listed) if listed else ())
 
 
 def parse_line(line: bytes) -> dict[str, Any]:
@@ -172,15 +170,13 @@ def short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _conversation(
-    value: Any, field: str, keep_reasoning: bool, sparse: bool
-) -> tuple[Message, ...]:
+def _conversation(value: Any, field: str, keep_reasoning: bool) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise BadRow(
             "wrong type", f"{field} is {short(value)}; expected a list of role and content"
         )
     messages = tuple(
-        _message(turn, f"{field}[{i}]", keep_reasoning, sparse) for i, turn in enumerate(value)
+        _message(turn, f"{field}[{i}]", keep_reasoning) for i, turn in enumerate(value)
     )
     if messages[0]["role"] == "assistant" or all(m["role"] != "user" for m in messages):
         raise BadRow(
@@ -191,7 +187,7 @@ def _conversation(
     return messages
 
 
-def _message(turn: Any, name: str, keep_reasoning: bool, sparse: bool) -> Message:
+def _message(turn: Any, name: str, keep_reasoning: bool) -> Message:
     if not isinstance(turn, dict):
         raise BadRow(
             "wrong type", f"{name} is {short(turn)}; expected an object of role and content"
@@ -235,7 +231,7 @@ def _message(turn: Any, name: str, keep_reasoning: bool, sparse: bool) -> Messag
         if key in KEPT
     }
     if calls:
-        message["tool_calls"] = _tool_calls(calls, where, sparse)
+        message["tool_calls"] = _tool_calls(calls, where)
     return message
 
 
@@ -258,7 +254,7 @@ def _without_reasoning(message: Message) -> Message:
     in it."""
     if message["role"] != "assistant":
         return message
-    content = _answer_of(message["content"])
+    content = without_thoughts(message["content"])
     if not content and message["content"] and "tool_calls" not in message:
         raise BadRow(
             "only reasoning", f"{short(message['content'])} is reasoning without an answer"
@@ -266,14 +262,14 @@ def _without_reasoning(message: Message) -> Message:
     return message | {"content": content}
 
 
-def _answer_of(content: str) -> str:
+def without_thoughts(content: str) -> str:
     """A content without the reasoning that begins it. The prompt may have opened that reasoning, so
     a mark that ends it is enough. Reasoning without an end was cut: nothing comes after it."""
     for begin, end in THOUGHTS:
         before, ended, rest = content.partition(end)
         opened = content.lstrip().startswith(begin)
         if opened or (ended and begin not in before):
-            return _answer_of(rest.lstrip())
+            return without_thoughts(rest.lstrip())
     return content
 
 
@@ -294,7 +290,7 @@ def _text(value: Any, name: str) -> Any:
     return "".join(texts)
 
 
-def _tool_calls(calls: Any, name: str, sparse: bool) -> list[dict[str, Any]]:
+def _tool_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     """Tool calls with the arguments as an object: chat templates expect it, OpenAI writes text."""
     result = []
     for number, call in enumerate(calls if isinstance(calls, list) else [calls]):
@@ -309,20 +305,16 @@ def _tool_calls(calls: Any, name: str, sparse: bool) -> list[dict[str, Any]]:
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _parsed(arguments or "{}", where)
-        elif sparse:
-            arguments = _without_nulls(arguments)
         kept = {key: call[key] for key in ("id", "type") if isinstance(call.get(key), str)}
         arguments = _object({} if arguments is None else arguments, where)
         result.append(kept | {"function": {"name": function["name"], "arguments": arguments}})
     return result
 
 
-def _tools(value: Any, name: str, sparse: bool) -> tuple[dict[str, Any], ...]:
+def _tools(value: Any, name: str) -> tuple[dict[str, Any], ...]:
     """Definitions of tools, as chat templates expect them."""
     if isinstance(value, str):
         value = _parsed(value, name)
-    elif sparse:
-        value = _without_nulls(value)
     if not isinstance(value, list):
         raise BadRow("wrong type", f"{name} is {short(value)}; expected a list of objects")
     tools = []
@@ -359,9 +351,3 @@ def _is_flat(value: Any, levels: int) -> bool:
         return True
     inner = value.values() if isinstance(value, dict) else value
     return levels > 0 and all(_is_flat(part, levels - 1) for part in inner)
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
-    return [_without_nulls(part) for part in value] if isinstance(value, list) else value

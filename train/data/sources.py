@@ -1,350 +1,306 @@
-"""Where rows are read from: files of lines or paragraphs, JSON arrays, and data sets.
+"""Where rows are read from, by name: files, directories, and data sets of the hub.
 
-A source yields its rows in order, each with its place, and reads any row again from its place. So a
-text may have millions of rows: what stays in memory are their places.
+    FILE                   .jsonl, .ndjson, .json, .txt, .csv, .tsv, .parquet or .arrow; behind it
+                           may stand .gz, .bz2, .xz or .zst
+    DIRECTORY              of such files, or saved by `datasets`
+    ORG/NAME               a data set of the hub
+    NAME:SUBSET@SPLIT      a subset and a split of a data set, such as smoltalk:everyday@train[:10%]
+
+`datasets` says which files a data set has. Each file is read as one that is named itself, so a row
+has the same text however its file is named.
 """
 
-import io
-import json
-import os
-from abc import ABC, abstractmethod
+import glob
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from decode.base.errors import UserError, nearest
-from train.data.row_kinds import EXPECTED, FIELDS, READ, short
+from train.data.file_sources import (
+    PACKED,
+    Array,
+    Lines,
+    Paragraphs,
+    Place,
+    Raw,
+    Source,
+    file_type,
+    first_words,
+)
+from train.data.row_kinds import EXPECTED
+from train.data.table_sources import (
+    BUILDERS,
+    LoadedTable,
+    TableFile,
+    builder_options,
+    named,
+)
 
-# The builder of `datasets` for each type of file. This module reads the other types itself: in a
-# table of Arrow, all rows of a column have one type, and contents of messages have several.
-BUILDERS = {".parquet": "parquet", ".csv": "csv", ".arrow": "arrow"}
-LINES = (".jsonl", ".ndjson")
-ARRAY, PARAGRAPHS = ".json", ".txt"
-OWN_TYPES = (*LINES, ARRAY, PARAGRAPHS)
-MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
-
-Raw = bytes | dict[str, Any]  # a row before parsing: a line of JSON, or its fields
-
-
-class Place(NamedTuple):
-    """Where a row is. number: names it in ids and messages. start, size: the bytes in a file; for
-    other sources, start is the row's index and size is 0."""
-
-    number: int
-    start: int
-    size: int
-
-
-def name_and_split(source: str, base_dir: Path = Path()) -> tuple[str, str | None]:
-    """The name of a source, and the split that is named behind its last @; None if there is none.
-    A path that exists has no split, and a split has no slash: directories may have an @."""
-    name, _, split = source.rpartition("@")
-    if not name or not split or "/" in split or (base_dir / Path(source).expanduser()).exists():
-        return source, None
-    return name, split
+OWN_TYPES = {".jsonl": Lines, ".ndjson": Lines, ".json": Array, ".txt": Paragraphs}
+TYPES = (*OWN_TYPES, *BUILDERS)
+SAVED = ("state.json", "dataset_dict.json")  # in a directory that `datasets` saved
+CARDS = ("README.md", ".huggingface.yaml")  # say which files a data set's subsets have
 
 
-class Source(ABC):
-    """A source of rows. name: as the user wrote it, for messages. label: for ids. names_ids: the
-    ids that its rows have begin with the label. sparse: it is a table, see
-    `train.data.row_kinds.understand`."""
+class SourceName(NamedTuple):
+    """The name of a source. path: of the file or directory, or the name on the hub. subset, split:
+    None if none is named."""
 
-    sparse = names_ids = False
+    path: str
+    subset: str | None = None
+    split: str | None = None
 
-    def __init__(self, name: str, label: str) -> None:
-        self.name, self.label = name, label
+    @classmethod
+    def parse(cls, written: str, base_dir: Path = Path()) -> "SourceName":
+        """From PATH, PATH@SPLIT, PATH:SUBSET or PATH:SUBSET@SPLIT. A path that exists has neither,
+        and neither has a slash: directories may have an @ or a colon."""
 
-    @abstractmethod
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
-        """All rows in order. Raises UserError if the source cannot be read."""
+        def parted(name: str, mark: str) -> tuple[str, str | None]:
+            path, _, part = name.rpartition(mark)
+            if not path or not part or "/" in part or (base_dir / Path(name).expanduser()).exists():
+                return name, None
+            return path, part
 
-    @abstractmethod
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        """What reads a row again from its start and size. Only after `rows`. Raises UserError if
-        the source changed since then."""
-        yield lambda start, size: b""
+        rest, split = parted(written, "@")
+        path, subset = parted(rest, ":")
+        return cls(path, subset, split)
+
+    def of(self, path: str) -> str:
+        """The name with another path."""
+        subset = f":{self.subset}" if self.subset is not None else ""
+        return path + subset + (f"@{self.split}" if self.split is not None else "")
 
 
 def sources_of(names: list[str], base_dir: Path, name_ids: bool = False) -> Iterator[Source]:
-    """The sources with these names, which may end in @SPLIT. Relative paths start at `base_dir`.
-    name_ids: see `Source`. Raises UserError for a source that is named twice, for a split of a file
-    that has none, and for a type of files that is not read."""
+    """The sources with these names, one for each file. Relative paths start at `base_dir`.
+    name_ids: see `Source`. Raises UserError for a source that is named twice, for a subset or split
+    of a file that has none, and for a type of files that is not read."""
     places = []
     for written in names:
-        name, split = name_and_split(written, base_dir)
-        places.append((written, name, base_dir / Path(name).expanduser(), split))
-    files = Counter(path.name for _, _, path, _ in places)
-    seen: set[tuple[Path, str | None]] = set()
-    for written, name, path, split in places:
-        if (path.resolve(), split) in seen:
+        name = SourceName.parse(written, base_dir)
+        places.append((written, name, base_dir / Path(name.path).expanduser()))
+    files = Counter(path.name for _, _, path in places)
+    seen: set[tuple[Path, str | None, str | None]] = set()
+    for written, name, path in places:
+        key = (path.resolve(), name.subset, name.split)
+        if key in seen:
             raise UserError(
                 f"{written} is named twice; expected each source once. To train on its rows more "
                 "often, raise loop.epochs"
             )
-        seen.add((path.resolve(), split))
+        seen.add(key)
         # With the bare file name, ids stay the same when the data moves. Files with equal names
         # need their paths as well.
-        label = path.name if path.exists() and files[path.name] == 1 else name
-        if path.is_file() and path.suffix not in (*OWN_TYPES, *BUILDERS):
+        label = path.name if path.exists() and files[path.name] == 1 else name.path
+        for source in _sources(written, name, label, path):
+            source.names_ids = name_ids
+            yield source
+
+
+def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[Source]:
+    kind = file_type(path.name)
+    if path.is_dir() or kind not in TYPES:
+        if path.is_file():
             raise UserError(
-                f'{name}: cannot read files ending in "{path.suffix}" (this one begins with '
-                f"{_first_words(path)}); expected {', '.join([*OWN_TYPES, *BUILDERS])} or a "
-                f"directory. Make it a .csv with a header, or a .jsonl file with a line such as "
-                f"{EXPECTED}"
+                f'{name.path}: cannot read files ending in "{path.suffix}" (this one begins with '
+                f"{first_words(path)}); expected {', '.join(TYPES)}, also with "
+                f"{', '.join(PACKED)} behind them, or a directory. Make it a .csv with a header, "
+                f"or a .jsonl file with a line such as {EXPECTED}"
             )
-        if path.suffix not in OWN_TYPES or path.is_dir():
-            source: Source = _DataSet(name, label, path, split)
-        elif split is not None:
+        if not path.exists() and name.path.startswith((".", "/", "~")):
             raise UserError(
-                f'{written}: names the split "{split}", but a {path.suffix} file has no splits. '
-                f"Leave @{split} out, or name the file of that split."
+                f"{name.path}: no such file or directory (looked at {path.absolute()})."
             )
-        else:
-            kind = {ARRAY: _Array, PARAGRAPHS: _Paragraphs}.get(path.suffix, _Lines)
-            source = kind(name, label, path)
-        source.names_ids = name_ids
+        yield from _data_set(name, label, path)
+        return
+    what, part = ("split", name.split) if name.subset is None else ("subset", name.subset)
+    # A table may be cut, as a data set's split "train".
+    if name.subset is not None or (name.split is not None and kind in OWN_TYPES):
+        raise UserError(
+            f'{written}: names the {what} "{part}", but a {kind} file has no {what}s. Leave '
+            f"{written.removeprefix(name.path)} out, or name the file of that {what}."
+        )
+    source = _file(name.path, label, path, kind, {})
+    if name.split is None:
         yield source
+    else:
+        yield from _Splits(name, {"train": [source]}).chosen()
 
 
-class _File(Source):
-    def __init__(self, name: str, label: str, path: Path) -> None:
-        super().__init__(name, label)
-        self.path = path
-        self._stamp: tuple[int, int] | None = None
+def _file(name: str, label: str, path: Path, kind: str, options: Mapping[str, Any]) -> Source:
+    """The source of one file. options: of the builder of its data set."""
+    if kind in BUILDERS:
+        return TableFile(name, label, path, options)
+    if kind == ".json":
+        return Array(name, label, path, options.get("field"))
+    return OWN_TYPES[kind](name, label, path)
+
+
+class _Splits:
+    """The sources of a data set by split."""
+
+    def __init__(self, name: SourceName, sources: Mapping[str, list[Source]]) -> None:
+        self._name, self._sources = name, sources
+
+    def chosen(self) -> Iterator[Source]:
+        """The sources of the split that is named, or of the only one. A split may be a part of one,
+        or several: train[:10%]+test."""
+        written, name = self._name.split, self._name.path
+        split = written
+        if split is None and len(self._sources) == 1:
+            [split] = self._sources
+        if split is not None and split in self._sources:
+            yield from self._sources[split]
+            return
+        if written is None or not any(mark in written for mark in "[+"):
+            found = f'no split "{written}"' if written else "no split is named"
+            whole = self._name._replace(split="SPLIT").of(name)
+            raise UserError(
+                f"{name}: {found}; expected one of {', '.join(self._sources)}. Write {whole}."
+                f"{nearest(written or '', self._sources)}"
+            )
+        from datasets import ReadInstruction
+
+        counts = {
+            split: [sum(1 for _ in source.rows()) for source in sources]
+            for split, sources in self._sources.items()
+            if split in written
+        }
+        with named(name, f'has no split "{written}"'):
+            sizes = {split: sum(rows) for split, rows in counts.items()}
+            parts = ReadInstruction.from_spec(written).to_absolute(sizes)
+        for part in parts:
+            first = 0
+            of_split = zip(self._sources[part.splitname], counts[part.splitname], strict=True)
+            for source, rows in of_split:
+                begin, end = max(part.from_ - first, 0), min(part.to - first, rows)
+                if begin < end:
+                    yield _Part(source, begin, end)
+                first += rows
+
+
+class _Part(Source):
+    """The rows begin … end−1 of a source."""
+
+    def __init__(self, source: Source, begin: int, end: int) -> None:
+        super().__init__(source.name, source.label)
+        self._source, self._begin, self._end = source, begin, end
 
     def rows(self) -> Iterator[tuple[Place, Raw]]:
-        try:
-            with self.path.open("rb") as file:
-                self._stamp = _stamp(file)
-                yield from self._scan(file)
-        except FileNotFoundError:
-            folder = self.path.parent
-            beside = [p.name for p in folder.glob("*")] if folder.is_dir() else []
-            raise UserError(
-                f"{self.name}: no such file (looked at {self.path.absolute()})."
-                f"{nearest(self.path.name, beside)}"
-            ) from None
-        except OSError as error:
-            raise UserError(
-                f"{self.name}: cannot be read: {error.strerror} ({self.path})"
-            ) from error
-
-    @abstractmethod
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]: ...
+        yield from islice(self._source.rows(), self._begin, self._end)
 
     @contextmanager
     def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        try:
-            file = self.path.open("rb", buffering=0)
-        except OSError as error:
-            raise changed(self.name) from error
-        with file:
-            if _stamp(file) != self._stamp:
-                raise changed(self.name)
-
-            def read(start: int, size: int) -> Raw:
-                file.seek(start)
-                return self._row(file.read(size))
-
+        with self._source.opened() as read:
             yield read
 
-    def _row(self, raw: bytes) -> Raw:
-        return raw
 
-
-class _Lines(_File):
-    """One JSON object per line, numbered from 1. Blank lines are not rows."""
-
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        for number, start, line in _lines(file):
-            if line.strip():
-                yield Place(number, start, len(line)), line
-
-
-class _Paragraphs(_File):
-    """The parts between blank lines, numbered by their first line, from 1."""
-
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        first = begin = 0
-        lines: list[bytes] = []
-        for number, start, line in _lines(file):
-            try:
-                blank = not line.decode().strip()
-            except UnicodeDecodeError as error:
-                raise UserError(
-                    f"{self.name}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; expected "
-                    "UTF-8 text"
-                ) from error
-            if not blank:
-                if not lines:
-                    first, begin = number, start
-                lines.append(line)
-            elif lines:
-                yield self._paragraph(first, begin, lines)
-                lines = []
-        if lines:
-            yield self._paragraph(first, begin, lines)
-
-    def _paragraph(self, number: int, start: int, lines: list[bytes]) -> tuple[Place, Raw]:
-        raw = b"".join(lines)
-        return Place(number, start, len(raw)), self._row(raw)
-
-    def _row(self, raw: bytes) -> Raw:
-        return {"text": raw.decode().strip()}
-
-
-class _Array(_File):
-    """The objects of a JSON array, numbered from 0. The array may be the only list of an object,
-    and a file with one object per line is read too. All rows are in memory."""
-
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        self._values = self._parsed(file.read().removeprefix(MARK))
-        for index, (number, value) in enumerate(self._values):
-            yield Place(number, index, 0), value
-
-    def _parsed(self, content: bytes) -> list[tuple[int, Raw]]:
-        try:
-            value = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            lines = [(n - 1, line) for n, _, line in _lines(io.BytesIO(content)) if line.strip()]
-            if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
-                raise UserError(
-                    f"{self.name}: broken JSON ({error}); expected an array of objects, or one "
-                    "object per line"
-                ) from error
-            return [*lines]
-        if isinstance(value, dict) and not any(name in value for name in FIELDS):
-            lists = [entry for entry in value.values() if isinstance(entry, list)]
-            value = lists[0] if len(lists) == 1 else [value]
-        return [
-            (number, entry if isinstance(entry, dict) else json.dumps(entry).encode())
-            for number, entry in enumerate(value if isinstance(value, list) else [value])
-        ]
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        yield lambda start, size: self._values[start][1]
-
-
-class _DataSet(Source):
-    """What `datasets` reads: a table or a directory, or a data set of the hub. It maps its Arrow
-    files into memory."""
-
-    sparse = True
-
-    def __init__(self, name: str, label: str, path: Path, split: str | None) -> None:
-        super().__init__(name, label)
-        self._path, self._split = path, split
-
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
-        self._data, split = _load(self._path, self.name, self._split)
-        which = f"[{split}]" if split else ""
-        self.name, self.label = self.name + which, self.label + which
-        with _named(self.name, "has a row that cannot be read"):
-            for number, row in enumerate(self._data):
-                yield Place(number, number, 0), row
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        yield lambda start, size: self._data[start]
-
-
-def changed(name: str) -> UserError:
-    """The error for a source that is not what it was."""
-    return UserError(
-        f"{name}: the file changed since it was read; expected the same rows for all of the run. "
-        "Restore it, or start a run with another name"
-    )
-
-
-def _stamp(file: Any) -> tuple[int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
-
-
-def _first_words(path: Path) -> str:
-    """What the first line of a file begins with, for a message."""
-    with path.open("rb") as file:
-        line = file.readline(200).decode(errors="replace").strip()
-    return short(line) if line.replace("\t", "").isprintable() else "bytes that are no text"
-
-
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """The number of each line, from 1, its first byte in the file, and the line."""
-    start = 0
-    for number, line in enumerate(file, start=1):
-        size = len(line)
-        text = line.removeprefix(MARK) if number == 1 else line
-        yield number, start + size - len(text), text
-        start += size
-
-
-def _load(path: Path, source: str, split: str | None) -> tuple[Any, str | None]:
-    """The data set, and the name of its split."""
+def _data_set(name: SourceName, label: str, path: Path) -> Iterator[Source]:
+    """The sources of a directory, or of a data set of the hub."""
     # Imported here because the import takes a second, which other files do not need.
     import datasets
 
-    if not path.exists() and (path.suffix in BUILDERS or source.startswith((".", "/", "~"))):
-        raise UserError(f"{source}: no such file or directory (looked at {path.absolute()}).")
-    what = f"neither a file ({path.absolute()}) nor a data set that could be loaded"
-    with _named(source, "cannot be read" if path.exists() else what):
-        if any((path / marker).is_file() for marker in ("state.json", "dataset_dict.json")):
+    if any((path / marker).is_file() for marker in SAVED):
+        with named(name.path, "cannot be read"):
             data = datasets.load_from_disk(str(path))
-        elif path.is_file():
-            data = _built(BUILDERS[path.suffix], split or "train", data_files=str(path))
-        else:
-            data = _built(str(path) if path.is_dir() else source, split)
-    if isinstance(data, datasets.DatasetDict):
-        if split is None and len(data) == 1:
-            (split,) = data
-        if split not in data:
-            found = f'no split "{split}"' if split else "no split is named"
+        if name.subset is not None:
             raise UserError(
-                f"{source}: {found}; expected one of {', '.join(data)}. Write {source}@SPLIT."
-                f"{nearest(split or '', data)}"
+                f'{name.path}: names the subset "{name.subset}", but a saved data set has none; '
+                f"leave :{name.subset} out"
             )
-        data = data[split]
-    # Other columns may be large, or media that take long to decode.
-    used = [name for name in data.column_names if name in READ] or data.column_names
-    data = data.with_format(None).select_columns(used)
-    for name in used:
-        if getattr(data.features[name], "decode", False):
-            data = data.cast_column(name, replace(data.features[name], decode=False))
-    return data, split
+        if not isinstance(data, datasets.DatasetDict):
+            if name.split is not None:
+                raise UserError(
+                    f'{name.path}: names the split "{name.split}", but this saved data set has no '
+                    f"splits; leave @{name.split} out"
+                )
+            yield LoadedTable(name.path, label, data)
+            return
+        tables: dict[str, list[Source]] = {
+            split: [LoadedTable(f"{name.path}[{split}]", f"{label}[{split}]", table)]
+            for split, table in data.items()
+        }
+        yield from _Splits(name, tables).chosen()
+        return
+    if datasets.config.HF_HUB_OFFLINE and not path.is_dir():
+        # Without the network, `datasets` gives rows that it rewrote, if it has any.
+        from huggingface_hub import snapshot_download
+
+        with suppress(Exception):
+            path = Path(snapshot_download(name.path, repo_type="dataset", local_files_only=True))
+    builder = _builder(name, path)
+    files = {
+        str(split): list(map(str, of)) for split, of in (builder.config.data_files or {}).items()
+    }
+    if all(file_type(Path(file).name) in TYPES for of_split in files.values() for file in of_split):
+        base = path.resolve().as_posix() if path.is_dir() else str(builder.base_path)
+        options = builder_options(builder.config)
+        sources: dict[str, list[Source]] = {}
+        chosen = [split for split in files if name.split is None or split in name.split]
+        for split, of_split in files.items():
+            places = of_split
+            if split in chosen:
+                with named(name.path, "cannot be fetched"):
+                    places = datasets.DownloadManager().download(of_split)
+            sources[split] = [
+                _file(f"{name.path}/{rest}", f"{label}/{rest}", Path(place), kind, options)
+                for file, place in zip(of_split, places, strict=True)
+                for rest in [file.removeprefix(base.rstrip("/") + "/")]
+                for kind in [file_type(Path(file).name)]
+            ]
+        if files:
+            yield from _Splits(name, sources).chosen()
+            return
+    with named(name.path, "cannot be read"):
+        builder.download_and_prepare()
+        data = builder.as_dataset()
+    tables = {
+        split: [LoadedTable(f"{name.path}[{split}]", f"{label}[{split}]", table)]
+        for split, table in data.items()
+    }
+    yield from _Splits(name, tables).chosen()
 
 
-def _built(name: str, split: str | None, **options: Any) -> Any:
-    """A data set that its builder reads. A table of text (.csv) gives text, and words such as NA
-    and None are text."""
-    import pandas  # type: ignore[import-untyped]
-    from datasets import Features, Value, load_dataset_builder
-    from datasets.packaged_modules.csv.csv import CsvConfig
+def _builder(name: SourceName, path: Path) -> Any:
+    """What knows the files of a data set."""
+    from datasets import get_dataset_config_names, load_dataset_builder
 
-    builder = load_dataset_builder(name, **options)
-    if isinstance(builder.config, CsvConfig) and builder.config.features is None:
-        files = next(iter((builder.config.data_files or {}).values()))
-        columns = pandas.read_csv(files[0], nrows=0).columns
-        text = Features(dict.fromkeys(columns, Value("string")))
-        options |= {"features": text, "keep_default_na": False, "na_values": [""]}
-        builder = load_dataset_builder(name, **options)
-    builder.download_and_prepare()
-    return builder.as_dataset(split=split)
+    options: dict[str, Any] = {}
+    place = str(path) if path.is_dir() else name.path
+    if path.is_dir() and glob.escape(str(path.resolve())) != str(path.resolve()):
+        options["data_files"] = _files_of_pattern_name(name, path)
+    what = f"neither a file ({path.absolute()}) nor a data set that could be loaded"
+    with named(name.path, "cannot be read" if path.is_dir() else what):
+        try:
+            return load_dataset_builder(place, name.subset, **options)
+        except ValueError as error:
+            try:
+                subsets = get_dataset_config_names(place)
+            except Exception:
+                raise error from None
+            if len(subsets) < 2 or name.subset in subsets:
+                raise
+            found = f'no subset "{name.subset}"' if name.subset else "no subset is named"
+            whole = name._replace(subset="SUBSET").of(name.path)
+            raise UserError(
+                f"{name.path}: {found}; expected one of {', '.join(subsets)}. Write {whole}."
+                f"{nearest(name.subset or '', subsets)}"
+            ) from error
 
 
-@contextmanager
-def _named(source: str, what: str) -> Iterator[None]:
-    """Turns an error of `datasets` into a UserError. what: is wrong with the source.
+def _files_of_pattern_name(name: SourceName, path: Path) -> dict[str, list[str]]:
+    """The files by split of a directory whose name `datasets` would take for a pattern."""
+    from datasets.data_files import DataFilesDict, get_data_patterns
 
-    Its errors have no common base class, and differ by version. The user must mend any of them.
-    """
-    try:
-        yield
-    except Exception as error:
-        # "An error occurred while generating the dataset" hides the reason one level down.
-        reason = error.__cause__ or error
-        detail = " ".join(str(reason).split())
-        raise UserError(f"{source}: {what}: {type(reason).__name__}: {detail}") from error
+    if any((path / card).exists() for card in CARDS):
+        raise UserError(
+            f"{name.path}: has [, ], * or ? in the name of a directory, and {' or '.join(CARDS)}, "
+            "whose lists of files cannot be read there; rename the directory, or name its files"
+        )
+    place = glob.escape(path.resolve().as_posix())
+    with named(name.path, "cannot be read"):
+        found = DataFilesDict.from_patterns(get_data_patterns(place), base_path=place)
+    return {split: [glob.escape(str(file)) for file in files] for split, files in found.items()}

@@ -24,6 +24,9 @@ GRAM = 13
 # Two prompts are near duplicates if this share of the shorter one's word sequences is in the other.
 # GPT-3 removes a text for a single common sequence; prompts of one template often have one.
 NEAR = 0.5
+# Word sequences that this number of different prompts have are an instruction, such as that of a
+# classification. The prompts differ in what comes after it.
+SHARED = 5
 # At most this share of the train prompts is split off for one split.
 LARGEST_SHARE = 0.1
 # A hash of words in a row: a polynomial in an odd base, modulo 2⁶⁴.
@@ -122,41 +125,85 @@ def without_duplicates(
     """The rows of train that repeat no held-out prompt, and how many rows were left out.
 
     What users wrote is compared, in words without case and punctuation: by the sequences of 13
-    words that two rows have in common. Raises UserError if no row is left.
+    words that two rows have in common, without those that many prompts share. Raises UserError if
+    no row is left.
     """
     others = [np.unique(_grams(example)) for example in held_out]
     if not others:
         return train, Duplicates(0, 0)
-    grams = np.concatenate(others)  # every row has at least one
-    order = np.argsort(grams, kind="stable")
-    grams = grams[order]
-    owners = np.repeat(np.arange(len(others)), [len(g) for g in others])[order]
-    sizes = np.array([len(g) for g in others])
-    keep = np.zeros(len(train), bool)
-    exact = near = 0
-    for row, example in enumerate(train):
-        mine = _grams(example)
-        if not (grams[np.searchsorted(grams, mine) % len(grams)] == mine).any():
-            keep[row] = True
-            continue
-        mine = np.unique(mine)
-        low, high = np.searchsorted(grams, mine, "left"), np.searchsorted(grams, mine, "right")
-        # For each held-out row, how many of this row's sequences it has.
-        hits = np.concatenate([owners[a:b] for a, b in zip(low, high, strict=True)])
-        common = np.bincount(hits, minlength=len(others))
-        if ((common == sizes) & (common == len(mine))).any():
-            exact += 1
-        elif (common >= NEAR * np.minimum(sizes, len(mine))).any():
-            near += 1
-        else:
-            keep[row] = True
+    held = _HeldOut(others)
+    verdicts = [held.verdict(np.unique(_grams(example))) for example in train]
+    # What a row seemed to repeat may be an instruction that many prompts have.
+    near = np.array([verdict == "near" for verdict in verdicts])
+    if near.any() and held.find_shared():
+        of_near = select(train, np.flatnonzero(near))
+        near[near] = [held.is_near(np.unique(_grams(example))) for example in of_near]
+    same = np.array([verdict == "exact" for verdict in verdicts])
+    keep, exact = ~(same | near), int(same.sum())
     if not keep.any():
         raise UserError(
             f"all {len(train)} rows of train repeat prompts of dev or test ({exact} are the same, "
-            f"{near} nearly so); give other prompts to evaluate on, or leave data.test and "
-            "data.dev out, or keep the rows with data.duplicates: keep"
+            f"{near.sum()} nearly so); give other prompts to evaluate on, or keep the rows with "
+            "data.duplicates: keep"
         )
-    return select(train, np.flatnonzero(keep)), Duplicates(exact, near)
+    return select(train, np.flatnonzero(keep)), Duplicates(exact, int(near.sum()))
+
+
+class _HeldOut:
+    """The word sequences of held-out prompts, and how many different prompts have each."""
+
+    def __init__(self, prompts: Sequence[np.ndarray]) -> None:
+        """prompts: uint64, the sorted hashes of each; at least one."""
+        grams = np.concatenate(prompts)
+        owners = np.repeat(np.arange(len(prompts)), [len(g) for g in prompts])
+        order = np.argsort(grams, kind="stable")
+        self._grams, self._owners, self._prompts = grams[order], owners[order], prompts
+        self._sizes = np.array([len(g) for g in prompts])
+        self._distinct = np.unique(grams)
+        self._counts = np.zeros(len(self._distinct), np.int64)
+        self._seen: set[int] = set()
+        self._shared, self._own_sizes = self._grams[:0], self._sizes
+        for mine in prompts:
+            self._count(mine)
+
+    def verdict(self, mine: np.ndarray) -> str:
+        """Whether a row's sequences are the same as those of a held-out prompt ("exact"), nearly so
+        ("near"), or others (""). Also counts them."""
+        if not self._count(mine):
+            return ""
+        common = self._common(mine)
+        if ((common == self._sizes) & (common == len(mine))).any():
+            return "exact"
+        return "near" if (common >= NEAR * np.minimum(self._sizes, len(mine))).any() else ""
+
+    def find_shared(self) -> bool:
+        """Whether some of the sequences are in many of the prompts that were counted."""
+        self._shared = self._distinct[self._counts >= SHARED]
+        self._own_sizes = np.array([(~np.isin(g, self._shared)).sum() for g in self._prompts])
+        return len(self._shared) > 0
+
+    def is_near(self, mine: np.ndarray) -> bool:
+        """Whether a row nearly repeats a held-out prompt in what is not shared."""
+        mine = np.setdiff1d(mine, self._shared, assume_unique=True)
+        common, least = self._common(mine), NEAR * np.minimum(self._own_sizes, len(mine))
+        return bool(((common > 0) & (common >= least)).any())
+
+    def _common(self, mine: np.ndarray) -> np.ndarray:
+        """int64: for each held-out prompt, how many of these sequences it has."""
+        low, high = (np.searchsorted(self._grams, mine, side) for side in ("left", "right"))
+        hits = [self._owners[a:b] for a, b in zip(low, high, strict=True) if a < b]
+        return np.bincount(
+            np.concatenate(hits) if hits else np.zeros(0, np.int64), minlength=len(self._prompts)
+        )
+
+    def _count(self, mine: np.ndarray) -> bool:
+        """Count the sequences of a prompt, once for each prompt. Whether it has any."""
+        places = np.searchsorted(self._distinct, mine) % len(self._distinct)
+        places = places[self._distinct[places] == mine]
+        if len(places) and (key := hash(mine.tobytes())) not in self._seen:
+            self._seen.add(key)
+            self._counts[places] += 1
+        return len(places) > 0
 
 
 def _grams(example: Example) -> np.ndarray:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -15,9 +16,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.base.errors import UserError
 from train.data.read import Example
-from train.data.row_kinds import REASONING, Message
+from train.data.row_kinds import REASONING, Message, short, without_thoughts
 
 Messages = Sequence[Message]
+WORD = re.compile(r"\w+")
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -32,43 +34,32 @@ def reasoning_field(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return next((name for name in REASONING if re.search(rf"[.'\"]{name}\b", text)), None)
 
 
-def apply(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
-) -> Any:
-    """What the chat template makes of messages, with the example's tools. Raises UserError if it
-    fails: a template is a program of others, and raises what it likes."""
-    name = reasoning_field(tokenizer)
-    if name and name != REASONING[0]:
-        messages = [{name if k == REASONING[0] else k: v for k, v in m.items()} for m in messages]
-    tools = list(example.tools) or None
-    has_null = any(message["content"] is None for message in messages)
-    try:
-        if has_null:
-            return _apply_with_null(messages, tokenizer, tools, **options)
-        return tokenizer.apply_chat_template(list(messages), tools=tools, **options)
-    except Exception as error:
-        raise UserError(
-            f"{example.source}: the tokenizer's chat template refuses the roles "
-            f"{', '.join(m['role'] for m in messages)} ({type(error).__name__}: {error})"
-        ) from error
+def set_moment(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
+    """Let the chat template write this date and time wherever it writes the current ones
+    (`strftime_now`), so that all texts of a run are the same on every day."""
+    tokenizer.moment = moment
 
 
-def _apply_with_null(
+def text_of(
     messages: Messages,
     tokenizer: PreTrainedTokenizerBase,
-    tools: list[dict[str, Any]] | None,
-    **options: Any,
-) -> Any:
-    """As `apply_chat_template`, which leaves a content out that is null. Some templates write a
-    call only beside a content that is null."""
-    [text], _ = render_jinja_template(
-        conversations=[list(messages)],
-        tools=tools,
-        chat_template=tokenizer.get_chat_template(tools=tools),
-        add_generation_prompt=options.get("add_generation_prompt", False),
-        **tokenizer.special_tokens_map,
-    )
-    return tokenizer(text, add_special_tokens=False) if options.get("tokenize", True) else text
+    example: Example,
+    add_generation_prompt: bool = False,
+) -> str:
+    """What the chat template makes of messages, with the example's tools.
+
+    Raises UserError if the template fails (it is a program of others, and raises what it likes), or
+    if it leaves out what a user or the assistant wrote.
+    """
+    return _rendered(messages, tokenizer, example, add_generation_prompt=add_generation_prompt)[0]
+
+
+def text_with_blocks(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example
+) -> tuple[str, list[tuple[int, int]]]:
+    """`text_of`, and the beginning and end of each {% generation %} block in it."""
+    text, blocks = _rendered(messages, tokenizer, example, return_assistant_tokens_mask=True)
+    return text, list(blocks[0])
 
 
 def render(
@@ -77,9 +68,93 @@ def render(
     example: Example,
     add_generation_prompt: bool = False,
 ) -> list[int]:
-    """The token ids of `apply`."""
-    options = {"add_generation_prompt": add_generation_prompt, "return_dict": True}
-    return list(apply(messages, tokenizer, example, **options)["input_ids"])
+    """The token ids of `text_of`."""
+    return encode(text_of(messages, tokenizer, example, add_generation_prompt), tokenizer)
+
+
+def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The token ids of a text that has its special tokens already."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _rendered(
+    messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
+) -> tuple[str, Any]:
+    """The text, and the blocks if they are asked for. Contents are given as text, or as lists of
+    parts if the template reads only those, as those of models that see often do."""
+    name = reasoning_field(tokenizer)
+    if name and name != REASONING[0]:
+        messages = [{name if k == REASONING[0] else k: v for k, v in m.items()} for m in messages]
+    tools = list(example.tools) or None
+    template = tokenizer.get_chat_template(tools=tools)
+    moment = getattr(tokenizer, "moment", None)
+    if moment is not None and "strftime_now" in template:
+        template = _at(moment) + template
+    # `apply_chat_template` leaves out a content that is null, but some templates write a call only
+    # beside one.
+    given = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map, **options}
+    try:
+        [text], blocks = render_jinja_template(conversations=[list(messages)], **given)
+        if (lost := _lost(messages, text)) is None:
+            return text, blocks
+        parted = [_in_parts(message) for message in messages]
+    except Exception as error:
+        raise UserError(
+            f"{example.source}: the tokenizer's chat template refuses the roles "
+            f"{', '.join(m['role'] for m in messages)} ({type(error).__name__}: {error})"
+        ) from error
+    try:
+        [text], blocks = render_jinja_template(conversations=[parted], **given)
+    except Exception:
+        text = ""
+    if _lost(messages, text) is not None:
+        message = messages[lost]
+        raise UserError(
+            f"{example.source}: the tokenizer's chat template leaves out the text of message "
+            f"{lost} ({message['role']}: {short(message['content'])}); expected it in what the "
+            "target reads. Leave the row out, or give the tokenizer a template that writes it"
+        )
+    return text, blocks
+
+
+def _lost(messages: Messages, text: str) -> int | None:
+    """The number of the first message of a user or the assistant whose text is not in what the
+    template wrote. Templates may leave out reasoning, blanks, and the text beside a call."""
+    found: set[str] | None = None
+    for number, message in enumerate(messages):
+        content = message["content"]
+        if message["role"] not in ("user", "assistant") or "tool_calls" in message or not content:
+            continue
+        if content.strip() in text:
+            continue
+        # Some write it with other marks or blanks: then most of its words are there.
+        words = WORD.findall(without_thoughts(content)) or [without_thoughts(content).strip()]
+        if found is None:
+            found = {*WORD.findall(text)}
+        if sum(word in found for word in words) <= len(words) / 2 and any(words):
+            return number
+    return None
+
+
+def _in_parts(message: Message) -> Message:
+    content = message["content"]
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
+
+
+def _at(moment: datetime) -> str:
+    """What a template begins with to write this moment as the current one: the values of all
+    directives of `strftime`, with and without a leading zero."""
+    letters = "aAbBcdfGHIjmMpSuUVwWxXyYzZ"
+    values = {f"%{mark}{x}": moment.strftime(f"%{mark}{x}") for mark in "-" for x in "dHIjmMSyU"}
+    values |= {f"%{x}": moment.strftime(f"%{x}") for x in letters}
+    return (
+        "{%- macro strftime_now(format) -%}{%- set written = namespace(text=format) -%}"
+        f"{{%- for directive, value in {values!a}.items() -%}}"
+        "{%- set written.text = written.text.replace(directive, value) -%}{%- endfor -%}"
+        "{{- written.text -}}{%- endmacro -%}{{- '' }}"
+    )
 
 
 def tool_messages(example: Example) -> list[Message]:
@@ -123,7 +198,7 @@ def _writes_tools(example: Example, tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the chat template writes the example's tool messages as they are."""
     uses = tool_messages(example)
     try:
-        text = str(apply(example.messages or (), tokenizer, example, tokenize=False))
+        text = text_of(example.messages or (), tokenizer, example)
     except UserError:
         return False
     calls = [call["function"] for m in uses for call in m.get("tool_calls", ())]

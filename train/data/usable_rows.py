@@ -15,6 +15,7 @@ from decode.loop.rows import prompt_problem
 from decode.measure.ranks import ALONE, Ranks
 from train.data.chat_tokens import Sample
 from train.data.read import Example, select
+from train.data.stored_samples import sizes
 
 
 @dataclass
@@ -33,6 +34,7 @@ class UsableRows:
     ranks: Ranks = ALONE
     say: Callable[[str], None] = lambda line: None
     _known: dict[str, np.ndarray] = field(default_factory=dict)
+    _sizes: dict[str, np.ndarray] = field(default_factory=dict)
 
     def asked(
         self, split: str, examples: Sequence[Example], prompt: Callable[[Example], list[int]]
@@ -55,14 +57,26 @@ class UsableRows:
         samples: Callable[[Iterable[Example]], Iterable[Sample]],
     ) -> Sequence[Example]:
         """The examples whose own responses can be trained on."""
+        mine: list[np.ndarray] = []
 
         def problem(example: Example) -> str | None:
-            ids = [t for sample in samples([example]) for t in (*sample.tokens, *sample.source)]
-            if max(ids, default=0) < self.vocab_size:
+            made = list(samples([example]))
+            most = max((max(ids) for s in made for ids in (s.tokens, s.source) if ids), default=0)
+            if most < self.vocab_size:
+                mine.append(np.stack(sizes(made), axis=1))
                 return None
-            return f"has the token id {max(ids)}; expected ids from 0 to {self.vocab_size - 1}"
+            return f"has the token id {most}; expected ids from 0 to {self.vocab_size - 1}"
 
-        return self._usable(f"responses of {split}", examples, problem)
+        found = self._usable(f"responses of {split}", examples, problem)
+        if split not in self._sizes:
+            own = np.concatenate(mine) if mine else np.zeros((0, 2), np.int32)
+            self._sizes[split] = np.concatenate(self.ranks.gather(own))
+        return found
+
+    def sizes(self, split: str) -> np.ndarray:
+        """int32 [n, 2]: the tokens of each sample of a split's own responses, and how many a
+        loss predicts, in no order. Only after `trained_on`."""
+        return self._sizes[split]
 
     def _usable(
         self, what: str, examples: Sequence[Example], problem: Callable[[Example], str | None]

@@ -20,7 +20,7 @@ from train.base.config_file import ConfigSource, read_config
 from train.base.drafter_stages import heads_stage
 from train.base.schema import Seed, StageConfig, name_in, one_of, part_of
 from train.base.tracking.trackers import Tracker, TrackingConfig
-from train.data.sources import name_and_split
+from train.data.sources import SourceName
 from train.stages import STAGES
 
 # Words that stand where a stage's name could, the kinds of these stages, and what they mean there.
@@ -71,8 +71,8 @@ class TargetConfig(Strict):
 
 class DataConfig(Strict):
     """Where the splits come from: files (relative to the config), or data sets that `datasets`
-    loads, written `org/name@split`. Several files are read one after the other. The columns of a
-    row say what it is; see `train.data.row_kinds`."""
+    finds, written `org/name@split`, or `org/name:subset@split` if they have subsets. Several are
+    read one after the other. The columns of a row say what it is; see `train.data.row_kinds`."""
 
     train: str | list[str]
     """The split that drafters are trained on."""
@@ -87,7 +87,8 @@ class DataConfig(Strict):
     train prompts each."""
     duplicates: Literal["leave_out", "keep"] = "leave_out"
     """Leave out the rows of train that repeat a prompt of dev or test, as it is or nearly (half of
-    the shorter one's sequences of 13 words), or keep them."""
+    the shorter one's sequences of 13 words, without those that five or more prompts share), or
+    keep them."""
     stream: str | list[str] | None = None
     """The prompts that an `online` stage serves, in their order. None: there is no such split."""
     limit: int | None = Field(None, ge=1)
@@ -457,7 +458,6 @@ def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] 
         return None
     if isinstance(source, list):
         return [str(_resolve(entry, base_dir)) for entry in source]
-    name, split = name_and_split(source, base_dir)
-    beside = base_dir / name
-    suffix = "" if split is None else f"@{split}"
-    return f"{beside}{suffix}" if beside.exists() else source
+    name = SourceName.parse(source, base_dir)
+    beside = base_dir / name.path
+    return name.of(str(beside)) if beside.exists() else source

@@ -14,6 +14,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from decode.model.pretrained import decoder_start
 from decode.model.without_weights import load_config
 from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
-from train.base.provenance import describe_process
+from train.base.provenance import TIME, describe_process
 from train.base.run_files import stage_directory
 from train.base.schema import StageConfig
 from train.base.shared_disk import require_shared
@@ -40,6 +41,7 @@ from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
+from train.data.template import set_moment
 from train.data.usable_rows import UsableRows
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
@@ -76,6 +78,9 @@ class Run:
     # What `read_data` changed in the splits, in sentences.
     data_notes: list[str] = field(default_factory=list)
     _usable: UsableRows | None = None
+
+    # The date and time that chat templates write: the run's first start.
+    _moment: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
 
     def __post_init__(self) -> None:
         # `target` may be read after the accelerator has ended.
@@ -140,6 +145,7 @@ class Run:
                 sharded=settings.sharded,
                 chat_template_args=settings.chat_template_args,
             )
+        set_moment(self.loaded.tokenizer, self._moment)
         return self.loaded
 
     @cached_property
@@ -147,12 +153,13 @@ class Run:
         """The target's tokenizer, without its weights if they are not loaded yet: a finished run
         never needs them."""
         if self.loaded is not None:
-            return self.loaded.tokenizer
+            return self.target.tokenizer
         settings = self.config.target
         _, tokenizer = load_config(
             settings.model, revision=settings.revision, trust_remote_code=settings.trust_remote_code
         )
         set_template_args(tokenizer, settings.chat_template_args)
+        set_moment(tokenizer, self._moment)
         return tokenizer
 
     def prompts(self, examples: Sequence[Example]) -> list[list[int]]:
@@ -194,6 +201,7 @@ class Run:
         # Before anything is written: a run that cannot begin leaves no directory behind.
         begun = self.directory / "config.json"
         ranks.main_only(lambda: lock.take() if begun.exists() else None)
+        self._moment = ranks.main_only(self._first_start)
         examples, fingerprints = self._read_same_data()
         ranks.main_only(lambda: self._require_same_run(fingerprints))
         self._require_ready(examples)
@@ -313,7 +321,16 @@ class Run:
         write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
         starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
-        write_file(provenance, json.dumps([*starts, describe_process()], indent=2))
+        start = describe_process()
+        if not starts:
+            start["time"] = self._moment.astimezone().strftime(TIME)
+        write_file(provenance, json.dumps([*starts, start], indent=2))
+
+    def _first_start(self) -> datetime:
+        """When this run was started first: `provenance.json` keeps it. Now, for a new run."""
+        provenance = self.directory / "provenance.json"
+        starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
+        return _without_zone(starts[0]["time"]) if starts else self._moment
 
     def read_data(self) -> Splits:
         """Read all splits, split off those that are missing, and leave duplicates of held-out
@@ -464,6 +481,10 @@ class Run:
         """Delete the checkpoints of a finished stage: nothing reads them again."""
         if self.accelerator.is_main_process and (stage / CHECKPOINTS).is_dir():
             remove_directory(stage / CHECKPOINTS)
+
+
+def _without_zone(time: str) -> datetime:
+    return datetime.strptime(time, TIME).replace(tzinfo=None)
 
 
 def _in_todays_format(stored: dict[str, Any]) -> dict[str, Any]:

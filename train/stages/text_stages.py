@@ -36,7 +36,6 @@ from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
 
 TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
-PLANNED = 4096  # examples of the data that a plan tokenises
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
 
@@ -139,21 +138,18 @@ class TextStage(Stage[T]):
         """The number of response tokens of the text, before it exists. For a stage's answers this
         is the maximum."""
         if self.config.text == "data":
-            return self._planned(lambda sample: sum(sample.mask))
+            return int(self.corpus.sizes("train")[:, 1].sum())
         return sum(plans[name].tokens for name in self.config.text_stages)
 
     def planned_text_tokens(self, plans: Mapping[str, StagePlan]) -> int:
         """The number of tokens of the text with its prompts, before it exists."""
         if self.config.text == "data":
-            return self._planned(lambda s: min(len(s.tokens), self.config.max_length))
+            return int(self._planned_lengths().sum())
         return sum(plans[name].text_tokens for name in self.config.text_stages)
 
-    def _planned(self, tokens: Callable[[Sample], int]) -> int:
-        """The sum of `tokens` over the samples of the data. Of long data a part is measured, spread
-        evenly."""
-        examples = self.corpus.trained_on("train")
-        few = spread(examples, PLANNED)
-        return round(sum(map(tokens, self.corpus.samples_of(few))) * len(examples) / len(few))
+    def _planned_lengths(self) -> np.ndarray:
+        """int32 [n]: the tokens of each sample of the data."""
+        return np.minimum(self.corpus.sizes("train")[:, 0], self.config.max_length)
 
     def idle_in_words(self, loop: LoopConfig) -> str:
         """How many processes get no row of a batch, before the text exists; "" if all get one."""
@@ -161,9 +157,7 @@ class TextStage(Stage[T]):
             return ""
         lengths = [self.config.max_length]
         if self.config.text == "data":
-            few = spread(self.corpus.trained_on("train"), PROMPTS_MEASURED)
-            samples = self.corpus.samples_of(few)
-            lengths = [min(len(sample.tokens), self.config.max_length) for sample in samples]
+            lengths = spread(np.sort(self._planned_lengths()).tolist(), PROMPTS_MEASURED)
         return idle_in_words(lengths, loop, self.processes)
 
     def fitting_samples(self) -> tuple[StoredSamples, dict[str, int]]:

@@ -1,0 +1,255 @@
+"""Files that are read here, row by row: lines of JSON, JSON arrays, and paragraphs of text.
+
+A source yields its rows in order, each with its place, and reads any row again from its place. So a
+text may have millions of rows: what stays in memory are their places. Other readers give all rows
+of a column one type, and rewrite what does not fit: texts that look like dates, lists among texts.
+"""
+
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePath
+from typing import Any, BinaryIO, NamedTuple
+
+from decode.base.errors import UserError, nearest
+from train.data.row_kinds import FIELDS, short
+
+PACKED = (".gz", ".bz2", ".xz", ".zst")  # of a compressed file, behind its type
+MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
+
+Raw = bytes | dict[str, Any]  # a row before parsing: a line of JSON, or its fields
+
+
+class Place(NamedTuple):
+    """Where a row is. number: names it in ids and messages. start, size: the bytes in a file; for
+    other sources, start is the row's index and size is 0."""
+
+    number: int
+    start: int
+    size: int
+
+
+class Source(ABC):
+    """A source of rows. name: as the user wrote it, for messages. label: for ids. names_ids: the
+    ids that its rows have begin with the label."""
+
+    names_ids = False
+
+    def __init__(self, name: str, label: str) -> None:
+        self.name, self.label = name, label
+
+    @abstractmethod
+    def rows(self) -> Iterator[tuple[Place, Raw]]:
+        """All rows in order. Raises UserError if the source cannot be read."""
+
+    @abstractmethod
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
+        """What reads a row again from its start and size. Only after `rows`. Raises UserError if
+        the source changed since then."""
+        yield lambda start, size: b""
+
+
+class FileSource(Source):
+    def __init__(self, name: str, label: str, path: Path) -> None:
+        super().__init__(name, label)
+        self.path = self._content = path
+        self._stamp: tuple[int, int] | None = None
+
+    def rows(self) -> Iterator[tuple[Place, Raw]]:
+        try:
+            self._content = unpacked(self.path, self.name)
+            with self._content.open("rb") as file:
+                self._stamp = _stamp(file)
+                yield from self._scan(file)
+        except FileNotFoundError:
+            folder = self.path.parent
+            beside = [p.name for p in folder.glob("*")] if folder.is_dir() else []
+            raise UserError(
+                f"{self.name}: no such file (looked at {self.path.absolute()})."
+                f"{nearest(self.path.name, beside)}"
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{self.name}: cannot be read: {error.strerror} ({self.path})"
+            ) from error
+
+    @abstractmethod
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]: ...
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
+        try:
+            file = self._content.open("rb", buffering=0)
+        except OSError as error:
+            raise changed(self.name) from error
+        with file:
+            if _stamp(file) != self._stamp:
+                raise changed(self.name)
+
+            def read(start: int, size: int) -> Raw:
+                file.seek(start)
+                return self._row(file.read(size))
+
+            yield read
+
+    def _row(self, raw: bytes) -> Raw:
+        return raw
+
+
+class Lines(FileSource):
+    """One JSON object per line, numbered from 1. Blank lines are not rows."""
+
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
+        for number, start, line in _lines(file):
+            if line.strip():
+                yield Place(number, start, len(line)), line
+
+
+class Paragraphs(FileSource):
+    """The parts between blank lines, numbered by their first line, from 1."""
+
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
+        first = begin = 0
+        lines: list[bytes] = []
+        for number, start, line in _lines(file):
+            try:
+                blank = not line.decode().strip()
+            except UnicodeDecodeError as error:
+                raise UserError(
+                    f"{self.name}:{number}: byte 0x{line[error.start]:02x} is not UTF-8; expected "
+                    "UTF-8 text"
+                ) from error
+            if not blank:
+                if not lines:
+                    first, begin = number, start
+                lines.append(line)
+            elif lines:
+                yield self._paragraph(first, begin, lines)
+                lines = []
+        if lines:
+            yield self._paragraph(first, begin, lines)
+
+    def _paragraph(self, number: int, start: int, lines: list[bytes]) -> tuple[Place, Raw]:
+        raw = b"".join(lines)
+        return Place(number, start, len(raw)), self._row(raw)
+
+    def _row(self, raw: bytes) -> Raw:
+        return {"text": raw.decode().strip()}
+
+
+class Array(FileSource):
+    """The objects of a JSON array, numbered from 0. The array may be the only list of an object,
+    and a file with one object per line is read too. All rows are in memory. field: of an object,
+    the one with the rows; None: its only list."""
+
+    def __init__(self, name: str, label: str, path: Path, field: str | None = None) -> None:
+        super().__init__(name, label, path)
+        self._field = field
+
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
+        self._values = self._parsed(file.read().removeprefix(MARK))
+        for index, (number, value) in enumerate(self._values):
+            yield Place(number, index, 0), value
+
+    def _parsed(self, content: bytes) -> list[tuple[int, Raw]]:
+        try:
+            value = json.loads(content)
+        except (ValueError, RecursionError) as error:
+            lines = [(n - 1, line) for n, _, line in _lines(io.BytesIO(content)) if line.strip()]
+            if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
+                raise UserError(
+                    f"{self.name}: broken JSON ({error}); expected an array of objects, or one "
+                    "object per line"
+                ) from error
+            return [*lines]
+        if self._field is not None:
+            value = value.get(self._field) if isinstance(value, dict) else None
+        elif isinstance(value, dict) and not any(name in value for name in FIELDS):
+            lists = [entry for entry in value.values() if isinstance(entry, list)]
+            value = lists[0] if len(lists) == 1 else [value]
+        return [
+            (number, entry if isinstance(entry, dict) else json.dumps(entry).encode())
+            for number, entry in enumerate(value if isinstance(value, list) else [value])
+        ]
+
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
+        yield lambda start, size: self._values[start][1]
+
+
+def file_type(name: str) -> str:
+    """The type of a file by its name, such as .jsonl, also if it is compressed."""
+    path = PurePath(name.lower())
+    return PurePath(path.stem).suffix if path.suffix in PACKED else path.suffix
+
+
+def unpacked(path: Path, name: str) -> Path:
+    """The file with the content of a compressed file, or the file itself. The content is kept in
+    the cache of `datasets`, whose own copy would stay when the file changes. name: for messages.
+    Raises UserError for a damaged file, and for a compression without its package."""
+    if path.suffix.lower() not in PACKED:
+        return path
+    import datasets  # takes a second
+    from fsspec.compression import compr  # type: ignore[import-untyped]
+    from fsspec.utils import infer_compression  # type: ignore[import-untyped]
+
+    status = path.stat()
+    made_by = f"{path.resolve()} {status.st_size} {status.st_mtime_ns}"
+    key = hashlib.sha256(made_by.encode()).hexdigest()[:16]
+    content = Path(datasets.config.HF_DATASETS_CACHE) / "unpacked" / key / path.stem
+    if content.exists():
+        return content
+    opened = compr.get(infer_compression(path.name))
+    if opened is None:
+        raise UserError(
+            f"{name}: reading {path.suffix} needs a package that is not installed (zstandard); "
+            "install it, or unpack the file"
+        )
+    content.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=content.parent, delete=False) as copy:
+        try:
+            with path.open("rb") as packed:
+                shutil.copyfileobj(opened(packed, mode="rb"), copy)
+            copy.close()
+            os.replace(copy.name, content)  # other processes may read it
+        except Exception as error:  # each compression has its own
+            Path(copy.name).unlink(missing_ok=True)
+            raise UserError(f"{name}: cannot be unpacked: {error}. Make the file again") from error
+    return content
+
+
+def changed(name: str) -> UserError:
+    """The error for a source that is not what it was."""
+    return UserError(
+        f"{name}: the file changed since it was read; expected the same rows for all of the run. "
+        "Restore it, or start a run with another name"
+    )
+
+
+def _stamp(file: Any) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_size, status.st_mtime_ns
+
+
+def first_words(path: Path) -> str:
+    """What the first line of a file begins with, for a message."""
+    with path.open("rb") as file:
+        line = file.readline(200).decode(errors="replace").strip()
+    return short(line) if line.replace("\t", "").isprintable() else "bytes that are no text"
+
+
+def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
+    """The number of each line, from 1, its first byte in the file, and the line."""
+    start = 0
+    for number, line in enumerate(file, start=1):
+        size = len(line)
+        text = line.removeprefix(MARK) if number == 1 else line
+        yield number, start + size - len(text), text
+        start += size
