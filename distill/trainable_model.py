@@ -3,8 +3,7 @@
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import peft
@@ -17,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from decode.base.errors import UserError
 from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary
+from distill.merging import merged
 
 
 class LoraConfig(Strict):
@@ -129,12 +129,12 @@ class Trainable:
         """Return a plain model on the CPU made of these weights, and its vocabulary.
 
         weights: all of them, trained or not, with the names of `model`. The model takes them over.
-        Adapters are merged into their layers. The model is in eval mode and has no gradients.
+        Adapters are merged into their layers; raises UserError if the merged model computes other
+        numbers. The model is in eval mode and has no gradients.
         """
         model, adapted, vocabulary = self._filled(weights)
         if adapted is not None:
-            with _keeping_ties(model):
-                model = adapted.merge_and_unload()
+            model = merged(adapted, model)
         return model.eval().requires_grad_(False), vocabulary
 
     def adapter(self, weights: Mapping[str, Tensor]) -> tuple[Any, dict[str, Tensor]]:
@@ -206,16 +206,3 @@ def _require_linear(model: Any, lora: DrafterLora) -> None:
                 f"lora.targets gives {name} an adapter, but adapters that are kept (merge: false) "
                 "belong to linear layers; leave it out of the targets, or set merge: true"
             )
-
-
-@contextmanager
-def _keeping_ties(model: Any) -> Iterator[None]:
-    """Keep what a model's config says of tied layers: peft changes it, with a warning, for a model
-    with a reduced output layer."""
-    config: Any = getattr(model, "config", None)
-    tied = getattr(config, "tie_word_embeddings", None)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
-        yield
-    if tied is not None:
-        config.tie_word_embeddings = tied

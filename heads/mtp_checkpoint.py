@@ -173,11 +173,30 @@ def stored_layers(target: Target) -> int:
     config = target.model.config.get_text_config(decoder=True)
     count = 1 if layout.count is None else getattr(config, layout.count, None)
     if not count:
+        found = _layers_in_files(target, layout)
+        if found:
+            raise UserError(
+                f"{target.name} has the tensors of a module of multi-token prediction of {found} "
+                f"layers, but its config does not say so ({layout.count} is {count}). Set "
+                f"{layout.count}: {found} in its config.json"
+            )
         raise UserError(
             f"the config of {target.name} says that it has no module of multi-token prediction "
             f"({layout.count} is {count}); train mtp heads for it (heads: {{type: mtp}})"
         )
     return int(count)
+
+
+def _layers_in_files(target: Target, layout: Layout) -> int:
+    """The number of layers of the module that the target's files hold, whatever its config says."""
+    directory = stored_directory(target)
+    if directory is None:
+        return 0
+    count = own_layers(target.model)
+    names = stored_module(directory, layout, count)
+    parts = re.split(r"({[nk]})", layout.place)
+    within = re.compile("".join(r"(\d+)" if x[:1] == "{" else re.escape(x) for x in parts))
+    return len({found[1] for name in names if (found := within.match(name))})
 
 
 def has_module(config: Mapping[str, Any], names: Iterable[str]) -> bool:

@@ -22,7 +22,7 @@ from decode.model.loading import Target
 from decode.opening.adapters import WEIGHTS
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.adapter_directory import save_adapter
-from distill.trainable_model import DrafterLora, Trainable, linear_sizes
+from distill.trainable_model import DrafterLora, LoraConfig, Trainable, linear_sizes
 from draftsmith.cli.main import app
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.export.merged import write_merged
@@ -289,3 +289,31 @@ def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: P
         for x in ("base", "apart", "merged")
     )
     assert apart == whole != base
+
+
+class ReadsAWeight(torch.nn.Module):
+    """A part of a model that multiplies by a layer's weight, and does not call the layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.down_proj(x @ self.up_proj.weight.T)
+        return hidden
+
+
+@pytest.mark.parametrize("is_called", [True, False])
+def test_merging_is_refused_where_a_weight_is_read_without_its_layer(is_called: bool) -> None:
+    """Such a part of a model does not see the adapter in training, and sees it merged."""
+    model = copy.deepcopy(tiny_target("llama").model)
+    if not is_called:
+        model.get_submodule("model.layers.0.mlp").__class__ = ReadsAWeight
+    trained = Trainable(model, lora=LoraConfig(r=2, targets=["up_proj"]))
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            if "lora_B" in part:
+                parameter.add_(0.3)
+    if is_called:
+        plain, _ = trained.plain(trained.weights())
+        ids = torch.arange(5, 13)[None]
+        assert torch.allclose(plain(ids).logits, model.eval()(ids).logits, atol=1e-4)
+        return
+    with pytest.raises(UserError, match="merged, it computes other numbers than in training"):
+        trained.plain(trained.weights())

@@ -184,6 +184,8 @@ def test_checkpoints_without_a_sound_module_are_refused(tmp_path: Path) -> None:
         open_drafter("mtp:gamma=2", target)
     with pytest.raises(UserError, match=r"layers is 2, but the module of .* has 1"):
         open_drafter("mtp:layers=2", target)
+    target.model.config.mtp_num_hidden_layers = None
+    refused(r"has the tensors of a module .* of 1 layers, .* Set mtp_num_hidden_layers: 1", target)
     left = directory / "model-mtp.safetensors"
     save_file({"mtp.norm.weight": torch.ones(32)}, left)
     refused(r"has mtp.norm.weight in model-mtp.safetensors and in model.safetensors; one of them")

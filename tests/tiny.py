@@ -92,10 +92,18 @@ def gguf_writer(path: Path, architecture: str, config: Any) -> Any:
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_vocab_size(config.vocab_size)
+    tiny_tokenizer_keys(writer)
+    return writer
+
+
+def tiny_tokenizer_keys(writer: Any) -> None:
+    """Give a writer of a GGUF file the tiny tokenizer."""
+    import gguf
+
     tokenizer = tiny_tokenizer()
     vocab = tokenizer.get_vocab()
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
-    writer.add_vocab_size(len(vocab))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(sorted(vocab, key=vocab.get))
@@ -106,7 +114,6 @@ def gguf_writer(path: Path, architecture: str, config: Any) -> Any:
     writer.add_bos_token_id(tokenizer.bos_token_id)
     writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_pad_token_id(tokenizer.pad_token_id)
-    return writer
 
 
 def finish_gguf(writer: Any) -> None:

@@ -1,14 +1,14 @@
-"""Reads a GGUF file's header and corrects the tokenizer that transformers builds from it."""
+"""Reads the header of a GGUF file: its metadata and its table of tensors."""
 
 import math
 import mmap
 import struct
-from collections.abc import Callable
+from importlib.metadata import version as version_of
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+import numpy as np
 
 from decode.base.errors import UserError
 from decode.base.install_command import install_command
@@ -28,6 +28,37 @@ _SCALARS = {
     12: "d",
 }
 _STRING, _ARRAY = 8, 9
+# Types of tensors whose numbers stand in the file as they are.
+_PLAIN = {0: "<f4", 1: "<f2"}
+
+
+class Tensor(NamedTuple):
+    """Where a tensor is. shape: rows first. kind: GGUF's number of its type. at: its first byte."""
+
+    shape: tuple[int, ...]
+    kind: int
+    at: int
+
+
+class Header(NamedTuple):
+    """metadata: by key; an array of strings is replaced by its length, so that vocabularies take no
+    memory, and one of numbers is a list. tensors: by name."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, Tensor]
+
+    def numbers(self, name: str) -> list[float]:
+        """The numbers of a short tensor, such as the factors of rotary frequencies. Raises
+        UserError if they are quantised."""
+        tensor = self.tensors[name]
+        if tensor.kind not in _PLAIN:
+            raise UserError(
+                f"{name} of {self.path} is of GGUF's type {tensor.kind}, expected numbers in "
+                "float32 or float16. Convert the model again."
+            )
+        plain = _PLAIN[tensor.kind]
+        return np.fromfile(self.path, plain, math.prod(tensor.shape), offset=tensor.at).tolist()
 
 
 class _Cursor:
@@ -38,26 +69,29 @@ class _Cursor:
         self.at = 0
 
     def read(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self.data, self.at)
-        self.at += struct.calcsize(f"<{code}")
+        (value,) = self.read_all(code)
         return value
+
+    def read_all(self, code: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{code}", self.data, self.at)
+        self.at += struct.calcsize(f"<{code}")
+        return values
 
     def string(self) -> str:
         length = self.read("Q")
         return str(self.read(f"{length}s"), "utf-8")
 
     def value(self, kind: int) -> Any:
-        """One metadata value. For an array, only its length, so vocabularies take no memory."""
+        """One metadata value. For an array of strings, only its length."""
         if kind == _STRING:
             return self.string()
         if kind != _ARRAY:
             return self.read(_SCALARS[kind])
         of, count = self.read("I"), self.read("Q")
         if of in _SCALARS:
-            self.at += count * struct.calcsize(f"<{_SCALARS[of]}")
-        else:
-            for _ in range(count):
-                self.value(of)
+            return [*self.read_all(f"{count}{_SCALARS[of]}")]
+        for _ in range(count):
+            self.value(of)
         return count
 
 
@@ -70,11 +104,12 @@ def require_gguf() -> None:
         )
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The metadata of a GGUF file. An array is replaced by its length.
+def read_header(path: Path) -> Header:
+    """The header of a GGUF file.
 
-    Raises UserError if the file is not GGUF, or is shorter than its table of tensors says (as after
-    an interrupted download), and as `require_gguf`.
+    Raises UserError if the file is not GGUF, is one part of several, has tensors of a type that the
+    package gguf does not know, or is shorter than its table of tensors says (as after an
+    interrupted download), and as `require_gguf`.
     """
     require_gguf()
     try:
@@ -97,7 +132,7 @@ def read_header(path: Path) -> dict[str, Any]:
         ) from error
 
 
-def _parse(path: Path, data: mmap.mmap) -> dict[str, Any]:
+def _parse(path: Path, data: mmap.mmap) -> Header:
     if data[:4] != b"GGUF":
         raise UserError(
             f"{path} is not a GGUF file: it starts with {data[:4]!r}, expected b'GGUF'. "
@@ -117,60 +152,44 @@ def _parse(path: Path, data: mmap.mmap) -> dict[str, Any]:
         key = cursor.string()
         metadata[key] = cursor.value(cursor.read("I"))
 
-    end_of_data = 0
+    parts = metadata.get("split.count", 1)
+    if parts > 1:
+        raise UserError(
+            f"{path} is part {metadata.get('split.no', 0) + 1} of {parts} of a model. Join the "
+            "parts (llama-gguf-split --merge FIRST_PART OUT.gguf) and name the file that it writes."
+        )
+
+    table, end_of_data = [], 0
     for _ in range(tensors):
-        cursor.string()
-        shape = [cursor.read("Q") for _ in range(cursor.read("I"))]
-        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(cursor.read("I"))]
-        offset = cursor.read("Q")
+        name = cursor.string()
+        shape = cursor.read_all(f"{cursor.read('I')}Q")
+        kind, offset = cursor.read("I"), cursor.read("Q")
+        if kind not in set(GGMLQuantizationType):
+            raise UserError(
+                f"{name} of {path} has a type of weights (GGUF's number {kind}) that the package "
+                f"gguf {version_of('gguf')} does not know. Install a newer gguf, or name a file "
+                "with another quantisation (Q4_K_M, Q8_0, F16), or the model's directory."
+            )
+        per_block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        table.append((name, shape, kind, offset))
         end_of_data = max(end_of_data, offset + math.prod(shape) // per_block * block_bytes)
     alignment = metadata.get("general.alignment", 32)
-    expected = math.ceil(cursor.at / alignment) * alignment + end_of_data
-    if len(data) < expected:
+    start = math.ceil(cursor.at / alignment) * alignment
+    if len(data) < start + end_of_data:
         raise UserError(
-            f"{path} is cut short: found {len(data)} bytes, its header says at least {expected}. "
-            "Download it again."
+            f"{path} is cut short: found {len(data)} bytes, its header says at least "
+            f"{start + end_of_data}. Download it again."
         )
-    return metadata
-
-
-def _smollm(tokenizer: Tokenizer) -> None:
-    # In training, each digit is a separate token. The GPT-2 rules that transformers assumes join
-    # digits.
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-
-
-# Keyed by GGUF's name for the pre-tokenizer (`tokenizer.ggml.pre`).
-_CORRECTIONS: dict[str, Callable[[Tokenizer], None]] = {"smollm": _smollm}
-
-
-def correct_tokenizer(tokenizer: Any, metadata: dict[str, Any]) -> None:
-    """Corrects, in place, what transformers reads wrongly from a GGUF file's tokenizer.
-
-    Corrects the pre-tokenizer, if it is one that is known to be read wrongly, and the special
-    tokens, from the ids in the file.
-    """
-    correct = _CORRECTIONS.get(metadata.get("tokenizer.ggml.pre", ""))
-    if correct is not None:
-        correct(tokenizer.backend_tokenizer)
-    for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if token_id is not None:
-            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token_id))
+    found = {name: Tensor(shape[::-1], kind, start + at) for name, shape, kind, at in table}
+    return Header(path, metadata, found)
 
 
 def eos_ids(metadata: dict[str, Any]) -> int | list[int] | None:
-    """The ids that end a text: end of text, and end of turn if the file has a separate one.
+    """The ids that end a text: end of text, and end of turn or of a message if the file has them.
 
     In the forms of a transformers config: one id, a list of ids, or None if the file has none.
     """
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     ids = sorted({metadata[key] for key in keys if key in metadata})
     if len(ids) > 1:
         return ids

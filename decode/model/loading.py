@@ -436,13 +436,11 @@ def _read(source: str, options: LoadOptions, **where: Any) -> tuple[Any, Any]:
 
 
 def _load_gguf(path: Path, options: LoadOptions, revision: str) -> Loaded:
-    metadata = gguf_file.read_header(path)
+    gguf_file.require_gguf()
     with no_progress_bars(), gguf_read_once():
         model, tokenizer = from_pretrained(str(path.parent), options, gguf_file=path.name)
         remember_file(model, path)
-    gguf_file.correct_tokenizer(tokenizer, metadata)
-    for config in (model.config, model.generation_config):
-        config.eos_token_id = gguf_file.eos_ids(metadata)
+    model.generation_config.eos_token_id = model.config.eos_token_id
     # The weights are now plain tensors, but some versions of transformers still treat the model as
     # quantized and refuse to save it.
     model.hf_quantizer = None

@@ -27,6 +27,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
 from decode.base.errors import UserError
+from decode.model import gguf_settings, gguf_tokenizer
+from decode.model.gguf_file import read_header
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,7 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
         where["distributed_config"] = DistributedConfig(fsdp_size=dist.get_world_size())
     attention = options.attn_implementation
     with _explained(source, "weights"):
-        auto = transformers.AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            auto = transformers.AutoModelForSeq2SeqLM
-        model, info = auto.from_pretrained(
+        model, info = _auto_class(config).from_pretrained(
             source,
             config=config,
             dtype=options.dtype,
@@ -105,14 +104,27 @@ def from_pretrained(source: str, options: LoadOptions, **where: Any) -> tuple[An
     return model, tokenizer
 
 
+def _auto_class(config: Any) -> Any:
+    if config.is_encoder_decoder:
+        return transformers.AutoModelForSeq2SeqLM
+    return transformers.AutoModelForCausalLM
+
+
 def config_and_tokenizer(source: str, *, encoder: bool = False, **where: Any) -> tuple[Any, Any]:
     """Loads the config and the tokenizer of a causal language model, without its weights. Turns the
     errors of transformers into UserErrors. encoder: the model may have an encoder. where: as for
     `from_pretrained` of transformers."""
+    header = read_header(Path(source, where["gguf_file"])) if "gguf_file" in where else None
     with _explained(source, "config"):
         config = transformers.AutoConfig.from_pretrained(source, **where)
     _require_causal(source, config, encoder)
+    if header is not None:
+        with _explained(source, "config"), torch.device("meta"):
+            gguf_settings.set_config(config, header)
+            gguf_settings.require_all_read(header, _auto_class(config).from_config(config))
     tokenizer = _load_tokenizer(source, config, where)
+    if header is not None:
+        gguf_tokenizer.correct_tokenizer(tokenizer, header)
     _drop_padding_outside(source, config, tokenizer)
     return config, tokenizer
 
@@ -181,6 +193,8 @@ def _explained(source: str, part: str) -> Iterator[None]:
     """Turns exceptions of transformers about a model's files into UserErrors."""
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:  # bad files bring out errors of every type
         reason = in_one_line(error)
         if _asks_for_trust(error):

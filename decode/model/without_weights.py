@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from decode.model import gguf_file
 from decode.model.chat_template import set_template_args
 from decode.model.identity import Fingerprint, fingerprint
 from decode.model.loading import (
@@ -44,11 +43,8 @@ def load_config(
         source = str(embedded.find() or embedded.hub_id)
     path = Path(source).expanduser()
     if path.suffix.lower() == ".gguf" and path.is_file():
-        header = gguf_file.read_header(path)
         with no_progress_bars():
-            config, tokenizer = config_and_tokenizer(str(path.parent), gguf_file=path.name)
-        gguf_file.correct_tokenizer(tokenizer, header)
-        return config, tokenizer
+            return config_and_tokenizer(str(path.parent), gguf_file=path.name)
     options: dict[str, Any] = {"trust_remote_code": True} if trust_remote_code else {}
     if path.is_dir():
         return config_and_tokenizer(str(path), **options)

@@ -40,6 +40,7 @@ from train.base.stage import Outcome, StageInputs, StagePlan
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples, spread
+from train.data.read_back import say_changes
 from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.data.template import set_moment
 from train.data.usable_rows import UsableRows
@@ -206,6 +207,8 @@ class Run:
         ranks.main_only(lambda: self._require_same_run(fingerprints))
         self._require_ready(examples)
         ranks.main_only(lambda: self.prepare(fingerprints, lock))
+        say, system = self.reporter.say, self.config.data.system
+        ranks.main_only(lambda: say_changes(examples, self._tokenizer, system, say))
         require_shared(self.directory, ranks)
         start_trackers(
             self.accelerator,
