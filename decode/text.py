@@ -25,6 +25,7 @@ from decode.loop.decoding import Decoded, Decoder
 from decode.loop.parts import Part, make_policy, make_shape
 from decode.loop.rows import token_ids
 from decode.model.cache.prefix_cache import prefix_cache
+from decode.model.chat_template import as_read
 from decode.model.generation_config import decoder_processors, sampling_as_generate
 from decode.model.identity import eos_token_ids, fingerprint
 from decode.model.loading import Target
@@ -276,7 +277,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: An
         )
     try:
         written: list[int] = tokenizer.apply_chat_template(
-            list(prompt),
+            as_read(cast("Sequence[Mapping[str, str]]", prompt), tokenizer, options.get("tools")),
             **{"add_generation_prompt": True, "tokenize": True, "return_dict": False, **options},
         )
     except (TemplateError, ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""Arguments of a chat template that hold for a whole target."""
+"""Arguments of a chat template that hold for a whole target, and the form of its messages."""
 
 from pathlib import Path
 from typing import Any
@@ -92,3 +92,14 @@ def test_targets_are_loaded_with_them(tmp_path: Path) -> None:
     for text in ("{", "3"):
         with pytest.raises(UserError, match="expected a JSON object"):
             Loading(target=str(directory), chat_template_args=text).load()
+
+
+def test_a_template_that_reads_parts_gets_them() -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
+    question = [{"role": "user", "content": "what is it"}]
+    assert tokenizer.decode(prompt_ids(question, tokenizer)) == "what is it"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert tokenizer.decode(prompt_ids(question, tokenizer)) == "what is it"

@@ -1,12 +1,17 @@
-"""Arguments of a chat template, such as Qwen3's `enable_thinking`, that hold for a whole target.
+"""The chat template of a target: arguments that hold for all its texts, and the form of messages.
 
-They become defaults inside the template itself. So every place that renders messages uses them,
-here and wherever the tokenizer is saved, and a call that gives an argument still overrides it.
+Arguments, such as Qwen3's `enable_thinking`, become defaults inside the template itself. So every
+place that renders messages uses them, here and wherever the tokenizer is saved, and a call that
+gives an argument still overrides it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.base.errors import UserError
 
@@ -42,3 +47,36 @@ def set_template_args(tokenizer: Any, args: Mapping[str, Any]) -> None:
     )
     with_defaults = {key: defaults + template for key, template in named.items()}
     tokenizer.chat_template = with_defaults if isinstance(templates, dict) else with_defaults[""]
+
+
+def as_read(
+    messages: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, tools: Any = None
+) -> list[Any]:
+    """The messages, with contents in the form that the chat template reads: text, or lists of
+    parts. Templates of models that see often read parts only, and leave text out without a word.
+    """
+    marks = tuple(
+        sorted((k, v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str))
+    )
+    if not _reads_parts_only(tokenizer.get_chat_template(tools=tools), marks):
+        return list(messages)
+    return [_in_parts(message) for message in messages]
+
+
+@lru_cache(maxsize=64)
+def _reads_parts_only(template: str, marks: tuple[tuple[str, Any], ...]) -> bool:
+    message = {"role": "user", "content": "anything"}
+    written = []
+    for form in (message, _in_parts(message)):
+        try:
+            [text], _ = render_jinja_template([[form]], chat_template=template, **dict(marks))
+        except Exception:  # a template is a program of others
+            return False
+        written.append(text)
+    return message["content"] not in written[0] and message["content"] in written[1]
+
+
+def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": [{"type": "text", "text": message["content"]}]}

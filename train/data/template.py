@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from decode.base.errors import UserError
+from decode.model.chat_template import as_read
 from train.data.read import Example
 from train.data.row_kinds import REASONING, Message, short, without_thoughts
 
@@ -80,8 +81,7 @@ def encode(text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _rendered(
     messages: Messages, tokenizer: PreTrainedTokenizerBase, example: Example, **options: Any
 ) -> tuple[str, Any]:
-    """The text, and the blocks if they are asked for. Contents are given as text, or as lists of
-    parts if the template reads only those, as those of models that see often do."""
+    """The text, and the blocks if they are asked for."""
     name = reasoning_field(tokenizer)
     if name and name != REASONING[0]:
         messages = [{name if k == REASONING[0] else k: v for k, v in m.items()} for m in messages]
@@ -94,20 +94,15 @@ def _rendered(
     # beside one.
     given = {"tools": tools, "chat_template": template, **tokenizer.special_tokens_map, **options}
     try:
-        [text], blocks = render_jinja_template(conversations=[list(messages)], **given)
-        if (lost := _lost(messages, text)) is None:
-            return text, blocks
-        parted = [_in_parts(message) for message in messages]
+        read = as_read(messages, tokenizer, tools)
+        [text], blocks = render_jinja_template(conversations=[read], **given)
+        lost = _lost(messages, text)
     except Exception as error:
         raise UserError(
             f"{example.source}: the tokenizer's chat template refuses the roles "
             f"{', '.join(m['role'] for m in messages)} ({type(error).__name__}: {error})"
         ) from error
-    try:
-        [text], blocks = render_jinja_template(conversations=[parted], **given)
-    except Exception:
-        text = ""
-    if _lost(messages, text) is not None:
+    if lost is not None:
         message = messages[lost]
         raise UserError(
             f"{example.source}: the tokenizer's chat template leaves out the text of message "
@@ -134,13 +129,6 @@ def _lost(messages: Messages, text: str) -> int | None:
         if sum(word in found for word in words) <= len(words) / 2 and any(words):
             return number
     return None
-
-
-def _in_parts(message: Message) -> Message:
-    content = message["content"]
-    if not isinstance(content, str):
-        return message
-    return message | {"content": [{"type": "text", "text": content}]}
 
 
 def _at(moment: datetime) -> str:
