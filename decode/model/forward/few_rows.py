@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
+FUNCTIONS = "product", "layer_begins", "layer_ends", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma"]
@@ -122,8 +123,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]
-    for function in (found.product, found.layer_begins, found.layer_ends, found.layers):
-        function.restype = None
+    for name in FUNCTIONS:
+        getattr(found, name).restype = None
     return found
 
 
