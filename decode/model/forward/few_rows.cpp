@@ -37,6 +37,7 @@ inline Floats most_of(Floats x, Floats y) { return x > y ? x : y; }
 inline Floats least_of(Floats x, Floats y) { return x < y ? x : y; }
 
 constexpr float LOWEST = -87.0f;  // e^x is 0 below
+constexpr float HIDDEN = std::numeric_limits<float>::lowest();  // the score of a slot that is not seen
 
 // e^x: 2^k · e^r with |r| ≤ ln 2 / 2. The error is below 2 units of the last place.
 inline Floats exp_of(Floats x) {
@@ -166,12 +167,13 @@ struct Layer {
 };
 
 // What all layers of a pass share. cos, sin: [B or 1, n, rotated], for that many numbers of a
-// head, with the sign of sin's first half turned. mask: additive, [B or 1, n, S]. first: the slot of
-// each text's first token, or null if all have `begin`. read: the slots that attention gets, [B, S],
-// or null for those from `from` on.
+// head. mask: the slots that a token sees, [B or 1, n, S],
+// or null if it sees all. first: the slot of each text's first token, or null if all have `begin`.
+// read: the slots that attention gets, [B, S], or null for those from `from` on.
 struct Pass {
   int64_t texts, tokens, slots, from, begin;
-  const Number *cos, *sin, *mask;
+  const Number *cos, *sin;
+  const bool* mask;
   const int64_t *first, *read;
   int64_t rotation_text, rotation_token, mask_text, mask_token, read_text;
   int64_t cache_text, cache_head, rotated;
@@ -186,37 +188,38 @@ static void turn(Number* head, const Number* cos, const Number* sin, int64_t siz
     // They are rounded as products of tensors are.
     store(products, a * load(cos + k));
     store(products + WIDTH, b * load(cos + k + half));
-    store(head + k, b * load(sin + k) + load(products));
+    store(head + k, load(products) - b * load(sin + k));
     store(head + k + half, a * load(sin + k + half) + load(products + WIDTH));
   }
   for (; k < half; k++) {
     float a = wide(head[k]), b = wide(head[k + half]);
-    head[k] = narrow(wide(narrow(a * wide(cos[k]))) + b * wide(sin[k]));
+    head[k] = narrow(wide(narrow(a * wide(cos[k]))) - b * wide(sin[k]));
     head[k + half] = narrow(wide(narrow(b * wide(cos[k + half]))) + a * wide(sin[k + half]));
   }
 }
 
 // Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
 // slots, and the rest of the longest is hidden from the others.
-static int64_t seen_slots(const Number* mask, int64_t slots) {
+static int64_t seen_slots(const bool* mask, int64_t slots) {
+  if (!mask) return slots;
   for (; slots >= 32; slots -= 32) {
     bool seen = false;
-    for (int k = 1; k <= 32; k++) seen |= mask[slots - k] != HIDDEN;
+    for (int k = 1; k <= 32; k++) seen |= mask[slots - k];
     if (seen) break;
   }
-  while (slots > 1 && mask[slots - 1] == HIDDEN) slots--;
+  while (slots > 1 && !mask[slots - 1]) slots--;
   return slots;
 }
 
 // One token's attention in one head. scores: room for S and a vector.
-static void attend(const Number* query, const Number* keys, const Number* values, const Number* mask,
+static void attend(const Number* query, const Number* keys, const Number* values, const bool* mask,
                    const int64_t* read_slots, int64_t slots, int64_t size, float scale, float* scores,
                    Number* y) {
   slots = seen_slots(mask, slots);
   int64_t padded = (slots + WIDTH - 1) / WIDTH * WIDTH;
   for (int64_t s = 0; s < slots; s++) {
     const Number* key = keys + (read_slots ? read_slots[s] : s) * size;
-    scores[s] = dot(query, key, size) * scale + wide(mask[s]);
+    scores[s] = mask && !mask[s] ? HIDDEN : dot(query, key, size) * scale;
   }
   for (int64_t s = slots; s < padded; s++) scores[s] = -INFINITY;
   Floats most = all(-INFINITY), total = {};
@@ -306,7 +309,8 @@ static void ends(const Layer* layer, const Pass* pass, const Number* states, con
       const int64_t* read = pass->read ? pass->read + text * pass->read_text : nullptr;
       if (!read) place += pass->from * size;
       attend(pass->qkv + row * width + number * size, keys + place, values + place,
-             pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
+             pass->mask ? pass->mask + text * pass->mask_text + token * pass->mask_token : nullptr,
+             read, pass->slots,
              size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
     }
     product_share(pass->mixed, {layer->out, layer->out_form}, nullptr, states, attended, rows, mixed, hidden, ADD);

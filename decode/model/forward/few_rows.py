@@ -43,13 +43,13 @@ FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "
 FLAGS += ["-mf16c"]
 
 
-@dataclass(frozen=True)
 class Blocks:
     """Packed weights. data: [out / outputs of a block, …]. form: how they are stored, as in
-    few_rows.cpp."""
+    few_rows.cpp. address: of the data."""
 
-    data: Tensor
-    form: int
+    def __init__(self, data: Tensor, form: int) -> None:
+        self.data, self.form = data, form
+        self.address, self._count = data.data_ptr(), len(data)
 
     @classmethod
     def of(cls, data: Tensor) -> "Blocks":
@@ -57,7 +57,7 @@ class Blocks:
         return cls(in_huge_pages(data), FORMS[data.dtype])
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self._count
 
     def __getitem__(self, part: slice) -> "Blocks":
         return Blocks(self.data[part], self.form)
@@ -222,7 +222,16 @@ def multiply(
     result = x.new_empty(*x.shape[:-1], out)
     if other is not None:
         other = other.expand_as(result).contiguous()
-    rows = x.numel() // size
-    addresses = [None if t is None else t.data_ptr() for t in (x, packed.data, bias, other, result)]
-    found.product(*addresses, rows, size, out, MODES[mode], packed.form)
+    found.product(
+        x.data_ptr(),
+        packed.address,
+        None if bias is None else bias.data_ptr(),
+        None if other is None else other.data_ptr(),
+        result.data_ptr(),
+        x.numel() // size,
+        size,
+        out,
+        MODES[mode],
+        packed.form,
+    )
     return result

@@ -8,7 +8,6 @@
 using Number = uint16_t;  // of states, keys, values and norms
 constexpr int WIDTH = 16;  // numbers of a vector
 constexpr int MOST = 12;   // rows whose sums fit into registers
-constexpr Number HIDDEN = 0xFF7F;  // of an additive mask: the lowest number
 typedef float Floats __attribute__((vector_size(64)));
 
 constexpr int WHOLE = 1, BYTES = 2;

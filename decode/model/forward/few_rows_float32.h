@@ -8,7 +8,6 @@
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
 constexpr int MOST = 6;   // rows whose sums fit into registers
-constexpr Number HIDDEN = std::numeric_limits<float>::lowest();  // of an additive mask
 typedef float Floats __attribute__((vector_size(32)));
 
 constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
