@@ -39,6 +39,7 @@ MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
 FUNCTIONS = "product", "layer_begins", "layer_ends", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
+ATTENTION = SOURCE.with_name("few_rows_attention.h")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma"]
 FLAGS += ["-mf16c"]
 
@@ -81,14 +82,18 @@ class Numbers:
 
 NUMBERS = {
     torch.bfloat16: Numbers(
-        (SOURCE.with_name("few_rows_bfloat16.h"),),
+        (SOURCE.with_name("few_rows_bfloat16.h"), ATTENTION),
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
         leaves_to="amx_bf16",
     ),
     torch.float32: Numbers(
-        (SOURCE.with_name("few_rows_float32.h"), SOURCE.with_name("few_rows_own_forms.h")),
+        (
+            SOURCE.with_name("few_rows_float32.h"),
+            SOURCE.with_name("few_rows_own_forms.h"),
+            ATTENTION,
+        ),
         outputs=16,
         needs=frozenset({"avx2", "fma", "f16c"}),
     ),

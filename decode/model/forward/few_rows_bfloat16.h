@@ -60,6 +60,13 @@ inline float dot(const Number* a, const Number* b, int64_t size) {
   return _mm512_reduce_add_ps(sum);
 }
 
+// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q].
+template <int Q>
+inline void dots(const Number* const* queries, const Number* const* keys, int64_t size, Floats* y) {
+  for (int s = 0; s < WIDTH; s++)
+    for (int j = 0; j < Q; j++) y[j][s] = dot(queries[j], keys[s], size);
+}
+
 // The sum of the numbers of a row.
 inline float total(const Number* x, int64_t in) {
   Floats sum = {};

@@ -22,6 +22,8 @@ from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
+# `CHUNK` of few_rows_attention.h.
+CHUNK = 512
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -50,7 +52,7 @@ class _Pass(ctypes.Structure):
         *((name, _pointer) for name in ("cos", "sin", "mask", "first", "read")),
         *((name, _int) for name in ("rotation_text", "rotation_token", "mask_text", "mask_token")),
         *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
-        *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between")),
+        *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
     )
 
 
@@ -311,7 +313,11 @@ class FewRowsPass:
             begin_read = window.read.start
         else:
             read = window.read.contiguous()
-        self._kept += cos, sin, mask, first, read
+        parts, chunks = None, -(-(begin_read % CHUNK + window.count) // CHUNK)
+        if chunks > 1:
+            of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
+            parts = torch.empty(self._texts * self._tokens * of_row, dtype=torch.float32)
+        self._kept += cos, sin, mask, first, read, parts
         normed, qkv, mixed, gated, between = self._places
         made = _Pass(
             texts=self._texts,
@@ -337,6 +343,7 @@ class FewRowsPass:
             mixed=mixed,
             gated=gated,
             between=between,
+            parts=_address(parts),
         )
         made.address = ctypes.addressof(made)
         return made
