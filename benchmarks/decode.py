@@ -67,6 +67,7 @@ from benchmarks.shared.decode_measurements import (
     hold_contest,
     long_answers,
     profile_loop,
+    step_costs,
 )
 from benchmarks.shared.notes import NotesOption, behind_notes, notes_of
 from decode.model.loading import Target, load_target
@@ -184,12 +185,14 @@ def main(
     taking_part = [name for name in (COLD[:3] if quick else COLD) if name in contests[0].seconds]
     cold = cold_starts(taking_part, models_of_all, texts[0], gamma, reporter)
     profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
+    costs = step_costs(models, texts[0], gamma) if profile else None
 
     time_ratios = ratios(contests)
     reporter.table(ratio_table(time_ratios))
     reporter.table(cold_table(cold))
-    if profiles:
+    if profiles and costs:
         reporter.table(profile_table(profiles))
+        reporter.table(cost_table(costs))
     machine = describe_machine(PACKAGES)
     reporter.say(f"machine: {machine['machine']}; {machine['versions']}")
     if plots is not None:
@@ -213,6 +216,7 @@ def main(
             ],
             "cold_start_seconds": cold,
             "profile": profiles,
+            "step_costs": costs,
         }
         write_json(json_file, figures)
     end_benchmark({NAMES[name]: how for one in contests for name, how in one.broken.items()})
@@ -328,6 +332,15 @@ def profile_table(profiles: dict[str, dict[str, Any]]) -> Table:
         rows.append(row)
     title = "a step of our loop, greedy, batch 1 (operations: under the profiler)"
     return table(title, columns, rows)
+
+
+def cost_table(costs: dict[str, dict[str, float]]) -> Table:
+    rows = [
+        (name, f"{cost['calls']:.0f}", f"{cost['ms']:.2f}", f"{cost['outside_ms']:.2f}")
+        for name, cost in costs.items()
+    ]
+    columns = ["step", "calls", "ms", "ms outside of C++"]
+    return table("a step of our loop, greedy", columns, rows)
 
 
 def train_drafter(target: Target, *, quick: bool, runs: Path, reporter: Reporter) -> Path:

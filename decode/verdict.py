@@ -163,10 +163,13 @@ class Verdict:
         """The decision of a rule, copied to the host in one transfer."""
         host = decision.packed(draft, scores).cpu().numpy()
         accepted, reached, following, broken = host[:, :4].T
-        nodes, tokens = np.split(host[:, 4:], [decision.path.shape[1]], axis=1)
-        on_path = np.take_along_axis(tokens, nodes, axis=1)
-        block = np.concatenate([on_path, np.zeros_like(host[:, :1])], axis=1)
-        np.put_along_axis(block, accepted[:, None], following[:, None], axis=1)
+        end = 4 + decision.path.shape[1]
+        nodes, tokens = host[:, 4:end], host[:, end:]
+        rows, depth = nodes.shape
+        row = np.arange(rows)
+        block = np.zeros((rows, depth + 1), dtype=np.int64)
+        block[:, :depth] = tokens[row[:, None], nodes]
+        block[row, accepted] = following
         return cls(
             draft=draft,
             scores=scores,

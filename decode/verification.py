@@ -57,7 +57,7 @@ class Outcome:
         emitted = np.minimum(np.minimum(verdict.accepted + 1, block.shape[1]), room)
         emitted = np.where(broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
-        is_eos = np.isin(block, eos) & ~ignore_eos[:, None]
+        is_eos = (block[..., None] == eos).any(-1) & ~ignore_eos[:, None]
         if stop_ids is not None:
             is_eos |= (block[..., None] == stop_ids[:, None]).any(-1)
         is_eos &= inside
@@ -76,7 +76,9 @@ class Outcome:
                 failed[index], kept = error, 0
             if kept is not None:
                 emitted[index], ended[index] = kept, True
-        broken = broken | np.isin(np.arange(len(broken)), [*failed])
+        if failed:
+            broken = broken.copy()
+            broken[[*failed]] = True
         sound = ~broken
         return cls(
             accepted=verdict.accepted * sound,

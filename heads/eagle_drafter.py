@@ -59,9 +59,7 @@ class _Growth(Growth):
         max_depth: int,
     ) -> None:
         heads = drafter.heads
-        super().__init__(
-            contexts, sampling, drafter.states.device, drafter.vocab_size, heads.vocabulary
-        )
+        super().__init__(contexts, sampling, drafter.device, drafter.vocab_size, heads.vocabulary)
         self.drafter, self.heads = drafter, heads
         self.entries = contexts.lengths - 1  # [B]
         self.first_B1 = to_device(self.entries, self.device)[:, None]

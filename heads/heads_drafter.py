@@ -55,6 +55,8 @@ class HeadsDrafter(ShapedDrafter):
     def __init__(self, heads: Heads, vocab_size: int, shape: Shape | None = None) -> None:
         super().__init__(vocab_size, shape, depth_limit=heads.depth)
         self.module = self.heads = heads.eval().requires_grad_(False)
+        weight = next(heads.parameters())
+        self.device, self.dtype = weight.device, weight.dtype
         self.captured_layers = heads.captured_layers
         require_depth(self.shape, heads)
         self.newest_features = torch.zeros(0)  # [B, F]
@@ -99,7 +101,7 @@ class HeadsDrafter(ShapedDrafter):
     def read(self, features: Features, first: int = 0) -> None:
         """Take the target's hidden states of new tokens, in the order of the text, for the rows
         from `first` on."""
-        newest = features.newest(self.captured_layers).to(next(self.heads.parameters()).dtype)
+        newest = features.newest(self.captured_layers).to(self.dtype)
         self.newest_features = _of_rows(newest, self.newest_features, first)
         self._has_features = np.append(self._has_features[:first], features.counts > 0)
 
@@ -191,7 +193,7 @@ class AttendingDrafter(HeadsDrafter):
     def start(self, contexts: Contexts) -> None:
         super().start(contexts)
         rows, capacity = contexts.tokens.shape
-        heads, device = self.heads, next(self.heads.parameters()).device
+        heads, device = self.heads, self.device
         self._inputs = Slots(0, rows, capacity, device, states=1)
         self.slots = Slots(
             heads.attending_layers,
@@ -215,8 +217,7 @@ class AttendingDrafter(HeadsDrafter):
         super().add_rows(contexts, verification)
 
     def read(self, features: Features, first: int = 0) -> None:
-        dtype = next(self.heads.parameters()).dtype
-        fused = self.heads.fuse(features.of(self.captured_layers).to(dtype))
+        fused = self.heads.fuse(features.of(self.captured_layers).to(self.dtype))
         stored, counts = self.stored_features[first:], features.counts
         for rows in _together(counts):  # their padding is overwritten later
             count = int(counts[rows].max(initial=0))
@@ -367,10 +368,10 @@ class AttendingDrafter(HeadsDrafter):
         `attentions`. window: what attention gets; None: all slots.
         """
         self.slots.place(start, count, window, root)
-        first_B1 = to_device(start, self.states.device)[:, None]
+        first_B1 = to_device(start, self.device)[:, None]
         if self.slots.static:
             self.slots.locate(first_B1, count)
-        return first_B1 if root is None else to_device(root, self.states.device)[:, None]
+        return first_B1 if root is None else to_device(root, self.device)[:, None]
 
     def place_chain(self, start: np.ndarray, depth: int) -> None:
         """With static slots, have those for all steps of a chain: a draft is then work for the
@@ -399,7 +400,7 @@ class AttendingDrafter(HeadsDrafter):
         depths: Tensor | None = None,
     ) -> list[SlotAttention]:
         visible = self.slots.mask(base_B1, count, ancestors, self.heads.window, depths)
-        mask = AttentionMask(visible, self.states.dtype)
+        mask = AttentionMask(visible, self.dtype)
         return [SlotAttention(layer, mask) for layer in self.slots.layers]
 
     def keep_rows(self, rows: np.ndarray) -> None:

@@ -189,7 +189,8 @@ class Heads(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in which the states are computed."""
-        parameter = next(self.parameters())
+        parameter = _first_parameter(self)
+        assert parameter is not None
         device = parameter.device.type
         autocast = torch.is_autocast_enabled(device)
         return torch.get_autocast_dtype(device) if autocast else parameter.dtype
@@ -263,6 +264,18 @@ class TokenHeads(Heads):
 
 
 HEADS: Registry[type[Heads]] = Registry("type of heads")
+
+
+def _first_parameter(module: nn.Module) -> nn.Parameter | None:
+    """As the first of `parameters`, which builds the names of all of them. A draft asks often."""
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            return parameter
+    for part in module._modules.values():
+        found = None if part is None else _first_parameter(part)
+        if found is not None:
+            return found
+    return None
 
 
 def shift_left(x: Tensor, count: int) -> Tensor:

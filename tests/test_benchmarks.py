@@ -24,6 +24,7 @@ from benchmarks import (
 from benchmarks.common import PROMPTS, end_benchmark, in_fresh_process, require, run_config
 from benchmarks.decode import (
     contest_table,
+    cost_table,
     drafter_config,
     first_layers,
     profile_table,
@@ -40,7 +41,13 @@ from benchmarks.shared import (
     structured_engine,
 )
 from benchmarks.shared.decode_contestants import JobResult, Models, Passes
-from benchmarks.shared.decode_measurements import Setting, hold_contest, long_answers, profile_loop
+from benchmarks.shared.decode_measurements import (
+    Setting,
+    hold_contest,
+    long_answers,
+    profile_loop,
+    step_costs,
+)
 from benchmarks.shared.distill_contestants import measure_training, train_ours
 from benchmarks.shared.distill_settings import Settings
 from benchmarks.shared.drafter_contestants import (
@@ -466,6 +473,9 @@ def test_a_step_is_taken_apart(tiny_models):
         assert row["operations"]
     assert found["plain"]["draft_ms"] < found["speculative"]["draft_ms"]
     assert profile_table(found).row_count > 5
+    costs = step_costs(tiny_models, TEXTS[0], 2)
+    assert cost_table(costs).row_count == len(costs) == 3
+    assert all(0 < cost["outside_ms"] <= cost["ms"] for cost in costs.values())
 
 
 def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from decode.model.cache.cached_model import CachedLM
 from decode.model.cache.slots import Slots
 from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask, SlotAttention
-from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
+from decode.model.forward.few_rows_layers import CHUNK, FewRowsLayer, FewRowsPass
 from decode.model.forward.lean_forward import LeanForward
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.packed_alone import keep_packed_alone
@@ -239,6 +239,38 @@ def test_a_short_text_does_not_read_the_slots_of_a_long_one(dtype: torch.dtype) 
     found = fed(torch.nan)
     assert found.isfinite().all()
     assert torch.equal(found, fed(0.0))
+
+
+def test_in_a_long_text_a_token_has_the_bits_that_it_has_alone(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its slots are several chunks, and the other text ends in the first one."""
+    lm = CachedLM(target("llama", dtype, max_positions=2048))
+    ids = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(2))
+    starts = np.array([CHUNK * 2 + 30, 20])
+
+    def fed(rows: slice, first: int, end: int) -> torch.Tensor:
+        with torch.inference_mode(), lm.only(rows.start, rows.stop):
+            return lm.forward(ids[rows, first:end], starts[rows] + first)
+
+    lm.reset(2, 1600)
+    fed(slice(0, 2), 0, 6)
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        for layer in lm.slots.layers:
+            layer.keys.normal_()
+            layer.values.normal_()
+    together = fed(slice(0, 2), 0, 6)
+    for row in (0, 1):
+        alone = [fed(slice(row, row + 1), token, token + 1) for token in range(6)]
+        assert torch.equal(torch.cat(alone, 1)[0], together[row])
+    for layer in lm.forward_pass.layers:
+        monkeypatch.setattr(layer, "few_rows", None)
+    refresh_packed(lm.forward_pass)
+    eager = fed(slice(0, 2), 0, 6)
+    bound = 0.05 if dtype == torch.bfloat16 else 1e-4
+    assert (eager - together).norm() < bound * eager.norm()
+    assert not torch.equal(eager, together)
 
 
 def test_layers_without_a_part_and_copies_of_layers(dtype: torch.dtype) -> None:

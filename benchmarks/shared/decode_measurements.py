@@ -25,11 +25,13 @@ from decode.base.errors import UserError
 from decode.base.install_command import install_command
 from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
-from decode.loop.decoding import Decoder
+from decode.loop.decoding import Decoder, Decoding
 from decode.measure.intervals import ratio_of_totals
 from decode.measure.same_text import identical
+from decode.measure.step_costs import WARM_UP, step_cost
 from decode.measure.time_passes import finish
 from decode.model.loading import Target, load_target
+from decode.opening.directory import open_drafter
 from decode.stats import finite
 from train.base.console import Reporter
 from train.base.launcher import cores
@@ -39,6 +41,7 @@ T = TypeVar("T")
 OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
 OPERATIONS = 8  # a profile lists this many of the slowest operations
+COUNTED_STEPS = 5  # of each kind of step, to count its calls
 
 
 @dataclass(frozen=True)
@@ -319,6 +322,28 @@ def profile_loop(
             **_operations(decoder, prompt, tokens),
         }
     return profiles
+
+
+def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, dict[str, float]]:
+    """Return by name what a greedy step of our loop costs beside its functions in C++: plain, of 1
+    and of 8 rows, and with the heads if there are any. calls: of the interpreter. ms, outside_ms:
+    of the step, and outside of C++."""
+    kinds = {"plain": ("none", 1), "plain, 8 rows": ("none", 8)}
+    if models.heads:
+        kinds["heads"] = models.heads, 1
+    costs = {}
+    for name, (drafter, rows) in kinds.items():
+        opened = open_drafter(drafter, models.target)
+        decoder = Decoder(models.target.model, opened, gamma=gamma, eos_token_ids=[])
+        # No step of a draft has more tokens.
+        tokens = (WARM_UP + 2 * COUNTED_STEPS) * (opened.max_depth(gamma) + 1) + 1
+        cost = step_cost(Decoding(decoder, [prompt] * rows, tokens), COUNTED_STEPS)
+        costs[name] = {
+            "calls": cost.calls,
+            "ms": 1000 * cost.seconds,
+            "outside_ms": 1000 * cost.outside,
+        }
+    return costs
 
 
 def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:

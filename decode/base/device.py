@@ -6,8 +6,7 @@ of a value waits until all work before it is done, and so does an ordinary copy 
 
 import time
 from collections import deque
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,9 +49,8 @@ def surely_none(rows: Tensor) -> bool:
     return reads_are_free(rows.device) and not rows.any()
 
 
-@dataclass
-class _Span:
-    """A part of a step between two moments: seconds, or events on a CUDA device."""
+class _Span(NamedTuple):
+    """A part of a step between two events of a CUDA device."""
 
     part: str
     begin: Any
@@ -81,14 +79,17 @@ class Clock:
     def resume(self, seconds: Any = None) -> None:
         """A step begins. The time since the last mark is not counted. seconds: an object that gets
         the seconds of the parts that it has attributes for, until `end_pass`."""
-        while self._spans and (not self._cuda or self._spans[0].end.query()):
+        while self._spans and self._spans[0].end.query():
             self._add(self._spans.popleft())
         self._seconds, self._last = seconds, self._now()
 
     def mark(self, part: str) -> None:
         """The time since the last mark was spent on `part`."""
         begin, self._last = self._last, self._now()
-        self._spans.append(_Span(part, begin, self._last, self._seconds))
+        if self._cuda:
+            self._spans.append(_Span(part, begin, self._last, self._seconds))
+        else:
+            self._add_seconds(part, self._last - begin, self._seconds)
 
     def end_pass(self, *, at_once: bool) -> None:
         """The parts marked from now on belong to no pass. at_once: wait for the times of the pass,
@@ -99,7 +100,7 @@ class Clock:
 
     def finish(self) -> None:
         """Add the times of all marks so far. Waits for a CUDA device."""
-        if self._cuda and self._spans:
+        if self._spans:
             self._spans[-1].end.synchronize()
         while self._spans:
             self._add(self._spans.popleft())
@@ -112,8 +113,9 @@ class Clock:
         return event
 
     def _add(self, span: _Span) -> None:
-        begin, end = span.begin, span.end
-        seconds = begin.elapsed_time(end) / 1000 if self._cuda else end - begin
-        for sums in (self.timing, span.seconds):
-            if hasattr(sums, span.part):
-                setattr(sums, span.part, getattr(sums, span.part) + seconds)
+        self._add_seconds(span.part, span.begin.elapsed_time(span.end) / 1000, span.seconds)
+
+    def _add_seconds(self, part: str, seconds: float, of_pass: Any) -> None:
+        for sums in (self.timing, of_pass):
+            if hasattr(sums, part):
+                setattr(sums, part, getattr(sums, part) + seconds)

@@ -93,7 +93,8 @@ class Sampling(Penalties):
     @property
     def penalises(self) -> bool:
         """Whether any logits are changed."""
-        return any(getattr(self, name) != off for name, off in OFF.items())
+        values = vars(self)
+        return {name: values[name] for name in OFF} != OFF
 
     def each(self, rows: int) -> Sequence[Penalties]:
         """The settings of each of this number of rows."""

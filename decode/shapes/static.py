@@ -56,7 +56,8 @@ class _Plan:
     """A structure down to some depth, on a device. Built once and used in every round.
 
     parents [N] and ancestors [N, N]: as in `Draft`. q_rows: int64 [N], the parent of node i as a
-    number among the expanded nodes; the root is 0.
+    number among the expanded nodes; the root is 0. by_depth: int [D] on the host, how many nodes
+    there are at depth 1, 2, ….
     """
 
     def __init__(self, structure: Structure, depth: int, device: torch.device) -> None:
@@ -71,6 +72,7 @@ class _Plan:
         rows = np.searchsorted(expanded, above)
         self.parents, self.q_rows = on_device(above), on_device(rows)
         self.ancestors = on_device(structure.ancestors()[:nodes, :nodes])
+        self.by_depth = np.bincount(structure.depths[:nodes], minlength=1)[1:]
         self.levels = []
         before = 0  # row of q of the first expanded node of the level above
         for level in range(1, min(depth, structure.depth) + 1):
@@ -154,6 +156,7 @@ class FixedTree(Shape):
             _chosen_rows=sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
             _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
+            _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
         )
         return _without(draft, torch.cat(children.lacking, 1)) if children.lacking else draft
 

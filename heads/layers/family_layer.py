@@ -124,8 +124,8 @@ class FamilyRotary(Rotary):
 
     def in_layer(self, layer: int, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
         """As a call, for the kind of a layer."""
-        options = {"layer_type": self._layer_types[layer]} if self._by_layer else {}
-        return self(positions, like, **options)
+        kind = (self._layer_types[layer],) if self._by_layer else ()
+        return self(positions, like, *kind)
 
 
 def run_layer(

@@ -22,9 +22,10 @@ from transformers.models.llama.modeling_llama import (
 
 from decode.model.forward.attention_mask import Attend
 from decode.model.forward.layer_parts import LayerParts
-from decode.model.forward.lean_layer import LeanLayer, rotation_of
+from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import LeanNorm, Packed
 from decode.model.forward.prepare_model import refresh_packed
+from decode.model.forward.rotations import Rotation, Rotations
 
 
 class Rotary:
@@ -36,17 +37,16 @@ class Rotary:
 
     def __init__(self, config: Any, kind: type[nn.Module] = LlamaRotaryEmbedding) -> None:
         self._config, self._kind = config, kind
-        self._modules: dict[torch.device, nn.Module] = {}
+        self._rotations: dict[torch.device, Rotations] = {}
 
-    def __call__(self, positions: Tensor, like: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, positions: Tensor, like: Tensor, *kind: str) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each [B, n, D] in the dtype of `like`, for positions int64 [B, n].
-        options: what else the module takes."""
+        kind: the type of layer, for a module that takes it."""
         device = positions.device
-        if device not in self._modules:
+        if device not in self._rotations:
             with torch.inference_mode(False):
-                self._modules[device] = self._kind(self._config).to(device)
-        turns: tuple[Tensor, Tensor] = self._modules[device](like, positions, **options)
-        return turns
+                self._rotations[device] = Rotations(self._kind(self._config).to(device))
+        return self._rotations[device].of(positions, like, *kind)
 
 
 class Attention(nn.Module):
@@ -144,7 +144,7 @@ class DraftLayer(Packed):
     ) -> Tensor:
         """Return the residual stream [B, n, H]. attention_input: [B, n, R]."""
         if self._lean:
-            rotation = rotation_of(*position_embeddings)
+            rotation = Rotation(*position_embeddings)
             outputs: Tensor = self._lean[0](residual, rotation, attend, attention_input)
             return outputs
         residual = residual + self.self_attn(attention_input, position_embeddings, attend)

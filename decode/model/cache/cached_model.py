@@ -109,7 +109,7 @@ class CachedLM(CachedRows):
         """Whether each token of a chain gets the logits of plain decoding to the bit, in passes of
         up to `LONGEST_CHAIN` tokens (rows times tokens). Only in 16 bits, on a CPU, with packed
         products and our attention; float32 promises equal texts, not equal bits."""
-        plain = self.states is None and self.sources is None and self.model.dtype.itemsize == 2
+        plain = self.states is None and self.sources is None and self.dtype.itemsize == 2
         return plain and self.exact_bits and self.forward_pass.keeps_bits
 
     @property
@@ -137,9 +137,12 @@ class CachedLM(CachedRows):
         if window is None:
             return
         self.window = window
-        self._windows = [
-            old if old is not None and old.size <= window.size else window for old in self._windows
-        ]
+        self._use_windows(
+            [
+                old if old is not None and old.size <= window.size else window
+                for old in self._windows
+            ]
+        )
         self.pass_tokens = min(self.pass_tokens, max(window.size, SHORT_PASS_TOKENS))
 
     def refresh(self) -> None:
@@ -297,20 +300,19 @@ class CachedLM(CachedRows):
         slots = self.slots
         # Elsewhere than on a CPU, kernels promise no equal bits. In 16 bits they cost time, so they
         # are asked for only where all parts keep them.
-        exact = self.keeps_bits or (self.exact_bits and self.model.dtype.itemsize != 2)
+        exact = self.keeps_bits or (self.exact_bits and self.dtype.itemsize != 2)
         # In 16 bits, other products of longer passes have other bits.
-        fed = n if self.model.dtype.itemsize != 2 else n * len(base_B1)
+        fed = n if self.dtype.itemsize != 2 else n * len(base_B1)
         chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and not slots.static and exact
-        dtype, windows = self.model.dtype, set(self._windows)
-        visible = {window: slots.mask(base_B1, n, ancestors_BNM, window) for window in windows}
+        dtype, windows = self.dtype, self._distinct_windows
+        visible = [slots.mask(base_B1, n, ancestors_BNM, window) for window in windows]
         if self.watch is not None:
-            watches = [partial(self.watch, number) for number in range(len(self._windows))]
             return [
-                AttentionMask(visible[window], dtype, chain=chain, watch=watch)
-                for window, watch in zip(self._windows, watches, strict=True)
+                AttentionMask(visible[kind], dtype, chain=chain, watch=partial(self.watch, layer))
+                for layer, kind in enumerate(self._mask_of)
             ]
-        masks = {window: AttentionMask(visible[window], dtype, chain=chain) for window in windows}
-        return [masks[window] for window in self._windows]
+        masks = [AttentionMask(seen, dtype, chain=chain) for seen in visible]
+        return [masks[kind] for kind in self._mask_of]
 
     @property
     def slots(self) -> Slots:

@@ -38,12 +38,12 @@ class CachedRows:
 
     def __init__(self, model: PreTrainedModel, forward: Forward, pass_tokens: int) -> None:
         self.model, self.forward_pass, self.pass_tokens = model, forward, pass_tokens
-        self.device = input_device(model)
+        self.device, self.dtype = input_device(model), model.dtype
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_positions = longest_text(config)
         windows = layer_windows(model)
-        self._windows = [None if size is None else SlidingWindow(size) for size in windows]
+        self._use_windows([None if size is None else SlidingWindow(size) for size in windows])
         self._slots: Slots | None = None
         self.drafter_bytes = 0
         if isinstance(forward, DecoderForward):
@@ -53,6 +53,13 @@ class CachedRows:
             require_slots(model)
             assert isinstance(forward, TransformersForward)
             self.states = RecurrentStates(forward.model, numbers)
+
+    def _use_windows(self, windows: Sequence[SlidingWindow | None]) -> None:
+        """Let each layer see only this much of the text."""
+        self._windows = list(windows)
+        # Layers with the same window have the same mask: which one each layer has.
+        self._distinct_windows = list(dict.fromkeys(windows))
+        self._mask_of = [self._distinct_windows.index(window) for window in windows]
 
     @property
     def max_prompt(self) -> int:
@@ -116,7 +123,7 @@ class CachedRows:
     @property
     def _other_bytes(self) -> int:
         """What each token takes beside the model's keys and values."""
-        width = self.model.config.get_text_config().hidden_size * self.model.dtype.itemsize
+        width = self.model.config.get_text_config().hidden_size * self.dtype.itemsize
         return self.drafter_bytes + len(self.kept_layers) * width
 
     def add_rows(self, count: int, capacity: int) -> None:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 
@@ -16,12 +16,19 @@ class FedRows(ABC):
 
     _fed = slice(0, 0)
 
-    @contextmanager
-    def only(self, first: int, end: int) -> Iterator[None]:
+    def only(self, first: int, end: int) -> AbstractContextManager[None]:
         """Inside this context, only rows first … end−1 are fed: of all rows, or in another such
         context, of the rows that are fed there."""
+        fed = self._fed
+        begin, end = fed.start + first, fed.start + end
+        if (begin, end) == (fed.start, fed.stop):
+            return nullcontext()
+        return self._only(begin, end)
+
+    @contextmanager
+    def _only(self, begin: int, end: int) -> Iterator[None]:
         before = self._fed
-        self._look_up(before.start + first, before.start + end)
+        self._look_up(begin, end)
         try:
             yield
         finally:

@@ -68,7 +68,8 @@ class _Window:
 
 
 class SlotLayer(CacheLayerMixin):
-    """Keys and values of one layer, [B, H, C, D], written in place."""
+    """Keys and values of one layer, [B, H, C, D], written in place. addresses: of both. strides: of
+    each."""
 
     is_sliding = False
 
@@ -90,7 +91,10 @@ class SlotLayer(CacheLayerMixin):
         change."""
         self._rows, self.capacity = rows, capacity
         if self.is_initialized:
-            self.keys, self.values = (store.of(self.number)[rows] for store in self.stores)
+            keys, values = self.stores
+            self.keys, self.values = keys.of(self.number)[rows], values.of(self.number)[rows]
+            self.addresses = self.keys.data_ptr(), self.values.data_ptr()
+            self.strides = self.keys.stride()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object

@@ -17,6 +17,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -37,6 +38,7 @@ inline Floats most_of(Floats x, Floats y) { return x > y ? x : y; }
 inline Floats least_of(Floats x, Floats y) { return x < y ? x : y; }
 
 constexpr float LOWEST = -87.0f;  // e^x is 0 below
+constexpr float HIDDEN = std::numeric_limits<float>::lowest();  // the score of a slot that is not seen
 
 // e^x: 2^k · e^r with |r| ≤ ln 2 / 2. The error is below 2 units of the last place.
 inline Floats exp_of(Floats x) {
@@ -132,6 +134,8 @@ void product_share(const Number* x, Weights weights, const Number* bias, const N
   }
 }
 
+#include "few_rows_attention.h"
+
 // RMS norm times (weight + offset): y [rows, size].
 void normed(const Number* x, const Number* weight, float offset, float eps, Number* y, int64_t rows,
             int64_t size) {
@@ -166,16 +170,18 @@ struct Layer {
 };
 
 // What all layers of a pass share. cos, sin: [B or 1, n, rotated], for that many numbers of a
-// head, with the sign of sin's first half turned. mask: additive, [B or 1, n, S]. first: the slot of
-// each text's first token, or null if all have `begin`. read: the slots that attention gets, [B, S],
-// or null for those from `from` on.
+// head. mask: the slots that a token sees, [B or 1, n, S],
+// or null if it sees all. first: the slot of each text's first token, or null if all have `begin`.
+// read: the slots that attention gets, [B, S], or null for those from `from` on.
 struct Pass {
   int64_t texts, tokens, slots, from, begin;
-  const Number *cos, *sin, *mask;
+  const Number *cos, *sin;
+  const bool* mask;
   const int64_t *first, *read;
   int64_t rotation_text, rotation_token, mask_text, mask_token, read_text;
   int64_t cache_text, cache_head, rotated;
   Number *normed, *qkv, *mixed, *gated, *between;  // scratch: rows of H, (N+2K)·D, N·D, I, H
+  float* parts;  // [rows, N, chunks, D + 2]: of a text of several chunks, what `attend` made of each
 };
 
 static void turn(Number* head, const Number* cos, const Number* sin, int64_t size) {
@@ -186,60 +192,13 @@ static void turn(Number* head, const Number* cos, const Number* sin, int64_t siz
     // They are rounded as products of tensors are.
     store(products, a * load(cos + k));
     store(products + WIDTH, b * load(cos + k + half));
-    store(head + k, b * load(sin + k) + load(products));
+    store(head + k, load(products) - b * load(sin + k));
     store(head + k + half, a * load(sin + k + half) + load(products + WIDTH));
   }
   for (; k < half; k++) {
     float a = wide(head[k]), b = wide(head[k + half]);
-    head[k] = narrow(wide(narrow(a * wide(cos[k]))) + b * wide(sin[k]));
+    head[k] = narrow(wide(narrow(a * wide(cos[k]))) - b * wide(sin[k]));
     head[k + half] = narrow(wide(narrow(b * wide(cos[k + half]))) + a * wide(sin[k + half]));
-  }
-}
-
-// Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
-// slots, and the rest of the longest is hidden from the others.
-static int64_t seen_slots(const Number* mask, int64_t slots) {
-  for (; slots >= 32; slots -= 32) {
-    bool seen = false;
-    for (int k = 1; k <= 32; k++) seen |= mask[slots - k] != HIDDEN;
-    if (seen) break;
-  }
-  while (slots > 1 && mask[slots - 1] == HIDDEN) slots--;
-  return slots;
-}
-
-// One token's attention in one head. scores: room for S and a vector.
-static void attend(const Number* query, const Number* keys, const Number* values, const Number* mask,
-                   const int64_t* read_slots, int64_t slots, int64_t size, float scale, float* scores,
-                   Number* y) {
-  slots = seen_slots(mask, slots);
-  int64_t padded = (slots + WIDTH - 1) / WIDTH * WIDTH;
-  for (int64_t s = 0; s < slots; s++) {
-    const Number* key = keys + (read_slots ? read_slots[s] : s) * size;
-    scores[s] = dot(query, key, size) * scale + wide(mask[s]);
-  }
-  for (int64_t s = slots; s < padded; s++) scores[s] = -INFINITY;
-  Floats most = all(-INFINITY), total = {};
-  for (int64_t s = 0; s < padded; s += WIDTH) most = most_of(most, read(scores + s));
-  float top = largest_of(most);
-  for (int64_t s = 0; s < padded; s += WIDTH) {
-    Floats apart = read(scores + s) - top;
-    // A masked slot has no weight at all.
-    Floats weight = apart > all(LOWEST) ? exp_of(apart) : all(0.0f);
-    std::memcpy(scores + s, &weight, sizeof weight);
-    total += weight;
-  }
-  float share = 1.0f / sum_of(total);
-  for (int64_t k = 0; k < size; k += OUT) {
-    Floats low = {}, high = {};
-    for (int64_t s = 0; s < slots; s++) {
-      if (scores[s] == 0.0f) continue;
-      const Number* value = values + (read_slots ? read_slots[s] : s) * size + k;
-      low = load(value) * scores[s] + low;
-      high = load(value + WIDTH) * scores[s] + high;
-    }
-    store(y + k, low * share);
-    store(y + k + WIDTH, high * share);
   }
 }
 
@@ -288,27 +247,89 @@ static void begins(const Layer* layer, const Pass* pass, const Number* x, Number
   }
 }
 
+// Attention of all tokens in `pass->mixed`. All threads call this.
+static void mixes(const Layer* layer, const Pass* pass, const Number* keys, const Number* values) {
+  const int64_t size = layer->head, heads = layer->query_heads, group = heads / layer->key_heads;
+  const int64_t width = (heads + 2 * layer->key_heads) * size, part_size = size + 2;
+  // Chunks begin at the same slots of a text, wherever the slots of this pass begin.
+  const int64_t before = pass->read ? 0 : pass->from % CHUNK;
+  const int64_t chunks = (before + pass->slots + CHUNK - 1) / CHUNK;
+  const int64_t blocks = (pass->tokens + TOKENS - 1) / TOKENS, most = TOKENS * group;
+  std::vector<float> scores(most * (CHUNK + WIDTH)), sums(most * size);
+  std::vector<Query> queries;
+#pragma omp for schedule(dynamic, 1)
+  for (int64_t item = 0; item < pass->texts * layer->key_heads * blocks * chunks; item++) {
+    const int64_t chunk = item % chunks, block = item / chunks % blocks;
+    const int64_t key_head = item / chunks / blocks % layer->key_heads;
+    const int64_t text = item / chunks / blocks / layer->key_heads;
+    const int64_t begin = std::max<int64_t>(chunk * CHUNK - before, 0);
+    int64_t end = 0;
+    queries.clear();
+    std::fill(sums.begin(), sums.end(), 0.0f);
+    const int64_t first = block * TOKENS, last = std::min(first + TOKENS, pass->tokens);
+    for (int64_t token = first; token < last; token++) {
+      const bool* mask = pass->mask ? pass->mask + text * pass->mask_text + token * pass->mask_token : nullptr;
+      const int64_t slots = seen_slots(mask, pass->slots);
+      end = std::max(end, slots);
+      for (int64_t k = 0; k < group; k++) {
+        const int64_t row = text * pass->tokens + token, head = key_head * group + k;
+        const int64_t number = queries.size();
+        queries.push_back({pass->qkv + row * width + head * size, mask, slots,
+                           &scores[number * (CHUNK + WIDTH)], &sums[number * size], HIDDEN, 0.0f});
+      }
+    }
+    end = std::min(end, (chunk + 1) * CHUNK - before);
+    const int64_t place = text * pass->cache_text + key_head * pass->cache_head;
+    const int64_t skipped = pass->read ? 0 : pass->from * size;
+    const int64_t* slots = pass->read ? pass->read + text * pass->read_text : nullptr;
+    const Cache cache = {keys + place + skipped, values + place + skipped, slots, size};
+    if (begin < end) attend(queries, cache, begin, end, layer->scale);
+    for (int64_t j = 0; j < int64_t(queries.size()); j++) {
+      const Query& query = queries[j];
+      const int64_t row = text * pass->tokens + first + j / group, head = key_head * group + j % group;
+      if (chunks == 1) {
+        Number* y = pass->mixed + (row * heads + head) * size;
+        const float share = 1.0f / query.total;
+        for (int64_t k = 0; k < size; k += WIDTH) store(y + k, read(query.sums + k) * share);
+      } else {
+        float* part = pass->parts + ((row * heads + head) * chunks + chunk) * part_size;
+        std::memcpy(part, query.sums, size * sizeof(float));
+        part[size] = query.top, part[size + 1] = query.total;
+      }
+    }
+  }
+  if (chunks == 1) return;
+#pragma omp for
+  for (int64_t item = 0; item < pass->texts * pass->tokens * heads; item++) {
+    const float* parts = pass->parts + item * chunks * part_size;
+    float top = HIDDEN, total = 0.0f;
+    std::fill(sums.begin(), sums.begin() + size, 0.0f);
+    for (int64_t c = 0; c < chunks; c++) top = std::max(top, parts[c * part_size + size]);
+    for (int64_t c = 0; c < chunks; c++) {
+      const float* part = parts + c * part_size;
+      if (part[size + 1] == 0.0f) continue;
+      const float apart = part[size] - top, factor = apart > LOWEST ? exp_of(all(apart))[0] : 0.0f;
+      if (factor == 0.0f) continue;
+      total = part[size + 1] * factor + total;
+      for (int64_t k = 0; k < size; k += WIDTH) {
+        const Floats sum = read(part + k) * factor + read(&sums[k]);
+        std::memcpy(&sums[k], &sum, sizeof sum);
+      }
+    }
+    const float share = 1.0f / total;
+    for (int64_t k = 0; k < size; k += WIDTH) store(pass->mixed + item * size + k, read(&sums[k]) * share);
+  }
+}
+
 // Attention and the rest of a layer: y [rows, H]. All threads call this.
 static void ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
                  const Number* values, Number* y, bool attention, bool mlp) {
-  const int64_t rows = pass->texts * pass->tokens, size = layer->head, hidden = layer->hidden;
-  const int64_t width = (layer->query_heads + 2 * layer->key_heads) * size;
-  const int64_t mixed = layer->query_heads * size, group = layer->query_heads / layer->key_heads;
+  const int64_t rows = pass->texts * pass->tokens, hidden = layer->hidden;
+  const int64_t mixed = layer->query_heads * layer->head;
   Number* attended = mlp ? pass->between : y;
   const Number* between = attention ? attended : states;
   if (attention) {
-    std::vector<float> scores(pass->slots + WIDTH);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t item = 0; item < rows * layer->query_heads; item++) {
-      int64_t row = item / layer->query_heads, number = item % layer->query_heads;
-      int64_t text = row / pass->tokens, token = row % pass->tokens;
-      int64_t place = text * pass->cache_text + number / group * pass->cache_head;
-      const int64_t* read = pass->read ? pass->read + text * pass->read_text : nullptr;
-      if (!read) place += pass->from * size;
-      attend(pass->qkv + row * width + number * size, keys + place, values + place,
-             pass->mask + text * pass->mask_text + token * pass->mask_token, read, pass->slots,
-             size, layer->scale, scores.data(), pass->mixed + row * mixed + number * size);
-    }
+    mixes(layer, pass, keys, values);
     product_share(pass->mixed, {layer->out, layer->out_form}, nullptr, states, attended, rows, mixed, hidden, ADD);
 #pragma omp barrier
   }

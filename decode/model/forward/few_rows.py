@@ -36,19 +36,21 @@ logger = logging.getLogger(__name__)
 
 FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 MODES = {"none": 0, "add": 1, "mul": 2, "swish": 3}
+FUNCTIONS = "product", "layer_begins", "layer_ends", "layers"
 SWITCH = "DRAFTSMITH_FEW_ROWS"
 SOURCE = Path(__file__).with_suffix(".cpp")
+ATTENTION = SOURCE.with_name("few_rows_attention.h")
 FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-fopenmp", "-w", "-mavx2", "-mfma"]
 FLAGS += ["-mf16c"]
 
 
-@dataclass(frozen=True)
 class Blocks:
     """Packed weights. data: [out / outputs of a block, …]. form: how they are stored, as in
-    few_rows.cpp."""
+    few_rows.cpp. address: of the data."""
 
-    data: Tensor
-    form: int
+    def __init__(self, data: Tensor, form: int) -> None:
+        self.data, self.form = data, form
+        self.address, self._count = data.data_ptr(), len(data)
 
     @classmethod
     def of(cls, data: Tensor) -> "Blocks":
@@ -56,7 +58,7 @@ class Blocks:
         return cls(in_huge_pages(data), FORMS[data.dtype])
 
     def __len__(self) -> int:
-        return len(self.data)
+        return self._count
 
     def __getitem__(self, part: slice) -> "Blocks":
         return Blocks(self.data[part], self.form)
@@ -80,14 +82,18 @@ class Numbers:
 
 NUMBERS = {
     torch.bfloat16: Numbers(
-        (SOURCE.with_name("few_rows_bfloat16.h"),),
+        (SOURCE.with_name("few_rows_bfloat16.h"), ATTENTION),
         outputs=32,
         needs=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}),
         flags=("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16"),
         leaves_to="amx_bf16",
     ),
     torch.float32: Numbers(
-        (SOURCE.with_name("few_rows_float32.h"), SOURCE.with_name("few_rows_own_forms.h")),
+        (
+            SOURCE.with_name("few_rows_float32.h"),
+            SOURCE.with_name("few_rows_own_forms.h"),
+            ATTENTION,
+        ),
         outputs=16,
         needs=frozenset({"avx2", "fma", "f16c"}),
     ),
@@ -122,8 +128,8 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     found.layer_begins.argtypes = [pointer] * 5
     found.layer_ends.argtypes = [pointer] * 6 + [flag] * 2
     found.layers.argtypes = [pointer] * 6 + [size]
-    for function in (found.product, found.layer_begins, found.layer_ends, found.layers):
-        function.restype = None
+    for name in FUNCTIONS:
+        getattr(found, name).restype = None
     return found
 
 
@@ -221,7 +227,16 @@ def multiply(
     result = x.new_empty(*x.shape[:-1], out)
     if other is not None:
         other = other.expand_as(result).contiguous()
-    rows = x.numel() // size
-    addresses = [None if t is None else t.data_ptr() for t in (x, packed.data, bias, other, result)]
-    found.product(*addresses, rows, size, out, MODES[mode], packed.form)
+    found.product(
+        x.data_ptr(),
+        packed.address,
+        None if bias is None else bias.data_ptr(),
+        None if other is None else other.data_ptr(),
+        result.data_ptr(),
+        x.numel() // size,
+        size,
+        out,
+        MODES[mode],
+        packed.form,
+    )
     return result

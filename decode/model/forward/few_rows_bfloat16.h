@@ -8,7 +8,6 @@
 using Number = uint16_t;  // of states, keys, values and norms
 constexpr int WIDTH = 16;  // numbers of a vector
 constexpr int MOST = 12;   // rows whose sums fit into registers
-constexpr Number HIDDEN = 0xFF7F;  // of an additive mask: the lowest number
 typedef float Floats __attribute__((vector_size(64)));
 
 constexpr int WHOLE = 1, BYTES = 2;
@@ -59,6 +58,13 @@ inline float dot(const Number* a, const Number* b, int64_t size) {
     sum = _mm512_dpbf16_ps(sum, (__m512bh)_mm512_loadu_si512(a + k),
                            (__m512bh)_mm512_loadu_si512(b + k));
   return _mm512_reduce_add_ps(sum);
+}
+
+// The products of Q queries with 16 keys, of `size` numbers, a multiple of 32: y [Q].
+template <int Q>
+inline void dots(const Number* const* queries, const Number* const* keys, int64_t size, Floats* y) {
+  for (int s = 0; s < WIDTH; s++)
+    for (int j = 0; j < Q; j++) y[j][s] = dot(queries[j], keys[s], size);
 }
 
 // The sum of the numbers of a row.

@@ -8,7 +8,6 @@
 using Number = float;     // of states, keys, values and norms
 constexpr int WIDTH = 8;  // numbers of a vector
 constexpr int MOST = 6;   // rows whose sums fit into registers
-constexpr Number HIDDEN = std::numeric_limits<float>::lowest();  // of an additive mask
 typedef float Floats __attribute__((vector_size(32)));
 
 constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
@@ -52,14 +51,35 @@ inline float largest_of(Floats x) {
   return most;
 }
 
-// a · b of `size` numbers, a multiple of 16.
-inline float dot(const Number* a, const Number* b, int64_t size) {
-  Floats first = {}, second = {};
-  for (int64_t k = 0; k < size; k += 2 * WIDTH) {
-    first = load(a + k) * load(b + k) + first;
-    second = load(a + k + WIDTH) * load(b + k + WIDTH) + second;
+// The sums of each of four vectors.
+inline __m128 sums_of(const Floats* x) {
+  const __m256 low = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]);
+  const __m256 high = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
+  const __m256 both = _mm256_hadd_ps(low, high);
+  return _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+}
+
+// The products of Q queries with 8 keys, of `size` numbers, a multiple of 8: y [Q].
+template <int Q>
+inline void dots(const Number* const* queries, const Number* const* keys, int64_t size, Floats* y) {
+  __m128 found[2][Q];
+#pragma GCC unroll 2
+  for (int half = 0; half < 2; half++) {
+    Floats sums[Q][4] = {};
+    for (int64_t k = 0; k < size; k += WIDTH) {
+      Floats numbers[Q];
+#pragma GCC unroll 3
+      for (int j = 0; j < Q; j++) numbers[j] = load(queries[j] + k);
+#pragma GCC unroll 4
+      for (int s = 0; s < 4; s++) {
+        const Floats key = load(keys[4 * half + s] + k);
+#pragma GCC unroll 3
+        for (int j = 0; j < Q; j++) sums[j][s] = numbers[j] * key + sums[j][s];
+      }
+    }
+    for (int j = 0; j < Q; j++) found[half][j] = sums_of(sums[j]);
   }
-  return sum_of(first + second);
+  for (int j = 0; j < Q; j++) y[j] = (Floats)_mm256_set_m128(found[1][j], found[0][j]);
 }
 
 // 8 weights in bytes.

@@ -7,7 +7,7 @@ has no norm before attention: it gets the input of attention beside the states.
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,9 +18,12 @@ from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_parts import LeanNorm, Packed, PackedLinear
+from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
+# `CHUNK` of few_rows_attention.h.
+CHUNK = 512
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -41,14 +44,15 @@ class _Layer(ctypes.Structure):
 
 
 class _Pass(ctypes.Structure):
-    """`Pass` of few_rows.cpp."""
+    """`Pass` of few_rows.cpp. address: its own."""
 
+    address: int
     _fields_ = (
         *((name, _int) for name in ("texts", "tokens", "slots", "begin_read", "begin")),
         *((name, _pointer) for name in ("cos", "sin", "mask", "first", "read")),
         *((name, _int) for name in ("rotation_text", "rotation_token", "mask_text", "mask_token")),
         *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
-        *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between")),
+        *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
     )
 
 
@@ -155,39 +159,48 @@ def few_rows_layer(
 
 
 class FewRowsPass:
-    """One pass over few tokens.
+    """One pass over few tokens. Layers with the same mask, rotation and place of keys share what
+    C++ needs to know of it.
 
     states: [B, n, H], the input of the first layer. layers: all of them, for the sizes of the
     scratch memory.
     """
 
     def __init__(self, states: Tensor, layers: Sequence[FewRowsLayer]) -> None:
-        self._texts, self._tokens = states.shape[:2]
+        self._states = states
+        self._texts, self._tokens, _ = states.shape
         rows = self._texts * self._tokens
-        widths = map(max, zip(*(layer.widths for layer in layers), strict=True))
-        self._scratch = [states.new_empty(rows, width) for width in widths]
-        self._passes: dict[Any, tuple[_Pass, Any]] = {}
+        widths = [max(some) for some in zip(*[x.widths for x in layers], strict=True)]
+        self._scratch = states.new_empty(rows, sum(widths))
+        self._places: list[int] = []  # the addresses of its parts
+        place, step = self._scratch.data_ptr(), rows * states.itemsize
+        for width in widths:
+            self._places.append(place)
+            place += width * step
+        self._passes: dict[Any, _Pass] = {}
+        self._kept: list[Any] = []  # their memory lives as long as the addresses
 
     @staticmethod
     def fits(
         states: Tensor,
-        rotations: Iterable[tuple[Tensor, Tensor]],
+        rotations: Iterable[Rotation],
         masks: Iterable[AttentionMask],
         slots: Iterable[object],
     ) -> bool:
         """Whether a pass over these states [B, n, H] can be run so."""
+        tokens, dtype = states.shape[1], states.dtype
         return (
-            states.shape[1] <= MOST_TOKENS
-            and all(cos.dtype == states.dtype for cos, _ in rotations)
-            and all(mask.additive is not None or states.shape[1] == 1 for mask in masks)
-            and all(isinstance(layer, SlotLayer) for layer in slots)
+            tokens <= MOST_TOKENS
+            and {rotation.cos.dtype for rotation in rotations} <= {dtype}
+            and (tokens == 1 or None not in [mask.visible for mask in masks])
+            and {type(layer) for layer in slots} == {SlotLayer}
         )
 
     def run(
         self,
         layer: FewRowsLayer,
         states: Tensor,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         mask: AttentionMask,
         slots: SlotLayer,
         *,
@@ -199,12 +212,10 @@ class FewRowsPass:
         attention_input: [B, n, R], of a layer without a norm before attention."""
         found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
-        parts = layer.parts
-        self._initialise(layer, slots, states)
-        place = ctypes.addressof(self._shared(layer, rotation, mask, slots))
-        keys, values = slots.keys.data_ptr(), slots.values.data_ptr()
+        (place,) = self._shared([layer], {"": rotation}, [""], [mask], [slots])
+        keys, values = slots.addresses
         if attention:
-            read = states if parts.attention_in is not None else attention_input
+            read = states if layer.parts.attention_in is not None else attention_input
             assert read is not None
             found.layer_begins(layer.address, place, read.data_ptr(), keys, values)
             if mask.watch is not None:
@@ -218,102 +229,128 @@ class FewRowsPass:
     def run_all(
         self,
         layers: Sequence[FewRowsLayer],
-        states: Tensor,
-        rotations: Sequence[tuple[Tensor, Tensor]],
+        rotations: Mapping[str, Rotation],
+        kinds: Sequence[str],
         masks: Sequence[AttentionMask],
         slots: Sequence[SlotLayer],
         kept: Sequence[int],
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """The states after all layers, in one call, and those after the layers `kept`, by their
-        numbers. No mask has a watch. The other arguments are those of `run`, one for each layer."""
+        numbers. kinds: which of the rotations each layer has. No mask has a watch. masks, slots:
+        one for each layer."""
+        states, count = self._states, len(layers)
         found = few_rows.library(states.dtype)
         assert found is not None
-        for layer, slot_layer in zip(layers, slots, strict=True):
-            self._initialise(layer, slot_layer, states)
+        places = self._shared(layers, rotations, kinds, masks, slots)
         # Two tensors in turns are enough, but for those that are kept.
         two = torch.empty_like(states), torch.empty_like(states)
-        outputs = [
-            torch.empty_like(states) if n in kept else two[n % 2] for n in range(len(layers))
-        ]
-        every = zip(layers, rotations, masks, slots, strict=True)
+        features = {number: torch.empty_like(states) for number in kept}
+        turns = [x.data_ptr() for x in two] * count
+        outputs = turns[:count]
+        for number, x in features.items():
+            outputs[number] = x.data_ptr()
+        pointers = _pointer * count
         found.layers(
-            _addresses(layer.address for layer in layers),
-            _addresses(ctypes.addressof(self._shared(*each)) for each in every),
+            pointers(*[layer.address for layer in layers]),
+            pointers(*places),
             states.data_ptr(),
-            _addresses(x.keys.data_ptr() for x in slots),
-            _addresses(x.values.data_ptr() for x in slots),
-            _addresses(x.data_ptr() for x in outputs),
-            len(layers),
+            pointers(*[x.addresses[0] for x in slots]),
+            pointers(*[x.addresses[1] for x in slots]),
+            pointers(*outputs),
+            count,
         )
-        return outputs[-1], {number: outputs[number] for number in kept}
-
-    def _initialise(self, layer: FewRowsLayer, slots: SlotLayer, states: Tensor) -> None:
-        if not slots.is_initialized:
-            shape = self._texts, layer.parts.key_heads, 0, layer.parts.head_size
-            slots.lazy_initialization(states.new_empty(shape), states.new_empty(shape))
+        last = count - 1
+        return features[last] if last in features else two[last % 2], features
 
     def _queries(self, layer: FewRowsLayer) -> Tensor:
         """[B, N, n, D]."""
-        parts = layer.parts
+        parts, rows = layer.parts, self._texts * self._tokens
         heads = parts.query_heads + 2 * parts.key_heads
-        used = self._scratch[1].flatten()[: self._texts * self._tokens * heads * parts.head_size]
+        begin = (self._places[1] - self._places[0]) // self._scratch.itemsize
+        used = self._scratch.flatten()[begin : begin + rows * heads * parts.head_size]
         every = used.view(self._texts, self._tokens, heads, parts.head_size)
         return every[:, :, : parts.query_heads].transpose(1, 2)
 
     def _shared(
         self,
-        layer: FewRowsLayer,
-        rotation: tuple[Tensor, Tensor],
-        mask: AttentionMask,
-        slots: SlotLayer,
-    ) -> _Pass:
-        """What layers with this mask, rotation and place of keys share."""
-        key = id(mask.additive), id(rotation[0]), slots.keys.stride()[:2]
-        if key not in self._passes:
-            self._passes[key] = self._made(layer, rotation, mask.additive, slots)
-        return self._passes[key][0]
+        layers: Sequence[FewRowsLayer],
+        rotations: Mapping[str, Rotation],
+        kinds: Sequence[str],
+        masks: Sequence[AttentionMask],
+        slots: Sequence[SlotLayer],
+    ) -> list[int]:
+        """The address of the `_Pass` of each layer. Its slots have memory from now on."""
+        for layer, slot in zip(layers, slots, strict=True):
+            if not slot.is_initialized:
+                shape = self._texts, layer.parts.key_heads, 0, layer.parts.head_size
+                nothing = self._states.new_empty(shape)
+                slot.lazy_initialization(nothing, nothing)
+        every = [(x, kind, slot.strides) for x, kind, slot in zip(masks, kinds, slots, strict=True)]
+        for number, key in enumerate(every):
+            if key not in self._passes:
+                mask, kind, _ = key
+                self._passes[key] = self._made(
+                    layers[number], rotations[kind], mask.visible, slots[number]
+                )
+        return [self._passes[key].address for key in every]
 
     def _made(
         self,
         layer: FewRowsLayer,
-        rotation: tuple[Tensor, Tensor],
+        rotation: Rotation,
         mask: Tensor | None,
         slots: SlotLayer,
-    ) -> tuple[_Pass, Any]:
-        window = slots.window
-        if mask is None:  # one token, which sees all slots
-            mask = self._scratch[0].new_zeros(1, 1, 1, window.count)
-        assert slots.keys.stride()[2:] == (layer.parts.head_size, 1)
-        cos, sin = (x.reshape(*x.shape[:2], -1) for x in rotation)
-        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+    ) -> _Pass:
+        window, cos, sin = slots.window, rotation.cos, rotation.sin
+        assert slots.strides[2:] == (layer.parts.head_size, 1)
+        if mask is not None and mask.stride(3) != 1:
+            mask = mask.contiguous()
         first = read = None
         if window.begin is None:
-            first = window.slots_on(mask.device)[1][:, 0].contiguous()
-        if isinstance(window.read, Tensor):
+            first = window.slots_on(slots.keys.device)[1][:, 0].contiguous()
+        begin_read = 0
+        if isinstance(window.read, slice):
+            begin_read = window.read.start
+        else:
             read = window.read.contiguous()
-        kept = cos, sin, mask, first, read
-        struct = _Pass(
-            self._texts,
-            self._tokens,
-            window.count,
-            0 if isinstance(window.read, Tensor) else window.read.start,
-            window.begin or 0,
-            *(None if x is None else x.data_ptr() for x in kept),
-            _step(cos, 0),
-            cos.stride(1),
-            _step(mask, 0),
-            mask.stride(2),
-            0 if read is None else _step(read, 0),
-            *slots.keys.stride()[:2],
-            cos.shape[2],
-            *(x.data_ptr() for x in self._scratch),
+        parts, chunks = None, -(-(begin_read % CHUNK + window.count) // CHUNK)
+        if chunks > 1:
+            of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
+            parts = torch.empty(self._texts * self._tokens * of_row, dtype=torch.float32)
+        self._kept += cos, sin, mask, first, read, parts
+        normed, qkv, mixed, gated, between = self._places
+        made = _Pass(
+            texts=self._texts,
+            tokens=self._tokens,
+            slots=window.count,
+            begin_read=begin_read,
+            begin=window.begin or 0,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            mask=_address(mask),
+            first=_address(first),
+            read=_address(read),
+            rotation_text=_step(cos, 0),
+            rotation_token=cos.stride(1),
+            mask_text=0 if mask is None else _step(mask, 0),
+            mask_token=0 if mask is None else mask.stride(2),
+            read_text=0 if read is None else _step(read, 0),
+            cache_text=slots.strides[0],
+            cache_head=slots.strides[1],
+            rotated=cos.shape[2],
+            normed=normed,
+            qkv=qkv,
+            mixed=mixed,
+            gated=gated,
+            between=between,
+            parts=_address(parts),
         )
-        return struct, kept
+        made.address = ctypes.addressof(made)
+        return made
 
 
-def _addresses(every: Iterable[int]) -> ctypes.Array[ctypes.c_void_p]:
-    each = list(every)
-    return (_pointer * len(each))(*each)
+def _address(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
 
 
 def _step(x: Tensor, dimension: int) -> int:

@@ -26,9 +26,10 @@ from decode.model.forward.attention_mask import (
 from decode.model.forward.few_rows_layers import FewRowsLayer, FewRowsPass
 from decode.model.forward.kept_bits import products_keep_bits
 from decode.model.forward.layer_parts import LayerParts
-from decode.model.forward.lean_layer import LeanLayer, Rotation, rotation_of
-from decode.model.forward.lean_parts import LeanNorm
+from decode.model.forward.lean_layer import LeanLayer
+from decode.model.forward.lean_parts import LeanNorm, Packed
 from decode.model.forward.low_rank_output import output_product
+from decode.model.forward.rotations import Rotation, Rotations
 from decode.model.hidden_states import FINAL
 
 # Not on a CPU, keys are padded to a multiple of this. Then many steps of a growing text have
@@ -36,7 +37,7 @@ from decode.model.hidden_states import FINAL
 STATIC_SLOT_STEP = 256
 
 
-class LeanForward(nn.Module):
+class LeanForward(Packed):
     """A causal LM as embedding, `LeanLayer`s, norm and output layer.
 
     rotary: the model's module of rotary positions. rotary_kinds: the layer types it takes as an
@@ -72,6 +73,8 @@ class LeanForward(nn.Module):
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
         self.layers = nn.ModuleList(LeanLayer(parts, packed=packed) for parts in layers)
+        self._rotations, self._kinds = Rotations(rotary), [str(parts.kind) for parts in layers]
+        self.refresh()
         self.output = output_product(output, packed=packed)
         self.rotary_kinds, self.scale, self.softcap = tuple(rotary_kinds), scale, softcap
         # Capped scores are sums whose order depends on the number of tokens.
@@ -80,6 +83,11 @@ class LeanForward(nn.Module):
             and all(parts.softcap is None for parts in layers)
             and products_keep_bits(self, LONGEST_CHAIN)
         )
+
+    def refresh(self) -> None:
+        # Each pass reads them, and a look-up among the parts of modules is slow.
+        every: list[FewRowsLayer | None] = [layer.few_rows for layer in self.layers]  # type: ignore[misc]
+        self._few_rows = [layer for layer in every if layer is not None]
 
     def changed(
         self, attention: Iterable[int], mlps: Iterable[int], embedding: nn.Module | None = None
@@ -101,9 +109,9 @@ class LeanForward(nn.Module):
     def rotations(self, states: Tensor, positions: Tensor) -> dict[str, Rotation]:
         """By layer type; under "" if all types share one. positions: int64 [B, n]."""
         if not self.rotary_kinds:
-            return {"": rotation_of(*self.rotary(states, positions))}
-        kinds = self.rotary_kinds
-        return {kind: rotation_of(*self.rotary(states, positions, kind)) for kind in kinds}
+            return {"": Rotation(*self._rotations.of(positions, states))}
+        every = self.rotary_kinds
+        return {kind: Rotation(*self._rotations.of(positions, states, kind)) for kind in every}
 
     def read_out(self, states: Tensor) -> Tensor:
         """[B, n, V]: logits, for normed states."""
@@ -126,19 +134,16 @@ class LeanForward(nn.Module):
         """
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
-        shared = rotations.get("")
-        kinds = [str(layer.parts.kind) for layer in self.layers]  # type: ignore[union-attr]
-        turns = [shared or rotations[kind] for kind in kinds]
-        few_rows, layers = None, self._few_rows_layers
-        if layers and FewRowsPass.fits(states, rotations.values(), masks, slots):
+        kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
+        few_rows, layers = None, self._few_rows
+        if layers and FewRowsPass.fits(states, rotations.values(), set(masks), slots):
             few_rows = FewRowsPass(states, layers)
-        whole = len(layers) == len(self.layers) and not (
-            self.skipped_attention or self.skipped_mlps
-        )
+        whole = len(layers) == len(masks) and not (self.skipped_attention or self.skipped_mlps)
         if few_rows is not None and whole and masks[0].watch is None:
             kept = [number for number in captured_layers if number != FINAL]
-            states, features = few_rows.run_all(layers, states, turns, masks, slots, kept)
+            states, features = few_rows.run_all(layers, rotations, kinds, masks, slots, kept)
         else:
+            turns = [rotations[kind] for kind in kinds]
             every = zip(turns, masks, slots, strict=True)
             states, features = self._one_by_one(states, [*every], few_rows, captured_layers)
         if FINAL in captured_layers:
@@ -175,11 +180,6 @@ class LeanForward(nn.Module):
             if number in kept:
                 features[number] = states
         return states, features
-
-    @property
-    def _few_rows_layers(self) -> list[FewRowsLayer]:
-        """The layers that run in C++."""
-        return [x.few_rows for x in self.layers if x.few_rows is not None]  # type: ignore[misc]
 
 
 def columns_of(x: Tensor, columns: Tensor | None) -> Tensor:

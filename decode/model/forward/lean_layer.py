@@ -10,10 +10,7 @@ from decode.model.forward.attention_mask import Attend, SlotAttention
 from decode.model.forward.few_rows_layers import FewRowsPass, few_rows_layer
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm, Product, product
-
-# cos and sin of the positions, [B, n, 1, 2, R/2] for R rotated numbers of a head. The first half of
-# sin is negated.
-Rotation = tuple[Tensor, Tensor]
+from decode.model.forward.rotations import Rotation
 
 
 class LeanLayer(nn.Module):
@@ -101,15 +98,8 @@ def _normed_heads(heads: Tensor, norm: LeanNorm) -> Tensor:
 
 def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
     """heads: [B, n, N, D]. The first R numbers of each head are rotated."""
-    cos, sin = rotation
-    size = 2 * cos.shape[4]
+    (cos, sin), size = rotation.halves, rotation.cos.shape[2]
     halves = (heads if size == heads.shape[3] else heads[..., :size]).unflatten(-1, (2, -1))
     # Some models have cos and sin in float32.
     rotated = torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2).to(heads.dtype)
     return rotated if size == heads.shape[3] else torch.cat([rotated, heads[..., size:]], -1)
-
-
-def rotation_of(cos: Tensor, sin: Tensor) -> Rotation:
-    """The `Rotation` for cos and sin of transformers' rotary modules, [B, n, R] each."""
-    cos, sin = (x[:, :, None].unflatten(-1, (2, -1)) for x in (cos, sin))
-    return cos, torch.cat([-sin[:, :, :, :1], sin[:, :, :, 1:]], 3)

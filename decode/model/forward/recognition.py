@@ -15,9 +15,10 @@ from transformers import PreTrainedModel
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.forward.layer_parts import LayerParts
 from decode.model.forward.lean_forward import LeanForward
-from decode.model.forward.lean_layer import LeanLayer, rotation_of
+from decode.model.forward.lean_layer import LeanLayer
 from decode.model.forward.lean_parts import ACTIVATIONS, LeanNorm
 from decode.model.forward.low_rank_output import LowRankLinear
+from decode.model.forward.rotations import Rotation
 from decode.model.pretrained import is_hooked
 
 # A layer is compared on tokens at the positions 0, STRIDE, 2·STRIDE, ….
@@ -246,8 +247,7 @@ def _computes_the_same(layer: nn.Module, rotary: nn.Module, config: Any, packed:
 
     try:
         cos, sin = rotary(states, positions, *kind)
-        rotation = rotation_of(cos, sin)
-        update = lean(states, rotation, attend) - states
+        update = lean(states, Rotation(cos, sin), attend) - states
         expected = layer(states, attention_mask=mask.additive, position_embeddings=(cos, sin))
         if not isinstance(expected, Tensor):
             return False

@@ -1,0 +1,157 @@
+// Attention of few tokens over the slots of their texts, at the speed of memory.
+//
+// The query heads that share a key head, of some tokens of a text, go through the slots together. So
+// keys and values are read once for all of them. Products with the keys of several slots are summed
+// across registers together. A long text is cut into chunks, which are work for all threads and are
+// merged at the end.
+//
+// All sums of a query have the same order whatever is computed beside it: chunks begin at multiples
+// of `CHUNK`, and slots that it does not see add nothing.
+
+constexpr int CHUNK = 512;  // slots
+constexpr int TILE = 64;    // slots whose values stay in the cache while all queries read them
+constexpr int TOGETHER = 3;  // queries whose sums fit into registers
+constexpr int TOKENS = 4;   // of a text, in one item of work
+
+typedef int32_t Whole __attribute__((vector_size(sizeof(Floats))));
+typedef uint8_t Bytes __attribute__((vector_size(WIDTH)));
+
+// Of S slots, how many there are up to the last that a token sees. Texts of a batch end in different
+// slots, and the rest of the longest is hidden from the others.
+inline int64_t seen_slots(const bool* mask, int64_t slots) {
+  if (!mask) return slots;
+  for (; slots >= 32; slots -= 32) {
+    bool seen = false;
+    for (int k = 1; k <= 32; k++) seen |= mask[slots - k];
+    if (seen) break;
+  }
+  while (slots > 1 && !mask[slots - 1]) slots--;
+  return slots;
+}
+
+// The slots of one key head of a text. read: which ones, or null for all from the first on.
+struct Cache {
+  const Number *keys, *values;
+  const int64_t* read;
+  int64_t size;
+  const Number* key(int64_t s) const { return keys + (read ? read[s] : s) * size; }
+  const Number* value(int64_t s) const { return values + (read ? read[s] : s) * size; }
+};
+
+// One query: its mask, the slots that it sees the last of, its scores and sums in a chunk.
+struct Query {
+  const Number* numbers;
+  const bool* mask;
+  int64_t slots;
+  float *scores, *sums;  // [CHUNK], [size]
+  float top, total;
+};
+
+// Scores of the slots from `begin` to `end`, and hidden ones up to a multiple of WIDTH.
+template <int Q>
+void score(Query* queries, const Cache& cache, int64_t begin, int64_t end, float scale) {
+  const Number* numbers[Q];
+  for (int j = 0; j < Q; j++) numbers[j] = queries[j].numbers;
+  for (int64_t s = begin; s < end; s += WIDTH) {
+    const Number* keys[WIDTH];
+    for (int k = 0; k < WIDTH; k++) keys[k] = cache.key(std::min(s + k, end - 1));
+    Floats found[Q];
+    dots<Q>(numbers, keys, cache.size, found);
+    for (int j = 0; j < Q; j++) {
+      Bytes seen = {};
+      const int64_t count = std::min<int64_t>(std::min(queries[j].slots, end) - s, WIDTH);
+      if (count > 0 && queries[j].mask) std::memcpy(&seen, queries[j].mask + s, count);
+      else if (count > 0) std::memset(&seen, 1, count);
+      const Whole shown = __builtin_convertvector(seen, Whole);
+      const Floats scores = shown != 0 ? found[j] * scale : all(HIDDEN);
+      std::memcpy(queries[j].scores + (s - begin), &scores, sizeof scores);
+    }
+  }
+}
+
+// Turns the scores of `count` slots, a multiple of WIDTH, into weights that are not yet divided by
+// their total.
+inline void weigh(Query& query, int64_t count) {
+  Floats most = all(HIDDEN), total = {};
+  for (int64_t s = 0; s < count; s += WIDTH) most = most_of(most, read(query.scores + s));
+  query.top = largest_of(most);
+  for (int64_t s = 0; s < count; s += WIDTH) {
+    const Floats score = read(query.scores + s), apart = score - query.top;
+    // A hidden slot has no weight at all.
+    Floats weight = apart > all(LOWEST) ? exp_of(apart) : all(0.0f);
+    weight = score > all(HIDDEN) ? weight : all(0.0f);
+    std::memcpy(query.scores + s, &weight, sizeof weight);
+    total += weight;
+  }
+  query.total = sum_of(total);
+}
+
+// As `add_tile`, of V vectors of the sums from a column on.
+template <int Q, int V>
+void add_values(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end,
+                int64_t column) {
+  Floats sums[Q][V];
+  for (int j = 0; j < Q; j++)
+    for (int v = 0; v < V; v++) sums[j][v] = read(queries[j].sums + column + v * WIDTH);
+  for (int64_t s = first; s < end; s++) {
+    const Number* value = cache.value(s) + column;
+    bool some = false, every = true;
+    for (int j = 0; j < Q; j++) {
+      const bool weighs = queries[j].scores[s - begin] != 0.0f;
+      some |= weighs, every &= weighs;
+    }
+    if (!some) continue;
+    Floats numbers[V];
+    for (int v = 0; v < V; v++) numbers[v] = load(value + v * WIDTH);
+#pragma GCC unroll 3
+    for (int j = 0; j < Q; j++) {
+      const float weight = queries[j].scores[s - begin];
+      // What a slot without weight holds does not matter, not even if it is not finite.
+      if (!every && weight == 0.0f) continue;
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) sums[j][v] = numbers[v] * weight + sums[j][v];
+    }
+  }
+  for (int j = 0; j < Q; j++)
+    for (int v = 0; v < V; v++) std::memcpy(queries[j].sums + column + v * WIDTH, &sums[j][v], sizeof(Floats));
+}
+
+// Adds the weighted values of the slots of a tile, from `first` to `end`. begin: of the chunk.
+template <int Q>
+void add_tile(Query* queries, const Cache& cache, int64_t begin, int64_t first, int64_t end) {
+  int64_t column = 0;
+  for (; column + 4 * WIDTH <= cache.size; column += 4 * WIDTH)
+    add_values<Q, 4>(queries, cache, begin, first, end, column);
+  for (; column < cache.size; column += OUT)
+    add_values<Q, 2>(queries, cache, begin, first, end, column);
+}
+
+template <typename Use>
+inline void in_groups(std::vector<Query>& queries, Use use) {
+  for (size_t j = 0; j < queries.size(); j += TOGETHER) {
+    switch (std::min<size_t>(queries.size() - j, TOGETHER)) {
+      case 1: use(std::integral_constant<int, 1>(), &queries[j]); break;
+      case 2: use(std::integral_constant<int, 2>(), &queries[j]); break;
+      default: use(std::integral_constant<int, TOGETHER>(), &queries[j]);
+    }
+  }
+}
+
+// All queries of an item in the slots of a chunk. The sums of each are 0 before.
+inline void attend(std::vector<Query>& queries, const Cache& cache, int64_t begin, int64_t end,
+                   float scale) {
+  for (int64_t s = begin; s < end; s += TILE) {
+    const int64_t last = std::min(s + TILE, end);
+    in_groups(queries, [&](auto count, Query* some) {
+      for (int j = 0; j < count; j++) some[j].scores += s - begin;
+      score<count>(some, cache, s, last, scale);
+      for (int j = 0; j < count; j++) some[j].scores -= s - begin;
+    });
+  }
+  const int64_t padded = (end - begin + WIDTH - 1) / WIDTH * WIDTH;
+  for (Query& query : queries) weigh(query, padded);
+  for (int64_t s = begin; s < end; s += TILE)
+    in_groups(queries, [&](auto count, Query* some) {
+      add_tile<count>(some, cache, begin, s, std::min(s + TILE, end));
+    });
+}
