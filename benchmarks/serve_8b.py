@@ -9,7 +9,6 @@ last. PYTHON is that of an environment with vLLM. --page writes the commands wit
 """
 
 import os
-import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +32,7 @@ from benchmarks.shared.walks import (
     as_time,
     empty_place,
     on_this_machine,
+    page_commands,
     run_step,
     times_table,
 )
@@ -106,18 +106,6 @@ def _prepare(place: Path, quick: bool) -> None:
     target = load_target(TARGET, dtype="float32", device="cpu")
     target.model.save_pretrained(place / "target")
     target.tokenizer.save_pretrained(place / "target")
-
-
-def page_commands(text: str) -> list[tuple[str, str]]:
-    """The commands of a page, each on one line, with the sections they are in."""
-    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
-    found = []
-    for title, body in zip(sections[::2], sections[1::2], strict=True):
-        for block in re.findall(r"^```\n(.*?)^```$", body, re.DOTALL | re.MULTILINE):
-            joined = re.sub(r"\\\n\s*", "", block)
-            lines = (re.sub(r"\s{2,}#.*", "", line).strip() for line in joined.splitlines())
-            found += [(title, line) for line in lines if line]
-    return found
 
 
 def walk(text: str, python: Path, quick: bool = False) -> list[tuple[str, str]]:

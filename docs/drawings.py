@@ -255,12 +255,39 @@ def transform() -> str:
     return svg(760, 196, "From a drawn token to a number that is uniform", parts)
 
 
+def threads() -> str:
+    """The threads of the service, and what one hands to another."""
+    loop, decode = (270, 92), (560, 92)
+    beside = {14: "read: long bodies, grammars", 270: "write: long answers", 520: "settings"}
+    parts = [
+        line((140, 108), (270, 108)),
+        words_at(14, 112, "clients (HTTP)"),
+        box(*loop, "event loop", TEXT, 120),
+        words_at(270, 145, "requests and answers"),
+        line((390, 104), (560, 104)),
+        words_at(475, 96, "prompts", anchor="middle"),
+        line((390, 114), (560, 114)),
+        words_at(475, 134, "tokens", anchor="middle"),
+        box(*decode, "decode", TARGETS, 120),
+        words_at(560, 145, "the only one that uses"),
+        words_at(560, 163, "target and drafter"),
+        box(560, 14, "learner", DRAFT, 120),
+        line((620, 46), (620, 92), dashed=True),
+        words_at(630, 74, "texts; new weights"),
+    ]
+    for x, words in beside.items():
+        parts.append(box(x, 196, words, UNREACHED, 230))
+        parts.append(line((330, 150), (x + 100, 196), dashed=True))
+    return svg(780, 242, "The threads of the service", parts)
+
+
 DRAWINGS: dict[str, Callable[[], str]] = {
     "step.svg": step,
     "tree.svg": tree,
     "speedup.svg": speedup_curves,
     "pass_costs.svg": pass_costs,
     "transform.svg": transform,
+    "threads.svg": threads,
 }
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import serve_8b
+from benchmarks.shared.walks import page_commands
 from decode.base.errors import UserError
 from tests.export import needs
 from train.engines.child_process import python_of
@@ -19,7 +20,7 @@ PYTHON = Path("/vllm/bin/python")
 def test_every_command_of_the_page_is_run() -> None:
     steps = serve_8b.walk(TEXT, PYTHON)
     commands = "\n".join(command for _, command in steps)
-    assert len(steps) == len([c for _, c in serve_8b.page_commands(TEXT) if "&&" not in c]) - 2
+    assert len(steps) == len([c for _, c in page_commands(TEXT) if "&&" not in c]) - 2
     for part in ("doctor", "init", "--dry-run", "export", "speculative-config", "import"):
         assert part in commands
     assert serve_8b.MODEL not in commands

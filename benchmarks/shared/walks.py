@@ -36,6 +36,18 @@ class Step:
     output: str
 
 
+def page_commands(text: str) -> list[tuple[str, str]]:
+    """The commands of a page, each on one line, with the sections they are in."""
+    sections = re.split(r"^## (.*)$", text, flags=re.MULTILINE)[1:]
+    found = []
+    for title, body in zip(sections[::2], sections[1::2], strict=True):
+        for block in re.findall(r"^```\n(.*?)^```$", body, re.DOTALL | re.MULTILINE):
+            joined = re.sub(r"\\\n\s*", "", block)
+            lines = (re.sub(r"\s{2,}#.*", "", line).strip() for line in joined.splitlines())
+            found += [(title, line) for line in lines if line]
+    return found
+
+
 @contextmanager
 def empty_place(keep: Path | None) -> Iterator[Path]:
     """The directory of a walk: `keep`, or else a temporary one. Raises UserError if `keep` is not

@@ -4,7 +4,7 @@ The options of an audit are here, so the command line can read them without load
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import typer
 
@@ -13,6 +13,8 @@ import typer
 class Judging:
     """What is asked, and how it is judged: see `AuditOptions`. The annotations are those of the
     command line."""
+
+    PANEL: ClassVar[str] = "What is asked, and how it is judged"
 
     samples: Annotated[int, typer.Option(help="sampled answers to each prompt")] = 8
     max_new_tokens: Annotated[int, typer.Option(help="length of an answer, in tokens")] = 64

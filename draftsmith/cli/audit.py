@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class AuditDrawing(Drawing):
     """How the sampled answers are drawn."""
+
+    PANEL: ClassVar[str] = "Sampling"
 
     temperature: Annotated[
         float, typer.Option(help="of the sampled answers; 0: only greedy ones are asked for")

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_type_hints
 
 import typer
 from rich.console import Console
@@ -32,15 +32,9 @@ if TYPE_CHECKING:
 
 Number = TypeVar("Number", int, float)
 
-_DRAFTER = (
-    "none, ngram, store and other names (docs/drafters.md), a drafter directory, "
-    "embedded:eagle1-smollm2-135m, a smaller model's id or path (with :vocabulary=shared or =text "
-    "if its tokenizer is another one), or several with + between them"
-)
+_DRAFTER = "none, ngram, a directory, a model, or several with +; docs/drafters.md has all"
 DrafterOption = Annotated[str, typer.Option(help=_DRAFTER)]
-DraftersOption = Annotated[
-    list[str], typer.Option("--drafter", help=f"{_DRAFTER}; repeatable, to compare drafters")
-]
+DraftersOption = Annotated[list[str], typer.Option("--drafter", help=f"{_DRAFTER}; repeatable")]
 TargetOption = Annotated[
     str, typer.Option(help="hub id, directory, GGUF file, or embedded:smollm2-135m")
 ]
@@ -48,19 +42,18 @@ DTYPE_NAMES = ["auto", "fastest", "float32", "bfloat16", "float16"]
 DtypeOption = Annotated[
     str,
     typer.Option(
-        help="auto, fastest, float32, bfloat16 or float16; auto: float32 on a CPU; fastest: also "
-        "there bfloat16, if it multiplies in it",
+        help="auto, fastest, float32, bfloat16 or float16",
         autocompletion=lambda: DTYPE_NAMES,
     ),
 ]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N")]
-TokensOption = Annotated[int, typer.Option(help="maximum length of an answer, in tokens")]
+TokensOption = Annotated[int, typer.Option(help="most tokens of an answer")]
 LimitOption = Annotated[int | None, typer.Option(help="maximum number of prompts")]
 FiguresOption = Annotated[Path | None, typer.Option("--json", help="write the figures here")]
 EnginePythonOption = Annotated[
     str | None,
     typer.Option(
-        help="the Python of the environment with vLLM; default: the one of make engine-vllm, else "
+        help="Python of an environment with vLLM; default: that of make engine-vllm, else "
         "this one's"
     ),
 ]
@@ -69,6 +62,8 @@ EnginePythonOption = Annotated[
 @dataclass(frozen=True, kw_only=True)
 class Loading:
     """The target, and how to load it."""
+
+    PANEL: ClassVar[str] = "Loading the target"
 
     target: TargetOption
     dtype: DtypeOption = "auto"
@@ -149,9 +144,9 @@ def _json_object(option: str, text: str) -> dict[str, Any]:
 class Drawing:
     """How to sample tokens."""
 
-    temperature: Annotated[
-        float, typer.Option(help="0: greedy, whatever the checkpoint's generation_config says")
-    ] = 0.0
+    PANEL: ClassVar[str] = "Sampling"
+
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0
     top_k: Annotated[int, typer.Option(help="0: off")] = 0
     top_p: Annotated[float, typer.Option(help="1: off")] = 1.0
     min_p: Annotated[float, typer.Option(help="0: off")] = 0.0
@@ -170,15 +165,20 @@ class Drawing:
 class Drafting(Drawing):
     """`Drawing`, and the options for the depth of drafts."""
 
+    PANEL: ClassVar[str] = "Drafts"
+
     policy: Annotated[
-        str, typer.Option(help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma")
+        str,
+        typer.Option(
+            help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma. "
+            "fixed:max_depth=N limits trees too"
+        ),
     ] = "fixed"
     gamma: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="depth of a draft in tokens; default 4. Trees keep their depth; to limit it, use "
-            "--policy fixed:max_depth=N",
+            help="depth of a draft, in tokens; default 4",
         ),
     ] = None
     draft_temperature: Annotated[
@@ -199,6 +199,8 @@ class Drafting(Drawing):
 @dataclass(frozen=True, kw_only=True)
 class DecodeOptions(Drafting):
     """`Drafting`, and the shape of drafts and the verification rule."""
+
+    PANEL: ClassVar[str] = "Drafts"
 
     rule: Annotated[
         str | None,
@@ -231,6 +233,8 @@ class DecodeOptions(Drafting):
 @dataclass(frozen=True, kw_only=True)
 class CallerOptions:
     """Who may call a server."""
+
+    PANEL: ClassVar[str] = "Callers"
 
     allow_host: Annotated[
         list[str] | None,

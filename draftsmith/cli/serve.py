@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import typer
 
@@ -48,6 +48,8 @@ class ServeDecodeOptions(DecodeOptions):
 @dataclass(frozen=True, kw_only=True)
 class LearnOptionGroup:
     """Whether and how the drafter learns."""
+
+    PANEL: ClassVar[str] = "Learning"
 
     learn: Annotated[
         bool, typer.Option("--learn", help="the drafter learns from requests with store: true")
@@ -93,6 +95,8 @@ class LearnOptionGroup:
 @dataclass(frozen=True, kw_only=True)
 class LimitOptions:
     """What a service holds at most, and for how long."""
+
+    PANEL: ClassVar[str] = "Limits"
 
     max_rows: Annotated[int, typer.Option(help="texts that decode together")] = 16
     max_waiting: Annotated[

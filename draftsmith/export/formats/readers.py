@@ -1,7 +1,7 @@
-"""Which inference engine reads which layout, in which of its releases.
+"""Which inference engine reads which layout, in which of its releases, and where it ran.
 
-The plan of a run, `init --engine`, `export`, the README of an export and
-docs/reference/readers.md all read this table. Seen: the release was run here, or its source read.
+The plan of a run, `init --engine`, `export`, the README of an export, docs/reference/readers.md and
+the table in README.md all read this table. Seen: the release was run here, or its source read.
 """
 
 from dataclasses import dataclass
@@ -20,11 +20,14 @@ class Engine:
 @dataclass(frozen=True)
 class Reads:
     """since: the oldest release that was seen to read the layout. until: the last one that does;
-    None: the newest does. note: what a reader needs, or what it lacks."""
+    None: the newest does. note: what a reader needs, or what it lacks. ran: the release in which
+    drafts of an export were counted here, on a CPU (docs/results/engines.md, docs/results/mtp.md);
+    empty: it never ran there."""
 
     since: str
     until: str | None = None
     note: str = ""
+    ran: str = ""
 
 
 KNOWN = {
@@ -42,32 +45,34 @@ _GPU = "in its newer runner, which has no CPU"
 # By layout, and then by engine.
 READERS: dict[str, dict[str, Reads]] = {
     "hf": {
-        "transformers": Reads("5.17"),
-        "vllm": Reads("0.32"),
+        "transformers": Reads("5.17", ran="5.23"),
+        "vllm": Reads("0.32", ran="0.32"),
         "sglang": Reads("0.5.23"),
         "mlx": Reads(""),
-        "openvino": Reads("2026.4", note="converts it; with a draft model it ignores sampling"),
+        "openvino": Reads(
+            "2026.4", note="converts it; with a draft model it ignores sampling", ran="2026.4"
+        ),
     },
-    "gguf": {"llama-server": Reads("11434")},
-    "pard": {"vllm": Reads("0.32")},
-    "medusa": {"vllm": Reads("0.32", "0.32"), "tgi": Reads("")},
-    "eagle1": {"vllm": Reads("0.32")},
+    "gguf": {"llama-server": Reads("11434", ran="11434")},
+    "pard": {"vllm": Reads("0.32", ran="0.32")},
+    "medusa": {"vllm": Reads("0.32", "0.32", ran="0.32"), "tgi": Reads("")},
+    "eagle1": {"vllm": Reads("0.32", ran="0.32")},
     "eagle1-sglang": {"sglang": Reads("0.5.23")},
     "eagle3": {
-        "vllm": Reads("0.32"),
+        "vllm": Reads("0.32", ran="0.32"),
         "sglang": Reads("0.5.23", note="not the norms of EAGLE-3.1"),
     },
-    "eagle3-gguf": {"llama-server": Reads("11434")},
-    "speculators": {"vllm": Reads("0.32"), "speculators": Reads("0.9")},
-    "p_eagle": {"vllm": Reads("0.32")},
-    "dflash": {"vllm": Reads("0.32"), "sglang": Reads("0.5.23", note="not on a CPU")},
-    "speculators-dflash": {"vllm": Reads("0.32"), "speculators": Reads("0.9")},
+    "eagle3-gguf": {"llama-server": Reads("11434", ran="11434")},
+    "speculators": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
+    "p_eagle": {"vllm": Reads("0.32", ran="0.32")},
+    "dflash": {"vllm": Reads("0.32", ran="0.32"), "sglang": Reads("0.5.23", note="not on a CPU")},
+    "speculators-dflash": {"vllm": Reads("0.32", ran="0.32"), "speculators": Reads("0.9")},
     "dspark": {"vllm": Reads("0.32", note=_GPU)},
     "speculators-dspark": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
     "dflash2": {"vllm": Reads("0.32", note=_GPU), "sglang": Reads("0.5.23", note="not on a CPU")},
     "speculators-dflash2": {"vllm": Reads("0.32", note=_GPU), "speculators": Reads("0.9")},
-    "mtp": {"vllm": Reads("0.32")},
-    "mtp-gguf": {"llama-server": Reads("11434", note="Qwen3.5 only")},
+    "mtp": {"vllm": Reads("0.32", ran="0.32")},
+    "mtp-gguf": {"llama-server": Reads("11434", note="Qwen3.5 only", ran="11434")},
     "draftsmith": {},
 }
 

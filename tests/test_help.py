@@ -1,0 +1,88 @@
+"""The doors that people try first: every help fits a screen, and what is tried ends in a line."""
+
+import pydoc
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import draftsmith
+from decode.loop.decoding import Decoder
+from draftsmith.cli.main import COMMANDS, app
+from draftsmith.cli.short_help import with_short_help
+from tests.tiny import save_tiny, tiny_llama
+
+ROOT = Path(__file__).parent.parent
+GROUP = typer.main.get_command(app)
+NAMES: list[str] = sorted(GROUP.commands)  # type: ignore[attr-defined]
+# A window of 80 columns; nearly all fit into 24 lines.
+LINES = 36
+
+
+def shown(*arguments: str) -> str:
+    result = CliRunner().invoke(app, [*arguments], env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in NAMES)])
+def test_every_help_fits_a_screen(command: tuple[str, ...]) -> None:
+    assert len(shown(*command, "--help").splitlines()) <= LINES
+
+
+@pytest.mark.parametrize("command", ["serve", "audit", "export"])
+def test_all_options_are_described_on_demand(command: str) -> None:
+    options = [x for x in GROUP.commands[command].params if not x.hidden]  # type: ignore[attr-defined]
+    brief, full = shown(command, "--help"), shown(command, "--help-all")
+    names = [max(x.opts, key=len) for x in options if x.param_type_name == "option"]
+    assert all(f" {name} " in full for name in names)
+    panel = [line for line in brief.splitlines() if line.startswith("│")]
+    left_out = [name for name in names if not any(f" {name} " in line for line in panel)]
+    assert f"--help-all describes {len(left_out)} more options" in brief
+
+
+def test_the_list_of_commands_names_all_and_describes_the_first() -> None:
+    brief, full = shown("--help"), shown("--help-all")
+    assert all(name in brief.replace(",", " ").split() for name in NAMES)
+    assert {f"│ {name} " in full for name in NAMES} == {True}
+    described = {name for name in NAMES if f"│ {name} " in brief}
+    assert len(described) == len(COMMANDS[None])
+
+
+def test_an_option_that_a_command_lacks_cannot_come_first() -> None:
+    def command(port: int = 0) -> None: ...
+
+    with pytest.raises(ValueError, match="command has no host; expected"):
+        with_short_help(command, "port host", {})
+
+
+@pytest.mark.parametrize("door", [["-m", "draftsmith"], ["-m", "draftsmith.cli.main"]])
+def test_the_module_is_the_command(door: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, *door, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"draftsmith {version('draftsmith')}\n"
+
+
+def test_a_decoder_without_a_drafter_decodes_plainly() -> None:
+    done = Decoder(tiny_llama(), None).decode([[1, 2, 3]], 5)
+    assert (len(done.outputs[0]), done.counts.tokens_per_step) == (5, 1)
+
+
+def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
+    target = str(save_tiny(tmp_path / "target"))
+    options = ["--target", target, "--drafter", "none", "--max-new-tokens", "4"]
+    result = CliRunner().invoke(app, ["chat", *options], input="a b\n")
+    assert result.exit_code == 0, result.output
+    assert "1.00 tokens per step" in result.output
+    assert "acceptance rate –" in result.output
+
+
+def test_the_package_explains_itself() -> None:
+    text = pydoc.plain(pydoc.render_doc(draftsmith))
+    assert "open_drafter(" in text
+    assert "class Decoder(" in text

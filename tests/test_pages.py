@@ -1,0 +1,85 @@
+"""README is short and true, and no link of any page is dead, anchors included."""
+
+import json
+import posixpath
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.imports import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)\s]+)\)")
+FOLDERS = ("docs", "findings", "configs")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for folder in FOLDERS
+    for kind in ("*.md", "*.ipynb")
+    for path in (ROOT / folder).rglob(kind)
+)
+PAGES += ["README.md", "CONTRIBUTING.md"]
+
+
+def test_readme_is_read_in_five_minutes() -> None:
+    assert len(README.split()) <= 1000
+    assert len(LINK.findall(README)) <= 25
+
+
+def test_figures_of_readme_are_those_of_the_results() -> None:
+    """Those with a unit or a sign; sizes of models and versions are no figures."""
+    results = "\n".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "results").glob("*.md")
+    )
+    figures = set(re.findall(r"\d+\.\d+×|\d+ min \d+ s|0\.\d{3}|\b\d{2,3}\.\d\b", README))
+    assert len(figures) >= 8
+    assert not {figure for figure in figures if figure not in results}
+
+
+@cache
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as code hosts make them."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    found: dict[str, int] = {}
+    made = set(re.findall(r'id="([^"]+)"', text))
+    for heading in re.findall(r"^#{1,6} (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", heading)
+        slug = re.sub(r"[^\w\- ]", "", words.strip().lower()).replace(" ", "-")
+        count = found[slug] = found.get(slug, -1) + 1
+        made.add(f"{slug}-{count}" if count else slug)
+    return made
+
+
+def dead_links(page: str) -> Iterator[str]:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    if page.endswith(".ipynb"):
+        cells = json.loads(text)["cells"]
+        text = "\n\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "markdown")
+    # Links may have code in their words.
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for target in [*LINK.findall(text), *PICTURE.findall(text)]:
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
+            continue
+        file = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        if not (ROOT / file).exists() or (
+            anchor and file.endswith(".md") and anchor not in anchors(file)
+        ):
+            yield target
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_link_is_dead(page: str) -> None:
+    assert not list(dead_links(page))
+
+
+def test_a_dead_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.md").write_text(
+        "# One `b`: two\n[x](#one-b-two) [y](#one) [z](b.md) [w](https://x)"
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert list(dead_links("a.md")) == ["#one", "b.md"]
