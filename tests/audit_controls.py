@@ -3,7 +3,10 @@
 `python -m tests.audit_controls` audits each of them and the same servers without the error, and
 prints what finds it, with its p-value. `--texts` says how many answers the transform gets. Then it
 does the same by enumeration (`tests.audit_laws`), and audits honest servers with many seeds.
-`--only WORD` takes the errors whose name has the word; `--only honest` only the honest servers.
+
+It takes an hour, so it also runs in pieces: `--only WORD` takes what has the word in its name, as
+the honest servers do ("honest servers, by the transform", "…, by enumeration", "…, in bfloat16"),
+and `--first-seed` says where the seeds of the honest servers begin.
 """
 
 import argparse
@@ -325,19 +328,21 @@ def found_by(audited: Audit) -> list[Finding]:
     return [finding for finding in audited.findings if finding.verdict is Verdict.WRONG]
 
 
-def honest(seeds: int) -> Iterator[Audit]:
-    """Audits of a server without an error, each with other random numbers: half by the transform,
-    half by enumeration."""
-    for seed in range(seeds // 2):
-        yield CONTROLS[0].audit(96, broken=False, seed=seed)
-    for seed in range(seeds // 2, seeds):
-        yield replace(LAW_CONTROLS[0], texts=1024).audit(broken=False, seed=seed)
+# Servers without an error, each audited with other random numbers.
+HONEST: dict[str, Callable[[int], Audit]] = {
+    "honest servers, by the transform": lambda seed: CONTROLS[0].audit(96, broken=False, seed=seed),
+    "honest servers, by enumeration": lambda seed: replace(LAW_CONTROLS[0], texts=1024).audit(
+        broken=False, seed=seed
+    ),
+    "honest servers, in bfloat16": lambda seed: HALF_HONEST.audit(48, broken=False, seed=seed),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--texts", type=int, default=512)
-    parser.add_argument("--seeds", type=int, default=20, help="honest servers")
+    parser.add_argument("--seeds", type=int, default=20, help="honest servers of each kind")
+    parser.add_argument("--first-seed", type=int, default=0, help="of the honest servers")
     parser.add_argument("--only", default="", help="a part of a name")
     chosen = parser.parse_args()
     begin = time.monotonic()
@@ -357,11 +362,10 @@ def main() -> None:
             start = time.monotonic()
             broken = by_law.audit(broken=True)
             _print(by_law.name, by_law.audit(broken=False), broken, time.monotonic() - start)
-    if chosen.only in "honest":
-        _print_honest("honest servers", list(honest(chosen.seeds)))
-    if chosen.only in HALF_HONEST.name:
-        audits = [HALF_HONEST.audit(48, broken=False, seed=seed) for seed in range(chosen.seeds)]
-        _print_honest("honest servers in bfloat16", audits)
+    for name, of_seed in HONEST.items():
+        if chosen.only in name:
+            first = chosen.first_seed
+            _print_honest(name, [of_seed(first + number) for number in range(chosen.seeds)])
     print(f"{time.monotonic() - begin:.0f} seconds in all")
 
 
@@ -370,7 +374,7 @@ def _print_honest(name: str, audits: Sequence[Audit]) -> None:
     tests = [x for found in audits for x in found.findings if x.p is not None]
     least = min(tests, key=lambda finding: finding.p or 0.0)
     print(
-        f"{name} that pass: {sum(passed)} of {len(passed)}; the smallest p of "
+        f"{name} pass: {sum(passed)} of {len(passed)}; the smallest p of "
         f"{len(tests)} tests is {written_p(least)}, {least.group} {least.name}",
         flush=True,
     )

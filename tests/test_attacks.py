@@ -320,6 +320,31 @@ def test_edges_that_come_do_not_lock_others_out(server: Server, ends: bool) -> N
         server.work()
 
 
+FRAMES = {"pings": PING, "pongs": "\x8a\x80\0\0\0\0", "empty messages": "\x82\x80\0\0\0\0"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@only("verify-server")
+@pytest.mark.parametrize("frame", FRAMES.values(), ids=FRAMES)
+def test_frames_of_one_client_are_read_at_a_pace(
+    server: Server, frame: str, monkeypatch: Any
+) -> None:
+    read, of_event = [], edge_server.EdgeConnection.process_event
+
+    def process_event(self: Any, event: Any) -> None:
+        read.append(event)
+        of_event(self, event)
+
+    monkeypatch.setattr(edge_server.EdgeConnection, "process_event", process_event)
+    usual, begin = median(server.work), time.monotonic()
+    with attacked(server, UPGRADED, 1000 * frame):
+        assert median(server.work) <= max(2 * usual, FLOOR)
+    # That of each of the attack's addresses, with what it has saved, and the first piece.
+    each = LIMITS.client_frames * (time.monotonic() - begin + 1) + edge_server.PIECE_BYTES / 6
+    assert len(read) < (MANY + 2) * each
+    assert len(read) > MANY
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 @only("serve", "watch")
 def test_streams_without_an_end_leave_room_for_others(server: Server) -> None:

@@ -134,6 +134,30 @@ def test_servers_that_cannot_be_judged_are_named(
         draftsmith.audit(url, TARGET, PROMPTS[:1])
 
 
+def no_choices(reply: dict[str, Any], number: int) -> None:
+    reply["choices"] = [None]
+
+
+@pytest.mark.parametrize("change", [hide_ids, rewrite_prompt, other_vocabulary, no_choices])
+def test_one_odd_answer_costs_that_answer_only(
+    change: Callable[[dict[str, Any], int], None],
+) -> None:
+    replies = []
+
+    def first(reply: dict[str, Any], number: int) -> None:
+        replies.append(reply)
+        if len(replies) % 8 == 2:
+            change(reply, number)
+
+    with served(AnswerEngine(change=first).app()) as url:
+        options = AuditOptions(samples=4, max_new_tokens=8)
+        found = draftsmith.audit(url, TARGET, PROMPTS[:4], options)
+    ends = [x.detail for x in found.findings if x.name == "ends and usage"]
+    assert len(ends) == 2
+    assert all("cannot be judged and are left out" in detail for detail in ends)
+    assert "greedy tokens" in names(found, Verdict.EQUAL)
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

@@ -234,19 +234,18 @@ def test_the_parts_share_the_level() -> None:
 
 def test_few_draft_tokens_give_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS[:1], 3, 8)
-    monkeypatch.setattr("draftsmith.auditing.drafts.count_drafts", lambda *_: (24, 12))
 
-    def verdict(times: int) -> Verdict:
+    def verdict(times: int, accepted: int = 6, drafted: int = 24) -> Verdict:
         monkeypatch.setattr(
             "draftsmith.auditing.drafts.count_drafts", lambda *_: (24 * times, 12 * times)
         )
-        counts = DraftCounts(24 * times, 6 * times)
+        counts = DraftCounts(drafted * times, accepted * times)
         return acceptance_finding(
             "greedy", counts, "vllm", own, Sampling(), level=1e-3, parting=0.0
         ).verdict
 
-    assert verdict(1) is Verdict.UNJUDGED
-    assert verdict(100) is Verdict.WRONG
+    assert verdict(1) is verdict(1, 0, 0) is Verdict.UNJUDGED
+    assert verdict(100) is verdict(100, 0, 0) is Verdict.WRONG
 
 
 def test_chance_exceeds_what_is_allowed_as_rarely_as_stated() -> None:

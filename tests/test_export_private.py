@@ -54,9 +54,23 @@ def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Pat
         ("read ~me/x.json", "read x.json"),
         ("at \\\\host\\share\\x", "at x"),
         ("half of 1 / 2 and/or 3", "half of 1 / 2 and/or 3"),
+        ("runs/me/secret/drafter", "drafter"),
+        ("output_dir=runs/me/x of org/name", "output_dir=x of org/name"),
+        ("see ../my dir/x.json, ./y", "see x.json, y"),
+        ("../../private/a b.json", "a b.json"),
+        ("read '/home/J Smith/My Docs/a.json' now", "read 'a.json' now"),
+        ("data.train=/home/J Smith/x y/train.jsonl", "data.train=train.jsonl"),
+        ("C:\\Users\\J Smith\\x.json", "x.json"),
+        ("file:///home/J Smith/target", "target"),
+        ("my models/a target", "a target"),
+        ("1/2 of 3/4 tokens/s", "1/2 of 3/4 tokens/s"),
     ],
 )
-def test_directories_are_cut(text: str, public: str) -> None:
+def test_directories_are_cut(
+    text: str, public: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my models" / "a target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     assert without_directories({"x": [text]}) == {"x": [public]}
 
 

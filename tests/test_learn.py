@@ -455,6 +455,8 @@ def test_a_gain_is_certain_if_the_interval_of_all_prompts_says_so() -> None:
     assert [better.low, better.high] == pytest.approx([3 / 60] * 2)
     nothing = np.zeros((64, 2), dtype=np.int64)  # a drafter that drafts nothing
     assert Gain.of(before, nothing).high < 0
+    few = np.array([[60, 10]] * 5)  # one prompt, or a few, show nothing for certain
+    assert (Gain.of(few, few * [1, 6]).low, Gain.of(few[:1], few[:1] * [1, 6]).low) == (-1, -1)
     # Without a difference, few of many judges see one.
     seen = sum(Gain.of(counts(0.5), counts(0.5)).low > 0 for _ in range(200))
     assert seen <= 12

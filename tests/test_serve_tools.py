@@ -18,7 +18,7 @@ from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.messages import read_items, read_messages
 from draftsmith.serve.openai.openai_requests import CHAT
-from draftsmith.serve.openai.tools import Calls
+from draftsmith.serve.openai.tools import Calls, CallText
 from tests.service import MODEL, Running, chat, serving, streamed
 from tests.tiny import as_target, tiny_target
 
@@ -257,6 +257,28 @@ def test_arguments_arrive_as_they_are_written() -> None:
             call = f'{{"{key}": {written}, "id": [1, {{}}], "name": "now"}}'
             text = f"a {hermes(call)} b"
             assert reads.read(text, [], []) == ("a b", [("now", arguments or written)])
+
+
+@pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("nested", ['{"a":[', '{"a":', "[{", "<tool_call>"])
+def test_a_long_call_in_tiny_pieces_is_read_a_few_times(
+    kind: str, nested: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = Calls(target(kind).tokenizer, TOOLS, "auto", True)
+    begin = '{"name": "now", "arguments": {"x": '
+    mark = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS][", "llama": ""}[kind]
+    long = (mark + begin + nested * 4000)[:18_000]
+    read, of_text = [], Calls.certain
+
+    def certain(self: Calls, text: str, begin: int, prompt: Sequence[int]) -> int:
+        read.append(len(text) - begin)
+        return of_text(self, text, begin, prompt)
+
+    monkeypatch.setattr(Calls, "certain", certain)
+    grown = CallText(reads, [])
+    assert "".join(map(grown.add, long)) == ""
+    assert sum(read) < 16 * len(long)
+    assert grown.end("", []) == (long, [])
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])

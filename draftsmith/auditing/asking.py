@@ -85,14 +85,21 @@ def gives_several(protocol: str) -> bool:
 @dataclass
 class Asked:
     """What a server answered. texts: of the answers that can be judged. faults: what is wrong with
-    answers, whatever their tokens are. left_out: why answers cannot be judged. seconds: for all.
-    counts: drafted and accepted tokens, if the answers themselves say so."""
+    answers, whatever their tokens are. left_out: why answers cannot be judged. problem: the first
+    of them that the server's way to answer may explain. seconds: for all. counts: drafted and
+    accepted tokens, if the answers themselves say so."""
 
     texts: list[EngineText] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    problem: UserError | None = None
     seconds: float = 0.0
     counts: DraftCounts = field(default_factory=DraftCounts)
+
+    def leave_out(self, problem: UserError, count: int = 1) -> None:
+        """So many answers cannot be judged."""
+        self.problem = self.problem or problem
+        self.left_out += [str(problem)] * count
 
     @property
     def speed(self) -> float:
@@ -135,41 +142,58 @@ class AuditedServer(ServerClient):
     async def texts(
         self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
     ) -> None:
-        """Ask for answers to one prompt in one request, and put them where they belong. Raises
-        UserError for a server that refuses the request or gives no token ids."""
+        """Ask for answers to one prompt in one request, and put them where they belong. Answers of
+        another shape, without token ids, or refused are left out. Raises UserError for a server
+        that cannot be asked at all."""
         body = self.protocol.body(row, settings)
         if each > 1:
             body["n"] = each
         response = await self.send("POST", self.protocol.path, body)
         if response.status_code in REFUSED_ROW:
-            raise UserError(
+            problem = UserError(
                 f"{self.url}{self.protocol.path} refuses a request with token ids: "
                 f"{excerpt(response)}. Expected a server that takes token ids as a prompt and "
                 "every field of the request; for llama-server set --protocol llama-server"
             )
-        replies, counts = self.decoded(
-            response, lambda body: (self.protocol.replies(body), _drafted(body))
-        )
+            asked.leave_out(problem, each)
+            return
+        self.accepted(response)
+        try:
+            replies, counts = self.decoded(
+                response, lambda body: (self.protocol.replies(body), _drafted(body))
+            )
+        except UserError as error:
+            asked.leave_out(error, each)
+            return
         asked.counts += counts
         if len(replies) != each:
             asked.faults.append(f"{len(replies)} answers came in place of {each}")
         asked.faults += _miscounted([reply for reply, _ in replies])
-        reader = AnswerReader.of_target(self._target, replace(settings, logprobs=0))
         for reply, log_p in replies:
-            if reply.tokens is None:
-                raise UserError(
-                    f"{self.url} gives no token ids, and text does not say which tokens were "
-                    "drawn. Expected return_token_ids (vLLM from 0.10.2, SGLang, draftsmith "
-                    "serve); for llama-server set --protocol llama-server"
-                )
-            answer = reader.answer(reply, row.prompt, self.url)
-            asked.faults += _faults(reply, answer, settings)
-            if not answer.left_out:
-                if log_p is not None and len(log_p) < len(answer.tokens):
-                    log_p = None
-                asked.texts.append(EngineText(number, row.prompt, answer.tokens, log_p))
-            elif answer.left_out not in NO_END:
-                asked.left_out.append(answer.left_out)
+            try:
+                self._put(reply, log_p, row, number, settings, asked)
+            except UserError as error:
+                asked.leave_out(error)
+
+    def _put(
+        self, reply: Reply, log_p: LogP, row: Row, number: int, settings: AskSettings, asked: Asked
+    ) -> None:
+        """Put one answer where it belongs. Raises UserError if it cannot be the target's."""
+        if reply.tokens is None:
+            raise UserError(
+                f"{self.url} gives no token ids, and text does not say which tokens were "
+                "drawn. Expected return_token_ids (vLLM from 0.10.2, SGLang, draftsmith "
+                "serve); for llama-server set --protocol llama-server"
+            )
+        reader = AnswerReader.of_target(self._target, replace(settings, logprobs=0))
+        answer = reader.answer(reply, row.prompt, self.url)
+        asked.faults += _faults(reply, answer, settings)
+        if not answer.left_out:
+            if log_p is not None and len(log_p) < len(answer.tokens):
+                log_p = None
+            asked.texts.append(EngineText(number, row.prompt, answer.tokens, log_p))
+        elif answer.left_out not in NO_END:
+            asked.left_out.append(answer.left_out)
 
 
 def _drafted(body: dict[str, Any]) -> DraftCounts:
@@ -180,6 +204,8 @@ def _drafted(body: dict[str, Any]) -> DraftCounts:
 
 def _miscounted(replies: Sequence[Reply]) -> list[str]:
     """What usage gets wrong of the answers to one request."""
+    if any(reply.tokens is None for reply in replies):
+        return []
     tokens = sum(len(reply.tokens or []) for reply in replies)
     # Engines differ in whether the end-of-text token counts.
     ended = sum(reply.finish_reason == "stop" for reply in replies)
@@ -217,7 +243,7 @@ def ask_texts(
 ) -> Asked:
     """Send `samples` requests for each prompt, each with a seed of its own. logprobs: also ask for
     the log-probabilities of their tokens. each: answers to one request. Raises UserError as
-    `AuditedServer.texts`, and ServerLost."""
+    `AuditedServer.texts`, and if no answer at all can be judged, and ServerLost."""
     asked = Asked()
     rows = [
         (Row(number + sample * len(prompts), list(prompt)), number)
@@ -243,6 +269,8 @@ def ask_texts(
     begin = time.monotonic()
     asking(url, config, target, ask)
     asked.seconds = time.monotonic() - begin
+    if asked.problem is not None and not asked.texts and not asked.faults:
+        raise asked.problem
     return asked
 
 

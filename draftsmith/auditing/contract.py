@@ -6,12 +6,14 @@ about it: whether the tokens are right is asked elsewhere.
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import httpx2
 
+from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import AuditedServer, asking
@@ -119,7 +121,12 @@ def contract_findings(
             for number, prompt in enumerate(prompts[:PROMPTS])
         ]
         drawn = {"temperature": sampling.temperature}
-        texts = [await _answer(server, body) for body in bodies]
+        first = [await _answer(server, body) for body in bodies]
+        bodies = [body for body, said in zip(bodies, first, strict=True) if said is not None]
+        texts = [said for said in first if said is not None]
+        if missing := len(first) - len(texts):
+            detail = f"{missing} of {len(first)} replies are no answer, and are left out"
+            findings.append(Finding(GROUP, "shape", Verdict.UNJUDGED, detail))
         findings.extend(_tokenizer(texts, target))
         findings.extend(await _streams(server, bodies, texts))
         findings.extend(await _stops(server, bodies, texts))
@@ -132,8 +139,12 @@ def contract_findings(
     return findings
 
 
-async def _answer(server: AuditedServer, body: dict[str, Any]) -> Said:
-    return server.decoded(await server.send("POST", server.protocol.path, body), Said.whole)
+async def _answer(server: AuditedServer, body: dict[str, Any]) -> Said | None:
+    """None: it has another shape. Raises UserError for a request that is refused."""
+    response = server.accepted(await server.send("POST", server.protocol.path, body))
+    with suppress(UserError):
+        return server.decoded(response, Said.whole)
+    return None
 
 
 def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
@@ -166,8 +177,13 @@ async def _streams(
     compared = _Compared("streams")
     for body, whole in zip(bodies, texts, strict=True):
         response = await server.send("POST", server.protocol.path, body | {"stream": True})
-        said = server.understood(response, partial(Said.streamed, response.content))
+        server.accepted(response)
         compared.count += 1
+        try:
+            said = server.understood(response, partial(Said.streamed, response.content))
+        except UserError as error:
+            compared.faults.append(str(error))
+            continue
         if not said.same_tokens(whole):
             compared.left_out += 1
         elif (said.text, said.finish_reason) != (whole.text, whole.finish_reason):
@@ -192,6 +208,9 @@ async def _stops(
             expected = whole.text[: whole.text.index(stop)]
             said = await _answer(server, body | {"stop": [stop]})
             compared.count += 1
+            if said is None:
+                compared.faults.append(f"the answer for the stop string {stop!r} has another shape")
+                continue
             if said.tokens is not None and whole.tokens is not None:
                 common = min(len(said.tokens), len(whole.tokens)) - 1
                 if said.tokens[:common] != whole.tokens[:common]:
@@ -219,7 +238,10 @@ async def _seeds(
     others = [] if repeats else [body | {"seed": body["seed"] + len(bodies)} for body in bodies]
     for body in [*bodies, *others]:
         one, two = [await _answer(server, body) for _ in range(2)]
-        pairs.append((one, two))
+        if one is not None and two is not None:
+            pairs.append((one, two))
+    if not pairs:
+        return Finding(GROUP, "seeds", Verdict.UNJUDGED, "no pair of answers can be read")
     differ = [(one, two) for one, two in pairs if (one.text, one.tokens) != (two.text, two.tokens)]
     detail = f"{len(differ)} of {len(pairs)} pairs differ"
     if not differ:

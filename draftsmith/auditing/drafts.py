@@ -48,9 +48,9 @@ def read(url: str, key: str | None) -> Counters | None:
 def _read(url: str, key: str | None) -> Counters | None:
     try:
         page = ask(f"{url}/metrics", key=key or "", seconds=30).decode(errors="replace")
-    except UserError:
+        counts = parse_counters(page)
+    except (UserError, ValueError):  # no page, or one whose numbers are none
         return None
-    counts = parse_counters(page)
     engine = re.search(rf"^({'|'.join(COUNTING)}):", page, re.MULTILINE)
     return None if counts is None or engine is None else Counters(counts, engine[1])
 
@@ -74,9 +74,9 @@ def acceptance_finding(
         detail += f", {counts.rate:.1%}"
     if own is None:
         return Finding(GROUP, name, Verdict.EQUAL, detail)
-    if counts.rate is None:
-        return Finding(GROUP, name, Verdict.WRONG, f"{detail}: the engine drafts nothing")
     drafted, accepted = count_drafts(own, own.drafter, COUNTING[engine], sampling)
+    if counts.rate is None and drafted >= FEWEST_TOKENS:  # texts of one token have no drafts
+        return Finding(GROUP, name, Verdict.WRONG, f"{detail}: the engine drafts nothing")
     found = Acceptance(counts, DraftCounts(drafted, accepted), own.gamma, level, parting)
     detail += f"; {accepted} of {drafted} in our own loop"
     if drafted:

@@ -218,14 +218,15 @@ class Questions:
 def _contract(group: str, asked: Asked) -> Finding:
     """The finding about usage and ends of answers."""
     name, count = "ends and usage", len(asked.texts)
-    if asked.faults:
-        detail = f"{len(asked.faults)} faults in {count} answers; the first: {asked.faults[0]}"
-        return Finding(group, name, Verdict.WRONG, detail)
-    detail = f"{count} answers end as they say"
+    left_out = ""
     if asked.left_out:
-        detail += (
+        left_out = (
             f"; {len(asked.left_out)} cannot be judged and are left out, the first: "
             f"{asked.left_out[0]}"
         )
+    if asked.faults:
+        detail = f"{len(asked.faults)} faults in {count} answers; the first: {asked.faults[0]}"
+        return Finding(group, name, Verdict.WRONG, detail + left_out)
+    detail = f"{count} answers end as they say{left_out}"
     verdict = Verdict.EQUAL if count else Verdict.UNJUDGED
     return Finding(group, name, verdict, detail)

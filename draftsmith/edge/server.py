@@ -33,17 +33,51 @@ WAITING_FRAMES = 32
 # Answers that an edge has not read. If there are more, the line ends.
 UNREAD_FRAMES = 1024
 POLICY_VIOLATION = 1008
+# Bytes that are read at once. A frame may have six, and hundreds of them take as long as a verdict.
+PIECE_BYTES = 1024
 
 
 class EdgeConnection(Watched, ServerConnection):
-    """One connection of HTTP that becomes a WebSocket."""
+    """One connection of HTTP that becomes a WebSocket.
+
+    Frames of every kind are read at the pace of the client, messages as the verifier takes them.
+    What came earlier waits here, and then in the socket."""
 
     _messages = 0
     _begun = False  # a message in parts, of which the last is missing
+    _rest: asyncio.TimerHandle | None = None
 
     def __init__(self, door: Door, *parts: Any, **settings: Any) -> None:
-        self.door = door
+        self.door, self._unread_bytes = door, bytearray()
         super().__init__(*parts, **settings)
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.recv_messages.resume = self._read_on
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unread_bytes.clear()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._unread_bytes += data
+        self._read_on()
+
+    def _read_on(self) -> None:
+        if self._rest is not None:
+            self._rest.cancel()
+            self._rest = None
+        while self._unread_bytes and not self.recv_messages.paused:
+            if wait := self.pace.wait():
+                self._rest = self.loop.call_later(wait, self._read_on)
+                break
+            piece = bytes(self._unread_bytes[:PIECE_BYTES])
+            del self._unread_bytes[:PIECE_BYTES]
+            super().data_received(piece)
+        if self._unread_bytes or self.recv_messages.paused:
+            self.transport.pause_reading()
+        else:
+            self.transport.resume_reading()
 
     def waits_for(self) -> Wait | None:
         limits = self.door.limits
@@ -55,7 +89,10 @@ class EdgeConnection(Watched, ServerConnection):
 
     def process_event(self, event: Any) -> None:
         super().process_event(event)
-        if getattr(event, "opcode", None) in DATA_OPCODES:
+        opcode = getattr(event, "opcode", None)
+        if opcode is not None:
+            self.pace.take(1)
+        if opcode in DATA_OPCODES:
             self._begun = not event.fin
             self._messages += event.fin
 

@@ -1,6 +1,7 @@
 """A trained drafter that is exported: a small LM with an output layer for every token, or heads."""
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -224,16 +225,20 @@ def public_name(name: str) -> str:
     return name if target_hub_id(name) else Path(name).name
 
 
-# Directories in a word: `/a/b/` of /a/b/c, also behind `=`, `:`, `[` or the like; not of a URL.
-_PART = r"[^\s,=\[\]{}\"'/\\]+[/\\]"
+# A directory, in which blanks may be; and one without blanks.
+_PART = r"(?:[^\s,=:;\[\]{}\"'/\\](?:[^,=:;\[\]{}\"'/\\\n]*[^\s,=:;\[\]{}\"'/\\])?[/\\])"
+_BARE = r"(?:[^\s,=:;()\[\]{}\"'/\\]+[/\\])"
+# Directories in a text: `/a/b/` of /a/b/c, `../` of ../c, also behind `=`, `[` or the like; not of
+# a URL. Without a sign where a path begins there are two or more: org/name is a hub's.
 _DIRECTORIES = re.compile(
-    rf"(?<![\w./\\~])(?:~\w+[/\\](?:{_PART})*|(?:file://|~|[A-Za-z]:|\\)?[/\\](?:{_PART})+)"
+    rf"(?<![\w./\\~])(?:~\w+[/\\]{_PART}*|\.{{1,2}}[/\\]{_PART}*"
+    rf"|(?:file://|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{{2,}}(?=[^\s/\\]))"
 )
 
 
 def without_directories(value: Any) -> Any:
     """Return a JSON value without the directories of this machine: each path in it is cut to its
-    last part. The rest is private and helps nobody else.
+    last part. The rest is private and helps nobody else. Relative ones too.
 
     >>> without_directories({"start": "/home/me/run/drafter", "said": "read ~/a/b.json", "n": [1]})
     {'start': 'drafter', 'said': 'read b.json', 'n': [1]}
@@ -245,7 +250,7 @@ def without_directories(value: Any) -> Any:
     if not isinstance(value, str | Path):
         return value
     text = str(value)
-    is_path = Path(text).is_absolute() or text.startswith("~/")
+    is_path = Path(text).is_absolute() or text.startswith("~/") or os.path.exists(text)
     return Path(text).name if is_path and "\n" not in text else _DIRECTORIES.sub("", text)
 
 

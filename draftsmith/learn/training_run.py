@@ -28,6 +28,8 @@ SERVING = "{serving}"
 TRAIN, HELD_OUT = "train.jsonl", "held_out.jsonl"
 DRAWS = 2000  # of prompts, for an interval
 CERTAINTY = 0.95
+# If so few prompts are all better, chance explains it no longer: 2⁻⁶ is below 2.5%.
+FEWEST_PROMPTS = 6
 
 
 def usable(
@@ -104,7 +106,8 @@ class Gain:
 
     before, after: accepted ÷ drafted of all prompts together. low, high: the interval of after −
     before in which CERTAINTY of DRAWS lie (the percentile bootstrap): each draws as many prompts as
-    there are, with replacement, and takes the drafts of both drafters for them.
+    there are, with replacement, and takes the drafts of both drafters for them. With fewer than
+    FEWEST_PROMPTS nothing is certain: from −1 to 1.
     """
 
     before: float
@@ -119,7 +122,7 @@ class Gain:
         drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
         gains = _rate(after[drawn].sum(1)) - _rate(before[drawn].sum(1))
         rest = (1 - CERTAINTY) / 2
-        low, high = np.quantile(gains, (rest, 1 - rest))
+        low, high = np.quantile(gains, (rest, 1 - rest)) if count >= FEWEST_PROMPTS else (-1, 1)
         whole = [float(_rate(counts.sum(0))) for counts in (before, after)]
         return cls(whole[0], whole[1], float(low), float(high))
 

@@ -10,9 +10,11 @@ import time
 from asyncio import Transport
 from collections.abc import Hashable
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from draftsmith.net.api_error import ApiError
 from draftsmith.net.limits import CLIENT_SPARE, SPARE, Limits
+from draftsmith.net.pace import Pace
 from draftsmith.net.pool import Place, Pool, client_of
 
 HEALTH = "/health"
@@ -41,12 +43,18 @@ class Door:
         self.limits = limits
         self.inside = Pool(limits.connections, limits.client_connections)
         self.spare = Pool(SPARE, CLIENT_SPARE)
+        self._paces: WeakValueDictionary[str, Pace] = WeakValueDictionary()
+
+    def pace_of(self, client: str) -> Pace:
+        """Of the frames of a client, shared by its connections while it has any."""
+        return self._paces.setdefault(client, Pace(self.limits.client_frames))
 
 
 class Watched(asyncio.Protocol):
     """A connection that is watched: a class to be mixed into a protocol of HTTP or WebSockets.
 
     door: of its server. spare: there is no room for it yet; until then it serves `HEALTH` alone.
+    pace: of its client's frames.
     """
 
     door: Door
@@ -67,6 +75,7 @@ class Watched(asyncio.Protocol):
         peer = transport.get_extra_info("peername")
         client = client_of(peer[0]) if isinstance(peer, tuple) else ""
         self._pool, self._place = self.door.inside, Place(client, transport.abort)
+        self.pace = self.door.pace_of(client)
         if not self._pool.take(self._place):
             self.spare, self._pool = True, self.door.spare
             self._pool.take(self._place)  # all others there are idle, so there is room

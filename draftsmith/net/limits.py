@@ -7,6 +7,8 @@ from decode.base.errors import UserError
 
 # Connections beside those of `Limits`, for `/health` alone: monitoring works on a full server.
 SPARE, CLIENT_SPARE = 64, 8
+# Frames of WebSockets in a second, for each connection that a client may have.
+_FRAMES = 8
 # Open files of a process beside its connections.
 _OTHER_FILES = 256
 
@@ -42,6 +44,11 @@ class Limits:
         for name, value in vars(self).items():
             if not value > 0:
                 raise UserError(f"{name} is {value}; expected a number above 0")
+
+    @property
+    def client_frames(self) -> int:
+        """Frames of WebSockets that are read of one client in a second; the others wait."""
+        return _FRAMES * self.client_connections
 
 
 def connections_that_fit(wanted: int, files_each: int = 1) -> int:

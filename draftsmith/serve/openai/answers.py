@@ -13,7 +13,7 @@ from draftsmith.serve.openai.answer_tokens import AnswerToken
 from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.asked import Several, StreamOptions
 from draftsmith.serve.openai.reading import Read
-from draftsmith.serve.openai.tools import call_ids
+from draftsmith.serve.openai.tools import CallText, call_ids
 
 
 @dataclass
@@ -46,14 +46,15 @@ class ApiAnswer(ABC):
         choices: Sequence[AnswerChoice],
         rule: str | None,
     ) -> None:
-        self._asked, self._calls, self._choices, self._rule = read.asked, read.calls, choices, rule
+        self._asked, self._choices, self._rule = read.asked, choices, rule
         self._model, self._fingerprint = model, fingerprint
         self.prompt_tokens = sum(map(len, read.prompts))
         self._created = int(time.time())
         self.error: dict[str, Any] | None = None
-        # Of an answer with tools, by choice: the text so far, and how much of it is given.
-        self._so_far = dict.fromkeys((choice.index for choice in choices), "")
-        self._given = dict.fromkeys(self._so_far, 0)
+        # Of an answer with tools, by choice.
+        self._texts: dict[int, CallText] = {}
+        if read.calls is not None:
+            self._texts = {one.index: CallText(read.calls, one.prompt) for one in choices}
 
     @abstractmethod
     def whole(self, texts: Sequence[Piece]) -> dict[str, Any]:
@@ -77,17 +78,12 @@ class ApiAnswer(ABC):
 
     def read(self, piece: Piece) -> tuple[str, list[tuple[str, str]]]:
         """The next text of a choice that is no call, and the calls, which come with its end."""
-        if self._calls is None:
+        if not self._texts:
             return piece.text, []
-        index = piece.index
-        self._so_far[index] += piece.text
-        text, given = self._so_far[index], self._given[index]
-        choice = self._choices[index]
+        text = self._texts[piece.index]
         if piece.reason is None:
-            self._given[index] = self._calls.certain(text, given, choice.prompt)
-            return text[given : self._given[index]], []
-        content, calls = self._calls.read(text, choice.prompt, choice.tokens)
-        return content[given:], calls
+            return text.add(piece.text), []
+        return text.end(piece.text, self._choices[piece.index].tokens)
 
     @property
     def generated_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 import time
 import uuid
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,7 +39,7 @@ class ResponsesAnswer(ApiAnswer):
     def opening(self) -> Iterator[bytes]:
         for kind in ("created", "in_progress"):
             yield self._event(kind, response=self._response("in_progress", []))
-        if self._calls is None:
+        if not self._texts:
             yield from self._open()
 
     def part(self, piece: Piece) -> Iterator[bytes]:
@@ -79,10 +80,11 @@ class ResponsesAnswer(ApiAnswer):
         self._held += piece.tokens
         whole = self._message.text + text
         # Text behind a call has no entries: those of the call would stand among them.
-        pairs = zip(whole, self._so_far[piece.index], strict=False) if calls else ()
+        pairs = zip(whole, self._texts[piece.index].text, strict=False) if calls else ()
         length = next((at for at, (one, raw) in enumerate(pairs) if one != raw), len(whole))
-        all_mine = self._calls is None or (piece.reason is not None and not calls)
-        count = sum(all_mine or x.start < length for x in self._held)
+        count = len(self._held)
+        if self._texts and (piece.reason is None or calls):
+            count = bisect_left(self._held, length, key=lambda token: token.start)
         said = replace(piece, text=text, tokens=self._held[:count])
         self._held = self._held[count:]
         self._message = self._message.joined(said)

@@ -25,6 +25,7 @@ _SPACE = re.compile(r"\s*")
 # What may become a call as the text goes on, behind a mark.
 _MAY_BEGIN = re.compile(r"[\s\[]*(\{\s*(\"|\Z)|\Z)")
 _THINKS, _THOUGHT = "<think>", "</think>"
+_GROWTH = 8  # a text that is held back is read again when it is longer by an eighth
 _TAIL = 16  # tokens of a prompt that show how it ends
 
 
@@ -220,7 +221,7 @@ class Calls:
                 break
         else:
             end -= max(begun(text, mark) for mark in one.marks)
-        return max(begin, len(text[:end].rstrip()))
+        return begin + len(text[begin:end].rstrip())
 
     def read(
         self, text: str, prompt: Sequence[int], tokens: Sequence[int]
@@ -307,6 +308,33 @@ class Calls:
             read = _object(inner, len(inner) - len(inner.lstrip()))
             return name, inner if read is not None and not inner[read[1] :].strip() else given
         return name, given
+
+
+class CallText:
+    """The text of one answer as it grows, without its calls, which are given at its end. calls:
+    read it. prompt: as ids. text: so far, with the calls."""
+
+    def __init__(self, calls: Calls, prompt: Sequence[int]) -> None:
+        self._calls, self._prompt = calls, prompt
+        self.text, self._given, self._due = "", 0, 0
+
+    def add(self, piece: str) -> str:
+        """The next text that is no call for certain."""
+        self.text += piece
+        if len(self.text) < self._due:
+            return ""
+        begin = self._given
+        self._given = self._calls.certain(self.text, begin, self._prompt)
+        # What is held back is read again once it has grown by a share of its length. So a long
+        # call in tiny pieces is read a few times, not once for each piece.
+        self._due = len(self.text) + (len(self.text) - self._given) // _GROWTH
+        return self.text[begin : self._given]
+
+    def end(self, piece: str, tokens: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
+        """The rest of the text, and the calls. tokens: of the whole answer."""
+        self.text += piece
+        content, calls = self._calls.read(self.text, self._prompt, tokens)
+        return content[self._given :], calls
 
 
 class _Found(NamedTuple):
