@@ -11,6 +11,7 @@ from draftsmith.cli.audit import audit, audit_models
 from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
 from draftsmith.cli.command import shows_errors, takes_groups
+from draftsmith.cli.diagnose import diagnose
 from draftsmith.cli.doctor import doctor
 from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect, merge
 from draftsmith.cli.edge import verify_server
@@ -72,6 +73,7 @@ for command in (
     learn,
     audit,
     audit_models,
+    diagnose,
     doctor,
 ):
     # `import` is a word of Python, so the function has another name.
