@@ -1,4 +1,4 @@
-"""A diagnosis names the mistake that a service makes with its drafter, and no other."""
+"""A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
 import numpy as np
 import pytest
@@ -9,7 +9,6 @@ from decode.settings import DecodeSettings
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, explain
-from draftsmith.diagnosis.mistakes import MISTAKES
 from tests.diagnosis_controls import GAMMA, prompts, target, taught
 from tests.service import serving
 from train.engines.server_config import ServerConfig
@@ -29,13 +28,6 @@ def test_an_honest_service_is_equal() -> None:
     found = diagnosed(taught("eagle3"), "eagle3")
     assert found.explanation.verdict == EQUAL
     assert found.there == found.here
-
-
-def test_a_planted_mistake_is_named_with_its_remedy() -> None:
-    drafter = taught("eagle3")
-    found = diagnosed(MISTAKES["layers_below"]().make(drafter, target()), "eagle3")
-    assert found.explanation.verdict == "layers_below"
-    assert "layer ids" in found.headline
 
 
 def test_an_unknown_mistake_is_not_named() -> None:
