@@ -92,7 +92,7 @@ def make_taught(
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
-    _teach(heads, target, ids, mask, steps=steps)
+    teach(heads, target, ids, mask, steps=steps)
     save_heads(path, heads, target=target, **({"provenance": {"stage": "heads"}} | stored))
 
 
@@ -110,7 +110,7 @@ def train_import(
     options = ImportOptions(depth=depth)
     import_drafter(str(directory / "out"), target, directory / "imported", options)
     heads = read_heads(directory / "imported", target)
-    _teach(heads, target, *_texts_of(target), steps=steps)
+    teach(heads, target, *_texts_of(target), steps=steps)
     if same:
         first, *others = (x for name, x in heads.named_parameters() if name.endswith(same))
         for weight in others:
@@ -152,9 +152,10 @@ def _texts_of(target: Target) -> tuple[torch.Tensor, torch.Tensor]:
     return ids, torch.arange(ids.shape[1]) < lengths[:, None]
 
 
-def _teach(
+def teach(
     heads: Heads, target: Target, ids: torch.Tensor, mask: torch.Tensor, *, steps: int
 ) -> None:
+    """Train heads on these texts, int64 [N, T], where mask is true."""
     heads.borrow(target.model)
     training = HeadTraining(heads, WeightedLoss({"cross_entropy": 1.0}), target.model)
     seen = LiveFeatures(target.model, training.captured_layers).features(ids, mask.long(), [])

@@ -20,7 +20,7 @@ from draftsmith import Audit, AuditOptions
 from draftsmith.auditing import report, tails
 from draftsmith.auditing.contract import Said
 from draftsmith.auditing.drafts import acceptance_finding
-from draftsmith.auditing.entry import _root
+from draftsmith.auditing.entry import server_root
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.questions import Questions
@@ -195,8 +195,8 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])
 def test_an_address_may_have_the_path_of_the_api(end: str) -> None:
-    assert _root(f"http://host:8000{end}") == "http://host:8000"
-    assert _root(f"http://host/proxy{end}") == "http://host/proxy"
+    assert server_root(f"http://host:8000{end}") == "http://host:8000"
+    assert server_root(f"http://host/proxy{end}") == "http://host/proxy"
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def audit(
         raise UserError(f"an audit needs httpx2; run {install_command('serve')}")
     try:
         config = ServerConfig(
-            url=[_root(address) for address in (url, baseline) if address is not None],
+            url=[server_root(address) for address in (url, baseline) if address is not None],
             protocol=protocol,
             model=model,
             key_env=key_env,
@@ -96,7 +96,7 @@ def audit(
     return Audit(subject, findings)
 
 
-def _root(url: str) -> str:
+def server_root(url: str) -> str:
     """The address of a server; many documents give it with the path of its API."""
     return re.sub(r"/+(v1/*)?$", "", url)
 

@@ -12,6 +12,7 @@ from draftsmith.cli.audit import audit, audit_models
 from draftsmith.cli.calibrate import calibrate, calibrate_layers, calibrate_tree
 from draftsmith.cli.chat import chat
 from draftsmith.cli.command import shows_errors, takes_groups
+from draftsmith.cli.diagnose import diagnose
 from draftsmith.cli.doctor import doctor
 from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect, merge
 from draftsmith.cli.edge import verify_server
@@ -78,6 +79,7 @@ COMMANDS: dict[str | None, dict[Callable[..., None], str]] = {
         export: "form out prompts limit verify engine_python concurrency",
         serve: "target drafter dtype host port api_key_env gamma learn",
         audit: "target drafter gamma prompts limit dtype key_env html",
+        diagnose: "target drafter gamma prompts limit dtype json_file",
         doctor: "",
     },
     "Runs": {compare: "", watch: "", verify_cache: ""},

@@ -1,0 +1,71 @@
+"""`diagnose`: why does a drafter accept so little in an engine?"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from decode.base.errors import UserError
+from draftsmith.cli.command import Loading, require_packages, tokenized_prompts
+from train.base.console import quieten
+
+
+def diagnose(
+    *,
+    url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, with or without /v1")],
+    loading: Loading,
+    drafter: Annotated[Path, typer.Option(help="the drafter's directory, as it was trained")],
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
+    ] = None,
+    limit: Annotated[int, typer.Option(min=1, help="prompts, spread over the file")] = 200,
+    gamma: Annotated[int, typer.Option(min=1, help="tokens of the server's drafts")] = 4,
+    protocol: Annotated[str, typer.Option(help="completions or llama-server")] = "completions",
+    model: Annotated[
+        str | None, typer.Option(help="the server's name for the model; default: its first")
+    ] = None,
+    key_env: Annotated[
+        str | None, typer.Option(help="environment variable with the server's key")
+    ] = None,
+    timeout_seconds: Annotated[float, typer.Option(help="for one answer")] = 120.0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the diagnosis here")
+    ] = None,
+) -> None:
+    """Say why a drafter accepts so little in an engine: its counts beside our own loop's, with the
+    drafter as it is and with each known mistake. Nobody else may ask the server meanwhile.
+
+    Exit status 0: the engine does what the drafter can. 1: it does not, and the cause is said, or
+    that no known one explains it.
+    """
+    require_packages("httpx2")
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise UserError(
+            f"{json_file} cannot be written; expected a file in a directory that exists"
+        )
+    import configs
+    from draftsmith.auditing.entry import server_root
+    from draftsmith.diagnosis.entry import diagnose as run
+    from draftsmith.diagnosis.entry import open_plain, server_config
+    from draftsmith.diagnosis.explain import EQUAL
+    from train.base.console import Reporter
+    from train.data.read import read_examples
+
+    quieten()
+    reporter = Reporter()
+    config = server_config(server_root(url), protocol, model, key_env, timeout_seconds)
+    target = loading.load(str(drafter))
+    opened = open_plain(drafter, target)
+    shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
+    asked = tokenized_prompts(read_examples(str(prompts or shipped))[0], target, limit)
+    found = run(config.urls[0], target, opened, asked, config, gamma=gamma, say=reporter.say)
+    for place, (there, here) in enumerate(zip(found.there, found.here, strict=True), 1):
+        reporter.say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")
+    reporter.say(found.headline)
+    if found.explanation.unseen:
+        reporter.say(f"not visible with these prompts: {', '.join(found.explanation.unseen)}")
+    if json_file is not None:
+        json_file.write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
+    if found.explanation.verdict != EQUAL:
+        raise typer.Exit(1)

@@ -1,0 +1,171 @@
+"""Acceptance by place there: what a server's own counters say of one request after the other."""
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from decode.base.errors import UserError
+from decode.draw.sampling import Sampling
+from decode.model.loading import Target
+from draftsmith.auditing.asking import ask_texts
+from draftsmith.auditing.drafts import COUNTING
+from train.engines.child_process import ask
+from train.engines.counters import DraftCounts, parse_counters
+from train.engines.server_config import ServerConfig
+
+# vLLM and draftsmith count accepted tokens by place with the same names.
+_BY_PLACE = re.compile(
+    r"^(?:vllm|draftsmith):spec_decode_num_accepted_tokens_per_pos(?:_total)?"
+    r"\{[^}]*position=\"(\d+)\"[^}]*\}\s+([0-9.eE+-]+)",
+    re.MULTILINE,
+)
+_ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
+# Counters follow an answer a moment later: they are read until two readings are equal.
+SETTLE_SECONDS = {"draftsmith": 0.02}
+SLOW_SECONDS, LONGEST_SETTLE = 0.25, 10.0
+# Of the texts, as many must be the target's. Rounding alone changes fewer.
+LEAST_EQUAL_TEXTS = 0.7
+
+
+@dataclass(frozen=True)
+class Reading:
+    """engine: a name of COUNTING. by_place: accepted tokens at each place; None: it does not say
+    them by place."""
+
+    engine: str
+    counts: DraftCounts
+    by_place: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a server did with each of N prompts. texts: its answers. drafted, accepted: int [N].
+    by_place: accepted tokens at each place of its drafts, int [N, γ]; None: it does not say."""
+
+    engine: str
+    texts: list[list[int]]
+    drafted: np.ndarray
+    accepted: np.ndarray
+    by_place: np.ndarray | None
+
+
+def parse_reading(page: str, gamma: int) -> Reading | None:
+    """The counters of a page for Prometheus. None: it has none of drafts."""
+    counts, engine = parse_counters(page), _ENGINE.search(page)
+    if counts is None or engine is None:
+        return None
+    places = [0] * gamma
+    series = _BY_PLACE.findall(page)
+    for place, value in series:
+        if int(place) >= gamma:
+            raise UserError(
+                f"the server accepts tokens at place {int(place) + 1} of a draft, but --gamma is "
+                f"{gamma}; give the number of tokens that it drafts"
+            )
+        places[int(place)] += int(float(value))
+    named = engine[1] in ("vllm", "draftsmith")
+    return Reading(engine[1], counts, tuple(places) if named else None)
+
+
+def read(url: str, gamma: int, key: str = "") -> Reading:
+    """The counters once they stand still. Raises UserError for a server that hides them, and for
+    one that is busy with other requests."""
+    end, last = time.monotonic() + LONGEST_SETTLE, None
+    while time.monotonic() < end:
+        try:
+            page = ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace")
+        except UserError as error:
+            raise UserError(
+                f"{url} hides its counters ({error}); expected /metrics. Start vLLM with a "
+                "drafter, llama-server with --metrics, SGLang with --enable-metrics"
+            ) from error
+        found = parse_reading(page, gamma)
+        if found is None:
+            raise UserError(
+                f"{url}/metrics has no counters of drafts: the server has no drafter, or hides "
+                "them; start it with one"
+            )
+        if found == last:
+            return found
+        last = found
+        time.sleep(SETTLE_SECONDS.get(found.engine, SLOW_SECONDS))
+    raise UserError(
+        f"the counters of {url} do not stand still: it answers other requests meanwhile. Expected "
+        "a server that nobody else asks; diagnose one of your own"
+    )
+
+
+def measure(
+    url: str,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    config: ServerConfig,
+    *,
+    gamma: int,
+    tokens: int,
+    seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
+) -> Measured:
+    """Ask for `tokens` tokens of each prompt, greedily, one request at a time. expected: the
+    target's own texts.
+
+    Raises UserError for a server that hides its counters, is busy, drafts nothing, rewrites prompts
+    or has another target, and as `ask_texts`."""
+    key = config.key() or ""
+    before = read(url, gamma, key)
+    texts: list[list[int]] = []
+    drafted, accepted, by_place = [], [], []
+    for number, prompt in enumerate(prompts):
+        asked = ask_texts(
+            url, target, [prompt], Sampling(), config,
+            samples=1, max_new_tokens=tokens, seed=seed,
+        )  # fmt: skip
+        if not asked.texts:
+            why = "; ".join([*asked.faults, *asked.left_out]) or "it gave no text"
+            raise UserError(f"{url} answers prompt {number + 1} with what cannot be judged: {why}")
+        after = read(url, gamma, key)
+        counts = asked.counts if asked.counts.drafted else after.counts - before.counts
+        if counts.drafted > gamma * tokens:
+            raise UserError(
+                f"the server counts {counts.drafted:.0f} draft tokens for an answer of {tokens}, "
+                f"but --gamma is {gamma}: it is busy with other requests, or drafts more. Expected "
+                "a server that nobody else asks, and the number of tokens that it drafts"
+            )
+        texts.append([*asked.texts[0].tokens])
+        drafted.append(int(counts.drafted))
+        accepted.append(int(counts.accepted))
+        if after.by_place is not None and before.by_place is not None:
+            by_place.append(np.subtract(after.by_place, before.by_place))
+        before = after
+        if number and number % 50 == 0:
+            say(f"{number} of {len(prompts)} prompts asked")
+    _require_texts(url, texts, expected)
+    if not any(drafted):
+        raise UserError(
+            f"{url} drafted nothing for {len(prompts)} prompts: it ignores its drafter, or has "
+            "none; read what it logs at its start"
+        )
+    return Measured(
+        before.engine,
+        texts,
+        np.array(drafted),
+        np.array(accepted),
+        np.array(by_place) if by_place else None,
+    )
+
+
+def _require_texts(
+    url: str, texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]
+) -> None:
+    same = [list(x) == list(y)[: len(x)] for x, y in zip(texts, expected, strict=True)]
+    share = sum(same) / len(same)
+    if share < LEAST_EQUAL_TEXTS:
+        raise UserError(
+            f"{share:.0%} of the server's texts are the target's: it has another target (or a "
+            "fine-tune of it), rewrites prompts, or samples by force. Expected the target's greedy "
+            "text; `draftsmith audit` says more"
+        )

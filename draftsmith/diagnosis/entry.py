@@ -1,0 +1,222 @@
+"""A diagnosis: measured there, measured here, and explained."""
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from decode.base.errors import UserError
+from decode.drafters import DRAFTERS, Drafter
+from decode.model.loading import Target
+from decode.opening.directory import describe_drafter, open_drafter
+from draftsmith.auditing.drafts import COUNTING
+from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
+from draftsmith.diagnosis.engine import Measured, measure, read
+from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, explain
+from draftsmith.diagnosis.mistakes import MISTAKES
+from heads.heads_directory import read_heads
+from heads.heads_drafter import HeadsDrafter
+from train.engines.server_config import ServerConfig
+
+# Pairs are tried with this many of the likeliest single mistakes.
+PAIRED = 3
+FEWEST_PROMPTS = 20
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """there, here: accepted tokens by place of a draft, per prompt; in the sum over all places if
+    the engine does not say them by place. mistakes: how many hypotheses were tried, pairs among
+    them."""
+
+    engine: str
+    prompts: int
+    there: list[float]
+    here: list[float]
+    mistakes: int
+    explanation: Explanation
+
+    @property
+    def headline(self) -> str:
+        """The finding and the remedy."""
+        found = self.explanation
+        if found.verdict == EQUAL:
+            return (
+                "equal: the engine does what the drafter can. Train it more, or on texts like "
+                "these prompts"
+            )
+        if found.verdict == NONE:
+            return f"none of {self.mistakes} known mistakes explains the engine's counts"
+        parts = [MISTAKES[name] for name in found.verdict.split(" + ")]
+        said = "; ".join(f"{part.says}. Remedy: {part.remedy}" for part in parts)
+        like = f" (or {', '.join(found.like)}, which these prompts do not tell apart)"
+        return f"{found.verdict}{like if found.like else ''}: {said}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as JSON values."""
+        found = self.explanation
+        return {
+            "engine": self.engine,
+            "prompts": self.prompts,
+            "verdict": found.verdict,
+            "like": list(found.like),
+            "posterior": found.posterior,
+            "accepted_there": self.there,
+            "accepted_here": self.here,
+            "agreement": found.agreement,
+            "unseen": list(found.unseen),
+            "headline": self.headline,
+        }
+
+
+def diagnose(
+    url: str,
+    target: Target,
+    drafter: Drafter,
+    prompts: Sequence[Sequence[int]],
+    config: ServerConfig,
+    *,
+    gamma: int,
+    say: Callable[[str], None] = lambda line: None,
+) -> Diagnosis:
+    """Say why the drafter accepts what it does in the server at `url`.
+
+    prompts: token ids. gamma: the tokens of the server's drafts. The server is asked one request at
+    a time, greedily, for γ + 2 tokens: the first one comes from the prompt, then there is room for
+    a whole draft and the token after it. Raises UserError as `measure`, for too few prompts and for
+    prompts that do not fit.
+    """
+    tokens = gamma + 2
+    if len(prompts) < FEWEST_PROMPTS:
+        raise UserError(
+            f"there are {len(prompts)} prompts; expected at least {FEWEST_PROMPTS}, and better 200"
+        )
+    longest = max(map(len, prompts)) + tokens + gamma + 1
+    if longest > target.max_positions:
+        raise UserError(
+            f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
+            f"{target.max_positions} positions; shorten the prompts"
+        )
+    engine = read(url, gamma, config.key() or "").engine
+    made = {EQUAL: drafter} | {
+        name: changed
+        for name in MISTAKES
+        if (changed := MISTAKES[name]().make(drafter, target)) is not None
+    }
+    say(f"our own loop, with the drafter and {len(made) - 1} mistakes")
+    here = _Here(target, prompts, engine, gamma, tokens)
+    by_name = here.counts(made)
+    say(f"asking {url} for {len(prompts)} answers, one after the other")
+    there = measure(url, target, prompts, here.texts, config, gamma=gamma, tokens=tokens, say=say)
+    counted = _there(there)
+    weights = {name: SEEN for name in made if name != EQUAL and engine in MISTAKES[name].engines}
+    explanation = explain(counted, _keys(by_name, there), weights)
+    if explanation.verdict == NONE:
+        pairs = _pairs(made, explanation.agreement, target)
+        if pairs:
+            say(f"no mistake alone explains it; trying {len(pairs)} pairs")
+            by_name |= here.counts(pairs)
+            # A pair is less likely than one mistake.
+            weights |= dict.fromkeys(pairs, 0.1)
+            explanation = explain(counted, _keys(by_name, there), weights)
+    accepted = by_name[EQUAL]
+    if there.by_place is not None:
+        shares = there.by_place.mean(0).tolist(), accepted.mean(0).tolist()
+    else:
+        shares = [float(there.accepted.mean())], [float(accepted.sum(1).mean())]
+    return Diagnosis(engine, len(prompts), *shares, len(by_name) - 1, explanation)
+
+
+def open_plain(path: Path, target: Target) -> Drafter:
+    """A drafter from its directory. The weights of heads stay as they are stored, so that mistakes
+    can change them; those of `open_drafter` may be packed. Raises UserError as `open_drafter`."""
+    opened = open_drafter(str(path), target)
+    if not isinstance(opened, HeadsDrafter) or describe_drafter(path)["kind"] not in DRAFTERS:
+        return opened
+    heads = read_heads(path, target).to(target.device, opened.heads.dtype)
+    if heads.vocabulary is not None:
+        heads.vocabulary = heads.vocabulary.to(target.device)
+    heads.borrow(target.model, opened.heads.dtype, target.device)
+    return type(opened)(heads, target.vocab_size)
+
+
+def server_config(
+    url: str, protocol: str, model: str | None, key_env: str | None, timeout_seconds: float
+) -> ServerConfig:
+    """How the server is asked: one request at a time. Raises UserError for bad values."""
+    try:
+        return ServerConfig.model_validate(
+            {
+                "url": [url],
+                "protocol": protocol,
+                "model": model,
+                "key_env": key_env,
+                "concurrency": 1,
+                "timeout_seconds": timeout_seconds,
+            }
+        )
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+
+
+class _Here:
+    """Our own measurement, counted as the engine counts. texts: the target's own."""
+
+    def __init__(
+        self,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        engine: str,
+        gamma: int,
+        tokens: int,
+    ) -> None:
+        self._target, self._prompts = target, prompts
+        self._counting, self._gamma, self._tokens = COUNTING[engine], gamma, tokens
+        self.texts: list[list[int]] = []
+
+    def counts(self, drafters: dict[str, Drafter]) -> dict[str, np.ndarray]:
+        """{name: accepted tokens by place, int [N, γ]}."""
+        drafts = drafts_along(
+            self._target, [*drafters.values()], self._prompts, self._gamma, self._tokens,
+            first_drafted=self._counting.first_drafted,
+        )  # fmt: skip
+        self.texts = drafts.texts.tolist()
+        eos = self._target.eos_token_ids
+        return {
+            name: accepted_by_place(drafts, member, self._counting, eos, self._tokens)[1]
+            for member, name in enumerate(drafters)
+        }
+
+
+def _there(measured: Measured) -> list[Hashable]:
+    """What the engine counted for each prompt, as far as it says it."""
+    if measured.by_place is None:
+        return [int(x) for x in measured.accepted]
+    return [tuple(x) for x in measured.by_place.tolist()]
+
+
+def _keys(by_name: dict[str, np.ndarray], measured: Measured) -> dict[str, list[Hashable]]:
+    """What each hypothesis says of each prompt, in the form of `_there`."""
+    if measured.by_place is None:
+        return {name: [int(x) for x in counts.sum(1)] for name, counts in by_name.items()}
+    return {name: [tuple(x) for x in counts.tolist()] for name, counts in by_name.items()}
+
+
+def _pairs(
+    made: dict[str, Drafter], agreement: dict[str, float], target: Target
+) -> dict[str, Drafter]:
+    """Each pair with one of the mistakes that explain most prompts."""
+    names = sorted(name for name in made if name != EQUAL)
+    near = set(sorted(names, key=lambda name: -agreement[name])[:PAIRED])
+    pairs = {}
+    for first, second in combinations(names, 2):
+        if not near & {first, second}:
+            continue
+        changed = MISTAKES[second]().make(made[first], target)
+        if changed is not None:
+            pairs[f"{first} + {second}"] = changed
+    return pairs

@@ -1,0 +1,77 @@
+"""Which hypothesis explains an engine's counts? One for the drafter as it is, one a mistake.
+
+The prompts are the same there and here, and texts are greedy. Under the right hypothesis the counts
+of a prompt are therefore equal, but for rounding. So a prompt's counts are those that the
+hypothesis says with probability 1 − ε, and else those of some prompt of it. ε is not known, and
+averaged over. That nothing known explains the counts is a hypothesis too: they are then spread as
+they are, whatever is said here.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import gammaln, logsumexp
+
+EQUAL, NONE = "equal", "none"
+# ε, the share of prompts whose counts rounding changes.
+ROUNDED = np.array([0.003, 0.01, 0.03, 0.06, 0.1, 0.15])
+# A hypothesis is named only if at least this share of the prompts has the counts that it says.
+LEAST_AGREEMENT = 0.8
+LEAST_POSTERIOR = 0.99
+EQUAL_PRIOR, NONE_PRIOR = 0.7, 0.1
+SEEN = 5.0  # how much likelier a mistake is in an engine in which it was seen
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """verdict: "equal", "none", or the name of a mistake. like: other mistakes that say the same of
+    every prompt. posterior: of the verdict. agreement: {hypothesis: share of the prompts whose
+    counts it says}. unseen: the mistakes that change nothing on these prompts."""
+
+    verdict: str
+    like: tuple[str, ...]
+    posterior: float
+    agreement: dict[str, float]
+    unseen: tuple[str, ...]
+
+
+def explain(
+    counted: Sequence[Hashable],
+    said: Mapping[str, Sequence[Hashable]],
+    weights: Mapping[str, float],
+) -> Explanation:
+    """Choose a hypothesis. counted: of each prompt, the engine's counts. said: the same of each
+    hypothesis, "equal" among them. weights: relative prior weights of the mistakes."""
+    groups: dict[tuple[Hashable, ...], list[str]] = {}
+    for name in sorted(said, key=lambda name: (name != EQUAL, name)):
+        groups.setdefault(tuple(said[name]), []).append(name)
+    unseen = tuple(groups[tuple(said[EQUAL])][1:])
+    kinds = len({*counted, *(x for values in said.values() for x in values)}) + 1
+    total = sum(weights.get(name, 1.0) for name in said if name != EQUAL) or 1.0
+    scores: dict[str, float] = {}
+    agreement: dict[str, float] = {}
+    for values, names in groups.items():
+        spread, count = Counter(values), len(values)
+        other = np.array([(spread[x] + 0.5) / (count + 0.5 * kinds) for x in counted])
+        same = np.array([x == y for x, y in zip(counted, values, strict=True)])
+        by_share = np.log((1 - ROUNDED[:, None]) * same + ROUNDED[:, None] * other).sum(1)
+        prior = (
+            EQUAL_PRIOR
+            if names[0] == EQUAL
+            else (1 - EQUAL_PRIOR - NONE_PRIOR) * sum(weights.get(x, 1.0) for x in names) / total
+        )
+        scores[names[0]] = float(logsumexp(by_share) - np.log(len(ROUNDED)) + np.log(prior))
+        agreement |= dict.fromkeys(names, float(same.mean()))
+    found = np.array([*Counter(counted).values()])
+    spread_alone = gammaln(kinds / 2) - gammaln(len(counted) + kinds / 2)
+    spread_alone += (gammaln(found + 0.5) - gammaln(0.5)).sum()
+    scores[NONE] = float(spread_alone + np.log(NONE_PRIOR))
+    best = max(scores, key=lambda name: scores[name])
+    posterior = float(np.exp(scores[best] - logsumexp([*scores.values()])))
+    if best != NONE and (agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR):
+        best = NONE
+        posterior = float(np.exp(scores[NONE] - logsumexp([*scores.values()])))
+    like = next((tuple(x[1:]) for x in groups.values() if x[0] == best), ())
+    return Explanation(best, () if best == EQUAL else like, posterior, agreement, unseen)

@@ -1,0 +1,68 @@
+"""Known mistakes of engines with drafters. Each is one file, and made here in our own drafter.
+
+Shapes: B rows, n tokens, H hidden size.
+"""
+
+import copy
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+from decode.base.registry import Registry, import_all
+from decode.drafters import Drafter
+from decode.model.loading import Target
+from heads.heads_drafter import HeadsDrafter
+from heads.heads_module import Heads
+
+D = TypeVar("D", bound=HeadsDrafter)
+
+
+class Mistake(ABC):
+    """says: what goes wrong. remedy: one sentence. seen: where it was found, with its source; ""
+    if it is known from no public thread. engines: those it was seen in, by the names of
+    `draftsmith.auditing.drafts.COUNTING`, which are likelier to make it."""
+
+    says: ClassVar[str]
+    remedy: ClassVar[str]
+    seen: ClassVar[str] = ""
+    engines: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def make(self, drafter: Drafter, target: Target) -> Drafter | None:
+        """The drafter with this mistake; the given one stays as it is. None: it cannot have it."""
+
+
+MISTAKES: Registry[type[Mistake]] = Registry("mistake")
+
+
+def with_heads(drafter: D, heads: Heads) -> D:
+    """A drafter like this one with other heads, that keeps what mistakes did to it before."""
+    changed = copy.copy(drafter)
+    changed.module = changed.heads = heads
+    changed.captured_layers = heads.captured_layers
+    return changed
+
+
+def with_method(drafter: D, name: str, method: Any) -> D:
+    """A drafter like this one with another method. It is one of its class, so that a copy of the
+    drafter keeps it."""
+    kind = type(drafter)
+    changed = copy.copy(drafter)
+    changed.__class__ = type(kind.__name__, (kind,), {name: method})
+    return changed
+
+
+def copied(heads: Heads, **changes: Any) -> Heads:
+    """The same heads, which share their weights, with other attributes."""
+    changed = copy.copy(heads)
+    changed._modules = dict(heads._modules)
+    for name, value in changes.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def with_options(heads: Heads, **changes: Any) -> Heads:
+    """The same heads, which share their weights, with other options."""
+    return copied(heads, options=heads.options.model_copy(update=changes))
+
+
+import_all("draftsmith.diagnosis.mistakes")

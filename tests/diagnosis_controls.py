@@ -1,0 +1,128 @@
+"""Every known mistake, planted into a drafter: how often is it named?
+
+python -m tests.diagnosis_controls [REPETITIONS [KIND …]]
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from decode.drafters import DRAFTERS, Drafter
+from decode.drafters.small_lm import SmallLMDrafter
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
+from draftsmith.diagnosis.explain import EQUAL, explain
+from draftsmith.diagnosis.mistakes import MISTAKES
+from draftsmith.export.engines import Counting
+from heads.heads_directory import new_heads
+from heads.heads_module import HeadOptions
+from tests.export import teach
+from tests.tiny import VOCAB, tiny_target
+
+GAMMA, TOKENS = 3, 5
+KINDS: dict[str, dict[str, Any]] = {
+    "eagle1": {"type": "eagle1", "depth": GAMMA, "window": 6},
+    "eagle3": {"type": "eagle3", "steps": GAMMA},
+    "mtp": {"type": "mtp", "depth": GAMMA},
+    "dflash": {"type": "dflash", "layers": 2, "block": GAMMA + 1, "taps": [0, 2]},
+    "medusa": {"type": "medusa", "heads": GAMMA},
+    "small_lm": {},
+}
+REDUCED = ("eagle3",)  # to a draft vocabulary
+TAUGHT = 24
+
+
+@functools.cache
+def target() -> Target:
+    """A tiny target with layers enough for every kind of drafter, and ids for mask tokens."""
+    return tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+
+
+def prompts(count: int, seed: int) -> list[list[int]]:
+    """Token ids: beginnings of the texts that drafters learnt, each with a few other tokens."""
+    rng = np.random.default_rng(seed)
+    known = [_random(number) for number in range(TAUGHT)]
+    chosen = [known[int(number)] for number in rng.integers(0, TAUGHT, count)]
+    return [[*rng.integers(3, VOCAB, int(rng.integers(1, 4))).tolist(), *text] for text in chosen]
+
+
+def _random(seed: int) -> list[int]:
+    rng = np.random.default_rng(1000 + seed)
+    return rng.integers(3, VOCAB, int(rng.integers(6, 16))).tolist()
+
+
+@functools.cache
+def taught(kind: str) -> Drafter:
+    """A drafter of this kind that learnt some texts of the target by heart."""
+    torch.manual_seed(0)
+    if kind == "small_lm":
+        model = copy.deepcopy(target().model)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight += 0.15 * weight.std() * torch.randn(weight.shape)
+        return SmallLMDrafter(model)
+    asked = prompts(2 * TAUGHT, 7)
+    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, 10).outputs
+    texts = [torch.tensor(x + y) for x, y in zip(asked, answers, strict=True)]
+    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
+    mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
+    reduced = ids.unique() if kind in REDUCED else None
+    heads = new_heads(HeadOptions.of(KINDS[kind]), target(), reduced)
+    with torch.no_grad():  # attention counts from the beginning, and with it positions
+        for name, weight in heads.named_parameters():
+            if "o_proj" in name:
+                weight.normal_(std=0.1)
+            if "k_norm" in name:
+                weight.mul_(1 + 0.5 * torch.randn(weight.shape))
+    teach(heads, target(), ids, mask, steps=150)
+    heads.eval().requires_grad_(False)
+    drafter: Drafter = DRAFTERS[kind](heads, target().vocab_size)  # type: ignore[call-arg]
+    return drafter
+
+
+def named(kind: str, repetitions: int, count: int = 200) -> dict[str, tuple[list[str], float]]:
+    """{what was planted: (the verdict of each repetition, mean accepted tokens of a text)}."""
+    drafter = taught(kind)
+    made = {EQUAL: drafter} | {
+        name: changed
+        for name in MISTAKES
+        if (changed := MISTAKES[name]().make(drafter, target())) is not None
+    }
+    found: dict[str, tuple[list[str], float]] = {}
+    for seed in range(repetitions):
+        drafts = drafts_along(
+            target(), [*made.values()], prompts(count, seed), GAMMA, TOKENS, first_drafted=False
+        )
+        eos = target().eos_token_ids
+        said = {
+            name: accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
+            for member, name in enumerate(made)
+        }
+        keys = {name: [tuple(x) for x in counts.tolist()] for name, counts in said.items()}
+        for name in made:
+            verdicts, _ = found.setdefault(name, ([], float(said[name].sum(1).mean())))
+            verdict = explain(keys[name], keys, {})
+            verdicts.append(" = ".join([verdict.verdict, *verdict.like]))
+    return found
+
+
+def main(repetitions: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
+    """Print a table: kind, mistake, how often it was named alone, and what else was said."""
+    for kind in kinds:
+        for name, (verdicts, accepted) in named(kind, repetitions).items():
+            right = sum(verdict == name for verdict in verdicts)
+            others = sorted({verdict for verdict in verdicts if verdict != name})
+            print(
+                f"{kind:9} {name:16} {right:3}/{repetitions} accepts {accepted:.2f} {others}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, sys.argv[2:] or tuple(KINDS))

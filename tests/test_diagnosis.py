@@ -1,0 +1,70 @@
+"""A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
+
+import numpy as np
+import pytest
+
+from decode.base.errors import UserError
+from decode.drafters import Drafter
+from decode.settings import DecodeSettings
+from draftsmith.diagnosis.engine import parse_reading
+from draftsmith.diagnosis.entry import Diagnosis, diagnose
+from draftsmith.diagnosis.explain import EQUAL, NONE, explain
+from tests.diagnosis_controls import GAMMA, prompts, target, taught
+from tests.service import serving
+from train.engines.server_config import ServerConfig
+
+PROMPTS = 40
+
+
+def diagnosed(served: Drafter | None, kind: str) -> Diagnosis:
+    """The service drafts with `served`; the diagnosis is given the drafter as it is."""
+    asked = prompts(PROMPTS, 0)
+    with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
+        config = ServerConfig(url=[running.url], concurrency=1)
+        return diagnose(running.url, target(), taught(kind), asked, config, gamma=GAMMA)
+
+
+def test_an_honest_service_is_equal() -> None:
+    found = diagnosed(taught("eagle3"), "eagle3")
+    assert found.explanation.verdict == EQUAL
+    assert found.there == found.here
+
+
+def test_an_unknown_mistake_is_not_named() -> None:
+    rng = np.random.default_rng(0)
+    said = {name: rng.integers(0, 4, 200).tolist() for name in (EQUAL, "a", "b", "c")}
+    for _ in range(100):
+        assert explain(rng.integers(0, 4, 200).tolist(), said, {}).verdict == NONE
+
+
+def test_rounding_of_some_prompts_hides_no_mistake_and_makes_none() -> None:
+    rng = np.random.default_rng(0)
+    said = {name: rng.integers(0, 4, 200) for name in (EQUAL, "a", "b")}
+    values = {name: x.tolist() for name, x in said.items()}
+    for name in said:
+        for _ in range(100):
+            counted = np.where(rng.random(200) < 0.05, rng.integers(0, 4, 200), said[name])
+            assert explain(counted.tolist(), values, {}).verdict == name
+
+
+def test_mistakes_that_say_the_same_are_not_told_apart() -> None:
+    said = {EQUAL: [0, 1] * 20, "a": [1, 1] * 20, "b": [1, 1] * 20, "c": [0, 1] * 20}
+    found = explain([1, 1] * 20, said, {})
+    assert (found.verdict, found.like, found.unseen) == ("a", ("b",), ("c",))
+
+
+PAGE = """\
+vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
+vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 6.0
+vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+"""
+
+
+def test_counters_are_read_by_place() -> None:
+    found = parse_reading(PAGE, 3)
+    assert found is not None
+    assert (found.engine, found.by_place) == ("vllm", (6, 3, 0))
+    with pytest.raises(UserError, match="--gamma is 1"):
+        parse_reading(PAGE, 1)
+    assert parse_reading("vllm:num_requests_running 0", 3) is None
