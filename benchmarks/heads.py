@@ -104,10 +104,6 @@ TRAINED: dict[str, dict[str, Any]] = {
     "eagle3_dpace": {"place_smoothing": 0.5},
     "hydra_dpace": {"place_smoothing": 0.5},
     "dflash_dpace": {"place_smoothing": 0.5},
-    # Drafts of their own, replayed (Draft-OPD, 2605.29343).
-    "eagle1_opd": {"replay": {}},
-    "eagle3_opd": {"replay": {}},
-    "mtp_opd": {"replay": {}},
     "eagle1_large_batch": {"loop": {"tokens_per_batch": 2048}},
     # Three steps, each on the states of the one before (HASS, 2408.15766).
     "eagle1_hass": {"heads": {"steps": 3}},

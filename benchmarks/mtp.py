@@ -234,7 +234,6 @@ def restore_stages(starts: dict[str, str | None], quick: bool) -> list[dict[str,
     module |= {
         "dev": None,
         "max_length": 256,
-        "remember_features": True,
         "loop": {"epochs": 1000, "max_steps": 150 if quick else 200, "tokens_per_batch": 1024},
         "optimizer": {"lr": 2e-3, "warmup_steps": 20, "clip": 0.5},
     }

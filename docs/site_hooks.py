@@ -1,4 +1,5 @@
-"""What the site needs beyond the pages: links into the repository, and the notebook as a page.
+"""What the site needs beyond the pages under git: the pages of the reference that are made from the
+code, links into the repository, and the notebook as a page.
 
 Pages link to files of the repository relatively (`../configs/quickstart.yaml`), which works on a
 code host. On the site such a link goes to the repository's address, `repo_url`; without one it is
@@ -9,6 +10,8 @@ import json
 import logging
 import posixpath
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LOG = logging.getLogger("mkdocs.hooks.repository")  # a warning ends a strict build
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 NOTEBOOK = "first_drafter.ipynb"
+
+
+def on_pre_build(**_: Any) -> None:
+    """mkdocs calls this before it looks for pages: those of the reference are written. In a process
+    of its own, because a trace of the code's steps must begin anew."""
+    subprocess.run([sys.executable, "-m", "tests.reference", "--pages"], cwd=ROOT, check=True)
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:

@@ -22,6 +22,7 @@ import configs
 import train
 from decode.base.errors import UserError
 from decode.base.processor import computes_bfloat16
+from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.model.memory import slot_bytes
 from heads.layers.target_layers import auxiliary_layers
@@ -181,10 +182,16 @@ class Starter:
         """The kind of heads. Engines that read EAGLE-3 read it with a draft vocabulary; it needs a
         target of a few layers."""
         try:
-            auxiliary_layers(self.shapes.model.config.get_text_config().num_hidden_layers)
+            _ = self.captured_layers
         except UserError:
             return "eagle1"
         return "eagle1" if self.engine is None else "eagle3"
+
+    @property
+    def captured_layers(self) -> list[int]:
+        """The layers whose hidden states EAGLE-3 and its loss read."""
+        layers: int = self.shapes.model.config.get_text_config().num_hidden_layers
+        return [*auxiliary_layers(layers), FINAL]
 
     @property
     def steps(self) -> int:

@@ -91,9 +91,6 @@ class AnswerEngine:
             ],
             "usage": {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(tokens)},
         }
-        if (k := body.get("logprobs")) and body.get("return_tokens_as_token_ids"):
-            top = token_logprobs(self.target, body["prompt"], tokens, k)
-            reply["choices"][0]["logprobs"] = {"top_logprobs": top}
         self.change(reply, len(self.bodies))
         return JSONResponse(reply)
 

@@ -28,8 +28,6 @@ from train.loop.optimizer_step import take_step
 from train.loop.rank_weights import RankWeights
 from train.loop.trainer import Trainer
 
-SHARDED = "stages.frozen.shard_teacher=true"
-
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:
     """Five steps with two learning rates and an average of the weights kept in shares.
@@ -121,9 +119,7 @@ def check_and_train(config: str, die_at: int, found: Path) -> None:
         return step(self, *args)
 
     train.run.run.Run.execute, Trainer._optimizer_step = checked, dying  # type: ignore[method-assign]
-    # One process has nobody to share its teacher with.
-    sharded = [SHARDED] if "WORLD_SIZE" in os.environ else []
-    app(["train", config, "threads=1", *sharded])
+    app(["train", config, "threads=1"])
 
 
 def main() -> None:
@@ -150,7 +146,7 @@ def main() -> None:
     (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept))
     # The launcher's store still knows the ranks that died.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
-    sys.argv[1:] = [config, "threads=1", SHARDED]
+    sys.argv[1:] = [config, "threads=1"]
     runpy.run_module("train", run_name="__main__", alter_sys=True)
 
 

@@ -233,7 +233,7 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
 
 
 def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp_path):
-    arms = ("eagle1", "eagle1_hass", "eagle1_large_batch", "eagle1_opd")
+    arms = ("eagle1", "eagle1_hass", "eagle1_large_batch")
     settings = heads.Settings(False, arms, 2, None, 0, tmp_path, prompts=10, timed=0)
     stages = validate_config(heads.heads_config(settings), base_dir=PROMPTS).stages
     plain, *changed = (stage for stage in stages if stage.name in arms)
@@ -246,21 +246,20 @@ def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp
         }
         for stage in changed
     ]
-    assert differences == [{"heads"}, {"loop"}, {"replay"}]
+    assert differences == [{"heads"}, {"loop"}]
     assert changed[0].heads.depth == plain.heads.depth
     assert changed[1].loop.max_minutes == plain.loop.max_minutes
 
 
 def test_arms_that_go_on_from_a_drafter_keep_its_options(tmp_path):
     start, name = str(SHIPPED / "eagle1-smollm2-135m"), "embedded:eagle1-smollm2-135m"
-    arms = ("eagle1", "eagle1_opd")
+    arms = ("eagle1", "eagle1_large_batch")
     settings = heads.Settings(False, arms, 2, None, 0, tmp_path, start=start, lr=1e-4)
     values = heads.heads_config(settings)
-    plain, replayed = validate_config(values, base_dir=PROMPTS).stages[-2:]
-    assert plain.start == replayed.start == start
-    assert plain.heads == replayed.heads == stored_options(Path(start))
-    assert (plain.replay, plain.optimizer.lr) == (None, 1e-4)
-    assert replayed.replay is not None
+    plain, other = validate_config(values, base_dir=PROMPTS).stages[-2:]
+    assert plain.start == other.start == start
+    assert plain.heads == other.heads == stored_options(Path(start))
+    assert plain.optimizer.lr == 1e-4
     heads.require_same_heads(arms, start)
     with pytest.raises(UserError, match=r"arm medusa cannot go on .* expected some of eagle1, "):
         heads.require_same_heads(("eagle1", "medusa"), start)

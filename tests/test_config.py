@@ -14,7 +14,7 @@ from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.parts import make_rule
-from train.base.config_file import read_config
+from train.base.config_file import REMOVED, read_config
 from train.data.training_text import OnPolicyConfig
 from train.run.config import build_config, differences, dump_config, load_config, validate_config
 
@@ -407,6 +407,19 @@ def test_differences_are_listed_by_key():
     old = {"a": 1, "b": {"c": [1, 2], "d": 4}}
     new = {"a": 1, "b": {"c": [1, 3], "d": 4}, "e": 5}
     assert differences(old, new) == ["b.c.1: 2 → 3", "e: None → 5"]
+
+
+@pytest.mark.parametrize("key", sorted(REMOVED))
+def test_a_setting_that_is_gone_says_what_to_write_instead(tmp_path, key):
+    off, instead = REMOVED[key]
+    text = GOOD.replace("    kind: distill\n", f"    kind: distill\n    {key}: true\n", 1)
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, text)
+    assert f"config key 'stages.distill.{key}' was removed: {instead}." in str(caught.value)
+    # A run that did not use it goes on, and one that did is told.
+    assert differences({"stages": [{"name": "a", key: off}]}, {"stages": [{"name": "a"}]}) == []
+    used = differences({"stages": [{"name": "a", key: "on"}]}, {"stages": [{"name": "a"}]})
+    assert used == [f"stages.a.{key}: 'on' → None"]
 
 
 def test_differences_of_stages_are_listed_by_name():

@@ -232,7 +232,7 @@ def test_a_student_learns_answers_of_the_target_and_drafts(family: str, tmp_path
         **options,
     )
     dev = {"samples": 2, "every": 100, "decode_prompts": 2, "max_new_tokens": 4}
-    window = {"tokens_per_pass": 64} if family == "marian" else {"remember_teacher": True}
+    window = {"tokens_per_pass": 64} if family == "marian" else {}
     second = make_stage(
         "distill",
         "second",
@@ -282,7 +282,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         {"parallel": {}},
         {"draft_vocabulary": 9},
         {"lora": {}},
-        {"shard_teacher": True},
     ):
         stage = make_stage("distill", "d", drafter={"layers": [0]}, **options)
         with pytest.raises(UserError, match="this target has an encoder; leave it out"):

@@ -177,14 +177,11 @@ def test_a_small_lm_distilled_from_it_is_one_distilled_beside_the_target(context
         for name, weights in theirs.items():
             torch.testing.assert_close(ours[name], weights, rtol=1e-3, atol=1e-4)
     for settings in (
-        {"shard_teacher": True},
         {"teacher": "cache"},
         {"losses": {"cross_entropy": 1.0}},
     ):
         with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
             distilled("both", tokens_per_pass=9, **settings)
-    with pytest.raises(UserError, match="remember_teacher cannot be set here: a cache"):
-        distilled("both", teacher="cache", remember_teacher=True)
 
 
 def test_a_killed_cache_goes_on_with_the_next_part(
@@ -334,10 +331,6 @@ def test_bad_settings_are_refused(context: Any) -> None:
         plan_stage(context, cache_stage(captured_layers=[2]))
     with pytest.raises(UserError, match="no earlier stage 'cache' of kind feature_cache"):
         make_stage("heads", "heads", features="cache", **HEADS)
-    with pytest.raises(UserError, match="remember_features cannot be set here"):
-        make_stage(
-            "heads", "heads", cache_stage(), features="cache", remember_features=True, **HEADS
-        )
     for settings in ({"features": "cache"}, {"backbone": {}}):
         with pytest.raises(UserError, match="tokens_per_pass cannot be set here"):
             make_stage("heads", "heads", cache_stage(), tokens_per_pass=9, **settings, **HEADS)

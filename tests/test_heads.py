@@ -31,24 +31,18 @@ from decode.shapes.structure import Structure
 from distill.agreement import Bigrams, lookup_top1
 from distill.choose_vocabulary import rows_of_tokens
 from distill.losses import WeightedLoss
-from distill.replay.replay_buffer import ReplayBuffer, describe_heads
 from distill.teacher.feature_sources import LiveFeatures
-from distill.teacher.top_k_cache import describe_teacher
 from heads.head_training import HeadTraining
-from heads.heads_directory import new_heads, read_heads, save_heads
+from heads.heads_directory import new_heads, save_heads
 from heads.heads_module import HeadOptions, shift_left, trained_positions
-from heads.online_heads import HeadStudent
 from tests.contract import check_stored, moved_heads
 from tests.stages import (
     LOOP,
-    drafter_weights,
     make_stage,
     plan_stage,
-    run_killed,
     run_stage,
     stage_context,
 )
-from tests.test_online_heads import replayed
 from tests.tiny import VOCAB, tiny_target
 from tests.training import assert_equal
 from train.base.stage import StageInputs
@@ -445,66 +439,6 @@ DEV = {"every": 2, "samples": 3, "decode_prompts": 3, "gamma": 3, "max_new_token
 @pytest.fixture
 def context(tmp_path: Path) -> StageInputs:
     return stage_context(tmp_path, target())
-
-
-REPLAY = {"every": 3, "prompts": 4, "batch_size": 2, "max_new_tokens": 12, "accepted": 1.0}
-
-
-def test_replayed_drafts_are_learnt_from_and_a_killed_stage_goes_on_with_the_same(
-    context: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heads = {"type": "eagle1", "depth": 3}
-    settings = STAGE | {"heads": heads, "losses": {"forward_kl": 1.0}}
-    loop = LOOP | {"epochs": 5, "tokens_per_batch": 300, "save_every": 5}
-    settings |= {"loop": loop, "replay": REPLAY | {"share": 1.0}}
-    stage = make_stage("heads", "killed", **settings)
-    assert plan_stage(context, stage).memory.states > 0
-    whole = run_stage(context, make_stage("heads", "whole", **settings))
-    again = run_killed(context, stage, monkeypatch, 7)  # in the middle of a round
-    assert_equal(drafter_weights(again), drafter_weights(whole))
-    history = whole.summary["training"]["history"]
-    losses = [entry["replay/loss"] for entry in history]
-    # Of weight 1: nothing else was learnt.
-    assert [entry["loss"] for entry in history] == pytest.approx(losses)
-    # The first round was drafted by untrained heads, which say it again.
-    torch.manual_seed(0)
-    untrained = new_heads(stage.heads, target(), None)
-    student, trained = (
-        HeadStudent(heads, WeightedLoss({"forward_kl": 1.0}), target())
-        for heads in (untrained, read_heads(whole.drafter, target()))
-    )
-    buffer = ReplayBuffer(1 << 30, made_with(student), context.directory / "whole/replay/round-0")
-    buffer.restore(target())
-    judged = 0
-    for record in buffer:
-        guesses = replayed(student, record)
-        for place, wrong in zip(record.positions.tolist(), record.rejected, strict=True):
-            assert (guesses[place] != record.tokens[place]) == wrong
-            judged += 1
-    assert judged > 10
-    records = list(buffer)
-    assert trained.expected_rejections(records) < 0.95 * student.expected_rejections(records)
-
-
-def made_with(student: HeadStudent) -> dict[str, Any]:
-    teacher = describe_teacher(target(), k=64, temperature=1.0, vocabulary=None)
-    return teacher | describe_heads(student.heads, student.captured_layers)
-
-
-def test_replay_refuses_what_it_cannot_do(context: Any) -> None:
-    def staged(**settings: Any) -> Any:
-        return make_stage("heads", "heads", **{"heads": MEDUSA, "replay": {}} | settings)
-
-    with pytest.raises(UserError, match="heads of type pass do not learn from their drafts"):
-        staged(heads={"type": "pass"})
-    with pytest.raises(UserError, match="replay cannot be set with backbone"):
-        staged(backbone={"losses": {"forward_kl": 1.0}})
-    with pytest.raises(UserError, match="replayed with the target's distribution at temperature 1"):
-        staged(teacher_temperature=2.0, losses={"forward_kl": 1.0})
-    with pytest.raises(UserError, match="3 heads learn from texts of at least 8 tokens"):
-        plan_stage(context, staged(max_length=7))
-    with pytest.raises(UserError, match="runs in one process, and there are 2"):
-        plan_stage(dataclasses.replace(context, processes=2), staged())
 
 
 def test_the_last_figures_are_those_of_the_drafter_that_is_saved(

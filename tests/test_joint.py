@@ -380,7 +380,7 @@ def test_merged_weights_are_those_that_were_trained(context: Any) -> None:
 def test_a_killed_stage_ends_with_the_same_target(
     context: Any, lora: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backbone = {"lora": lora, "ramp": 0.7, "losses": {"forward_kl": 1.0}, "remember_teacher": True}
+    backbone = {"lora": lora, "ramp": 0.7, "losses": {"forward_kl": 1.0}}
     settings: Any = STAGE | {"heads": MEDUSA, "backbone": backbone}
     whole = run_stage(context, make_stage("heads", "whole", **settings))
     stage = make_stage("heads", "killed", **settings)
@@ -428,9 +428,7 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
         ("two also trained the target", {"start": "two"}),
         ("set the same type and options", {"start": "one", "heads": MEDUSA | {"heads": 3}}),
         ("draft_vocabulary cannot be set here", {"start": "one", "draft_vocabulary": 99}),
-        ("remember_features cannot be set here", {"backbone": {}, "remember_features": True}),
         ("features cannot be set here", {"backbone": {}, "features": str(context.directory)}),
-        ("backbone.remember_teacher would do nothing", {"backbone": {"remember_teacher": True}}),
         ("unknown loss 'cross'", {"backbone": {"losses": {"cross": 1.0}}}),
         ("answered the train split, which is not held out", {"backbone": {"held_out": "text"}}),
     ):

@@ -163,7 +163,6 @@ def test_a_stage_trains_an_adapter_that_the_target_then_accepts(tmp_path: Path) 
         loop=LOOP | {"epochs": 12},
         optimizer={"lr": 1e-2, "warmup_steps": 2},
         dev=dev,
-        remember_features=True,
     )
     outcome = run_stage(context, stage)
     drafter: Any = open_drafter(str(outcome.drafter), target())

@@ -175,8 +175,6 @@ def test_what_cannot_work_is_refused_before_the_training(tmp_path: Path) -> None
     made = context(tmp_path)
     with pytest.raises(UserError, match="runs the first 4 layers, but the target has 4"):
         plan_stage(made, make_stage("layer_skip", "s", exit_layer=4))
-    with pytest.raises(UserError, match="remember_teacher would do nothing"):
-        make_stage("layer_skip", "s", remember_teacher=True)
     answers = make_stage("generate", "answers")
     with pytest.raises(UserError, match="held_out answers answered the train split"):
         make_stage("layer_skip", "s", answers, held_out="answers")

@@ -68,7 +68,6 @@ RUN = (
     kind: distill
     text: data
     drafter: {{model: "{{serving}}"}}
-    remember_teacher: true
     loop: {{epochs: 99, max_steps: 60, tokens_per_batch: 512, save_every: 20}}
     optimizer: {{lr: 3e-3, warmup_steps: 5}}
 """

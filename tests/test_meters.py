@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from decode.base.errors import UserError
 from distill.flops import TextFlops, layers_flops
 from draftsmith.cli.main import app
 from tests.stages import DRAFTER, LOOP, make_stage, plan_stage, run_stage, stage_context
@@ -238,30 +237,3 @@ def test_a_plan_says_how_many_processes_get_no_row(tmp_path, processes, said):
     assert ("of 8 processes get no row of a batch of 64 tokens" in what) == said
     assert idle_in_words([100], LoopConfig(tokens_per_batch=300), 3) == ""
     assert "about 5.0 of 8" in idle_in_words([600], LoopConfig(tokens_per_batch=2048), 8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "settings", "words"),
-    [
-        ("distill", DRAFTER | {"remember_teacher": True}, "remember_teacher keeps .*feature_cache"),
-        (
-            "heads",
-            {"heads": {"type": "medusa"}, "remember_features": True},
-            "remember_features keeps .*feature_cache",
-        ),
-        (
-            "heads",
-            {"heads": {"type": "medusa"}}
-            | {"backbone": {"losses": {"forward_kl": 1.0}, "remember_teacher": True}},
-            r"backbone\.remember_teacher keeps",
-        ),
-        ("layer_skip", {"exit_layer": 2, "remember_teacher": True}, "remember_teacher keeps"),
-    ],
-)
-def test_remembered_states_are_of_one_process(tmp_path, kind, settings, words):
-    """With several, nearly nothing would be found again."""
-    context = stage_context(tmp_path, tiny_target())
-    given = {"losses": {"forward_kl": 1.0}, "loop": LOOP} | settings
-    stage = make_stage(kind, "one", **given)
-    with pytest.raises(UserError, match=words):
-        plan_stage(replace(context, processes=2), stage)

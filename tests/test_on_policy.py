@@ -333,7 +333,6 @@ def test_the_first_round_is_of_the_start_and_later_ones_are_not(context, target)
             "cross_entropy would only teach the drafter to repeat",
         ),
         ({"losses": {"forward_kl": 1.0, "cross_entropy": 0.1}}, "cross_entropy would only teach"),
-        ({"remember_teacher": True}, "remember_teacher cannot be set here"),
         ({"on_policy": {"fraction": 0.0}}, "greater than 0"),
         ({"on_policy": {"fraction": 1.5}}, "less than or equal to 1"),
         ({"on_policy": {"samples": 0}}, "greater than or equal to 1"),

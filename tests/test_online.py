@@ -24,7 +24,6 @@ from decode.draft import Contexts, Draft, Limits
 from decode.drafters import NoDrafter
 from decode.drafters.draft_vocabulary import reduce_output
 from decode.drafters.lookup.ngram import NgramDrafter
-from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
@@ -41,7 +40,6 @@ from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import judged, tiny_llama, tiny_target
 from train.online.learning import Online, OnlineConfig
-from train.online.routed_learners import RoutedLearning
 
 VOCAB = 12
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]
@@ -855,25 +853,3 @@ def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(r
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
     fits = [learning(OldQ, seed).run(40_000, seed) for seed in range(2)]
     assert not any(found.passes for found in fits), fits
-
-
-def test_each_routed_drafter_learns_from_its_own_rows() -> None:
-    target, small = pair()
-    drafters = [SmallLMDrafter(copy.deepcopy(small).requires_grad_(False)) for _ in range(3)]
-    router = RoutedDrafter(drafters, lambda text: int(text[0]) % 3)
-    learners = [online_of(drafter, vocab=40, chosen=True) for drafter in drafters[:2]]
-    learning = RoutedLearning(router, [*learners, None])
-    decoder = Decoder(target, router, gamma=2, observers=[learning.observe])
-    prompts = prompts_of(24)
-    decoded = decoder.decode(prompts, 10, batch_size=5)
-    assert decoded.outputs == Decoder(target, NoDrafter()).decode(prompts, 10).outputs
-    for route, learner in enumerate(learners):
-        taken = [record for part in learner.collector.take(ended=True) for record in part]
-        texts = [tuple(record.tokens[:5].tolist()) for record in taken]
-        assert texts
-        assert set(texts) <= {tuple(prompt) for prompt in prompts if prompt[0] % 3 == route}
-        assert not learner.collector._open_requests
-    with pytest.raises(UserError, match="2 learners for 3 routed drafters"):
-        RoutedLearning(router, learners)
-    with pytest.raises(UserError, match="in the same order"):
-        RoutedLearning(router, [learners[1], learners[0], None])

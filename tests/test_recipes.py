@@ -13,9 +13,11 @@ from accelerate.state import AcceleratorState
 from typer.testing import CliRunner
 
 from decode.model import without_weights
+from decode.model.hidden_states import FINAL
 from draftsmith.cli.main import app
 from draftsmith.cli.plan import plan_target
 from draftsmith.export.readable import require_readable
+from heads.layers.target_layers import auxiliary_layers
 from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
@@ -25,6 +27,7 @@ from train.run.config import load_config
 from train.run.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
+LAYERS = 7  # of the target's stand-in: the fewest for EAGLE-3
 RECIPES = sorted(path.name for path in (CONFIGS / "recipes").glob("*.yaml"))
 
 
@@ -36,7 +39,7 @@ def test_there_are_recipes():
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Stand-ins for the target, without its weights, for a small model and for rows."""
     place = tmp_path_factory.mktemp("tiny")
-    save_tiny(place / "target", layers=7)  # the fewest for EAGLE-3
+    save_tiny(place / "target", layers=LAYERS)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template += "{# enable_thinking reasoning_effort #}"
     tokenizer.save_pretrained(place / "target")
@@ -69,6 +72,9 @@ def test_a_recipe_is_planned(
         if stage.get("start") in ("runs/module", "embedded:eagle1-smollm2-135m"):
             # The user's directory, and heads for a real target.
             overrides.append(f"stages.{stage['name']}.start=null")
+        if "captured_layers" in stage:
+            layers = [*auxiliary_layers(LAYERS), FINAL]
+            overrides.append(f"stages.{stage['name']}.captured_layers={layers}")
         if "exit_layer" in stage:
             overrides.append(f"stages.{stage['name']}.exit_layer=6")
         if "model" in stage.get("drafter", {}):

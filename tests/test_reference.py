@@ -1,4 +1,4 @@
-"""The generated files are current."""
+"""The generated files under git are current, and the pages that the site's build makes can be made."""
 
 import re
 from importlib.metadata import version
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.pairings import ELSEWHERE, UNPAIRED, unpaired
-from tests.reference import MAKERS, ROOT, cli_reference, make_schema
+from tests.reference import FILES, PAGES, ROOT, cli_reference, make_schema
 
 
 def pinned(package: str) -> str:
@@ -18,11 +18,21 @@ def pinned(package: str) -> str:
 @pytest.mark.skipif(
     version("pydantic") != pinned("pydantic"), reason="versions of pydantic word schemas otherwise"
 )
-@pytest.mark.parametrize("path", MAKERS, ids=lambda path: path.name)
-def test_a_generated_file_is_current(path: Path) -> None:
-    assert path.read_text(encoding="utf-8") == MAKERS[path](), (
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_a_generated_file_is_current(file: Path) -> None:
+    assert file.read_text(encoding="utf-8") == FILES[file](), (
         "run `python -m tests.reference --write`"
     )
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_of_the_reference_is_made(name: str) -> None:
+    """No table in it is empty."""
+    page = PAGES[name]()
+    assert page.startswith("# ")
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    assert tables
+    assert all(len(table.splitlines()) > 2 for table in tables)
 
 
 def test_every_drafter_shape_and_lossless_rule_is_in_a_joint_test_or_has_a_reason() -> None:

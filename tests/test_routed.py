@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-import torch
 
 from decode.base.errors import UserError
 from decode.draft import Contexts
@@ -19,10 +18,9 @@ from decode.loop.decoding import Decoded, Decoder, Decoding
 from decode.loop.rows import RowSettings
 from decode.opening.directory import open_drafter
 from tests.lossless import LONGER, FixedDraft, fit_texts, small_lm
-from tests.test_online import online_of, pair, prompts_of
+from tests.test_online import pair, prompts_of
 from tests.tiny import finish, tiny_target
 from train.online.learning import Online
-from train.online.routed_learners import RoutedLearning
 
 LABELS = ["de", None, "code", "fr", "de", "code"]
 
@@ -141,39 +139,6 @@ def answer(decoder: Decoder, learners: Sequence[Online], rows: Sequence[Sequence
                 learner.learn()
                 learner.swap()
     return decoding.result()
-
-
-def test_each_drafter_learns_from_its_traffic_and_no_other() -> None:
-    """Rows of two labels decode together. A drafter becomes what it becomes where the rows of its
-    label are all there is. One without traffic stays as it is, to the bit."""
-    target, groups = pair()[0], [range(begin, begin + 6) for begin in range(0, 96, 6)]
-    parts = drafters(3)
-
-    def decoder(router: RoutedDrafter, learners: Sequence[Online]) -> Decoder:
-        observers = [RoutedLearning(router, learners).observe]
-        return Decoder(target, router, gamma=2, observers=observers)
-
-    learners = [online_of(part, vocab=40, chosen=True, accepted=1.0) for part in parts]
-    router = RoutedDrafter(parts, ByLabel(["a", "b", "none"]))
-    done = answer(decoder(router, learners), learners, groups)
-    assert done.outputs == Decoder(target, NoDrafter()).decode(prompts_of(96), 16).outputs
-    assert [learner.version > 2 for learner in learners] == [True, True, False]
-    rates = [done.tally.row(row).acceptance_rate for row in range(96) if row % 3]
-    assert np.mean(rates[-16:]) > np.mean(rates[:16]) + 0.03
-
-    (alone,) = drafters(1)
-    learner = online_of(alone, vocab=40, chosen=True, accepted=1.0)
-    rows = [[row for row in group if row % 3 == 0] for group in groups]
-    answer(decoder(RoutedDrafter([alone], lambda text: 0), [learner]), [learner], rows)
-    assert learner.version == learners[1].version
-    first, second, third, start = (
-        dict(part.lm.model.named_parameters()) for part in (*parts, *drafters(1))
-    )
-    for name, x in alone.lm.model.named_parameters():
-        torch.testing.assert_close(x, second[name], rtol=1e-2, atol=1e-3)
-        assert torch.equal(start[name], third[name])
-    moved = [float((x - second[name]).abs().max()) for name, x in first.items()]
-    assert max(moved) > 0.02  # the two are not alike
 
 
 def test_what_does_not_fit_is_refused() -> None:

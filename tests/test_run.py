@@ -67,7 +67,6 @@ stages:
     text: answers
     drafter: {{stage: words}}
     losses: {{forward_kl: 1.0, cross_entropy: 0.1}}
-    remember_teacher: true
     train_embeddings: false
     loop: {{epochs: 3, tokens_per_batch: 120, save_every: 2, log_every: 1}}
     optimizer: {{lr: 1e-2, warmup_steps: 2}}
@@ -252,7 +251,9 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
     text = (base / "config.yaml").read_text()
     states = "  - {name: states, kind: feature_cache, text: answers}\n  - name: words\n"
     text = text.replace("  - name: words\n", states)
-    text = text.replace("remember_teacher: true", "teacher: states")
+    text = text.replace(
+        "    drafter: {stage: words}\n", "    drafter: {stage: words}\n    teacher: states\n"
+    )
     heads = {
         "name": "medusa",
         "kind": "heads",
@@ -526,9 +527,7 @@ def command(*arguments: str) -> Result:
 
 def check_two_ranks(base: Path) -> None:
     def train(rank: int) -> None:
-        # Remembered states are of one process.
-        alone = "stages.distill.remember_teacher=false"
-        done = command("train", str(base / "config.yaml"), "name=two", alone)
+        done = command("train", str(base / "config.yaml"), "name=two")
         assert done.exit_code == 0, done.output
 
     assert two_ranks(train) == [0, 0]

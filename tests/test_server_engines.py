@@ -1,6 +1,5 @@
 """Engines that a generate stage starts, and the log-probabilities that servers give."""
 
-import math
 import os
 import signal
 import sys
@@ -13,16 +12,12 @@ from typing import Any
 
 import httpx2
 import pytest
-import torch
 
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from decode.model.loading import load_target
-from distill.teacher.top_k_cache import CachedTeacher
 from tests.answer_server import (
-    SERVER,
     SETTINGS,
-    AnswerEngine,
     answer_with,
     answers_of,
     without_reason,
@@ -30,126 +25,11 @@ from tests.answer_server import (
 from tests.export import needs, save_target
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.test_target import write_gguf
-from tests.upstream import served
 from train.base.stage import StageInputs
-from train.data.batches import collate, inputs
-from train.data.corpus import write_answers
-from train.data.write_samples import fit
 from train.engines import launch
-from train.engines.answers.answer_top_k import AnswerTopK, packed, top_k_of, unpacked
 from train.engines.launch import launched
 from train.engines.programs import find_vllm
 from train.engines.server_config import ServerConfig
-
-# --- log-probabilities ----------------------------------------------------------------------------
-
-TOP_K: dict[str, Any] = {"k": 5, "text": "answers", "max_length": 30}
-DRAWN: dict[str, Any] = {"sampling": {"temperature": 0.5}}
-
-
-def cached(context: StageInputs, name: str, answers: Any, **settings: Any) -> Any:
-    """A teacher cache of the text, read for all its samples at once."""
-    run_stage(context, make_stage("teacher_cache", name, answers, **(TOP_K | settings)))
-    cache = CachedTeacher(context.directory / name, context.target)
-    samples, _ = fit(context.corpus.samples("answers"), TOP_K["max_length"], "truncate")
-    cache.require([(s.id, s.tokens, s.mask) for s in samples])
-    batch = collate(samples, 0)
-    return cache.signal(**inputs(batch, context.target.device), ids=batch["ids"])(slice(None))
-
-
-def test_a_teacher_cache_of_a_servers_log_probabilities_is_that_of_the_target(
-    context: StageInputs,
-) -> None:
-    settings = SETTINGS | DRAWN
-    with served(AnswerEngine().app()) as url:
-        server = SERVER | {"url": url, "logprobs": 5}
-        stage = make_stage("generate", "answers", **settings, server=server)
-        run_stage(context, stage)
-    theirs = cached(context, "theirs", stage, source="answers")
-    ours = cached(context, "ours", stage)
-    assert len(theirs.ids) == len(ours.ids) > 20
-    assert torch.equal(theirs.ids, ours.ids)
-    assert torch.equal(theirs.log_p, ours.log_p)
-    torch.testing.assert_close(theirs.log_tail.exp(), ours.log_tail.exp(), atol=1e-6, rtol=1e-4)
-
-
-def test_log_probabilities_after_temperature_are_refused(context: StageInputs) -> None:
-    def processed(reply: dict[str, Any], number: int) -> None:
-        for row in (reply["choices"][0].get("logprobs") or {}).get("top_logprobs", ()):
-            row |= {name: 0.5 * value for name, value in row.items()}
-
-    engine = AnswerEngine(change=processed)
-    with served(engine.app()) as url, pytest.raises(UserError, match=r"nats.*raw_logprobs"):
-        answer_with(context, url, settings=DRAWN, logprobs=5)
-
-
-def test_a_signal_from_log_probabilities() -> None:
-    rows = [{7: -0.5, 300: -1.5, 0: -3.0, 2: -9.0}, {1: 0.0, 4: -40.0, 5: -41.0}]
-    signal = unpacked(packed(top_k_of(rows, 3, token_count=300)))
-    assert signal.ids.tolist() == [[7, 1, 0], [1, 4, 5]]  # 300 is padding
-    assert signal.log_p[0].tolist() == [-0.5, -1.5, -3.0]
-    tail = 1 - sum(math.exp(p) for p in (-0.5, -1.5, -3.0))
-    assert signal.log_tail[0].exp() == pytest.approx(tail, rel=1e-5)
-    assert -20 < signal.log_tail[1] < -10
-    with pytest.raises(ValueError, match="fewer log-probabilities"):
-        top_k_of([{1: -1.0, 2: -2.0}], 3, token_count=300)
-    for value in (math.nan, 0.5):
-        with pytest.raises(ValueError, match="NaN or above 0"):
-            top_k_of([{1: -1.0, 2: value, 3: -4.0}], 3, token_count=300)
-    assert unpacked(packed(top_k_of([{1: 0.0, 2: -math.inf}], 2, 300))).log_p[0, 1] > -math.inf
-
-
-@pytest.mark.parametrize(
-    ("row", "reason"),
-    [
-        (None, "fewer log-probabilities than server.logprobs"),
-        ({"token_id:5": 0.5}, "values that no log-probability has: NaN or above 0"),
-        ("ends too soon", "tokens without log-probabilities"),
-    ],
-)
-def test_answers_without_all_log_probabilities_are_left_out(
-    context: StageInputs, row: Any, reason: str
-) -> None:
-    def change(reply: dict[str, Any], number: int) -> None:
-        if number == 6:  # the first four are probes
-            top = reply["choices"][0]["logprobs"]["top_logprobs"]
-            if row == "ends too soon":
-                top.pop()
-            else:
-                top[0] = row and top[0] | row
-
-    with served(AnswerEngine(change=change).app()) as url:
-        with pytest.raises(UserError, match=rf"1 of 4 answers .* cannot be used: .*{reason}"):
-            answer_with(context, url, logprobs=5, concurrency=1)
-        outcome = answer_with(context, url, logprobs=5, concurrency=1, max_unusable=0.5)
-    assert outcome.summary["left_out"] == f"1 {reason}"
-    assert len(answers_of(context)) == 9
-
-
-def test_answers_without_log_probabilities_are_named(tmp_path: Path) -> None:
-    write_answers(tmp_path / "part-0", [{"id": "a", "sample": 0, "tokens": [1]}])
-    with pytest.raises(UserError, match=r"part-0 has no log-probabilities"):
-        AnswerTopK.of_stages({"answers": tmp_path})
-
-
-@pytest.mark.parametrize(
-    ("server", "settings", "message"),
-    [
-        ({}, {}, "server.logprobs of stage answers is None"),
-        ({"logprobs": 4}, {}, "k is 5, but server.logprobs of stage answers is 4"),
-        ({"logprobs": 5}, {"temperature": 2.0}, "temperature 1"),
-        ({"logprobs": 5}, {"draft_vocabulary": 9}, "leave draft_vocabulary out"),
-        ({"logprobs": 5}, {"text": "data"}, "name such a stage"),
-    ],
-)
-def test_a_cache_of_log_probabilities_that_are_not_there(
-    server: dict[str, Any], settings: dict[str, Any], message: str
-) -> None:
-    server |= {"url": "http://127.0.0.1:9"}
-    answers = make_stage("generate", "answers", server=server)
-    with pytest.raises(UserError, match=message):
-        make_stage("teacher_cache", "top", answers, source="answers", **(TOP_K | settings))
-
 
 # --- engines that are started ---------------------------------------------------------------------
 
@@ -302,14 +182,10 @@ def test_vllm_answers_as_our_own_loop(tmp_path: Path) -> None:
     context = with_examples(context, train=examples("train", 6))
     run_stage(context, make_stage("generate", "ours", **SETTINGS))
     server = {"options": {"enforce_eager": True, "max_num_seqs": 2}, "concurrency": 2}
-    outcome = answer_with(context, None, launch="vllm", logprobs=5, **server)
+    outcome = answer_with(context, None, launch="vllm", **server)
     assert without_reason(answers_of(context)) == answers_of(context, "ours")
     assert outcome.summary["left_out"] == "0"
     assert outcome.summary["retokenized"] == 0
-    stage = make_stage("generate", "answers", server={"url": "http://a", "logprobs": 5})
-    theirs, ours = cached(context, "theirs", stage, source="answers"), cached(context, "own", stage)
-    torch.testing.assert_close(theirs.log_p, ours.log_p, atol=0.02, rtol=0)
-    assert (theirs.ids == ours.ids).float().mean() > 0.99
 
 
 @pytest.mark.engine

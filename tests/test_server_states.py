@@ -229,7 +229,7 @@ def test_a_plan_names_the_layers_and_counts_the_window(context: StageInputs) -> 
         plan_stage(replace(context, processes=4), narrow)
     server = {"server": {"url": "http://a", "directory": "/x"}}
     with pytest.raises(UserError, match="a server replaces the live target"):
-        make_stage("heads", "both", features=server, remember_features=True, **HEADS)
+        make_stage("heads", "both", features=server, tokens_per_pass=9, **HEADS)
 
 
 @pytest.mark.engine

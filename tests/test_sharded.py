@@ -176,8 +176,8 @@ def start(raw: dict[str, Any], base: Path) -> None:
         ({"stage": {"kind": "teacher_cache"}}, "kind: teacher_cache needs the complete target"),
         ({"stage": {"kind": "heads", "heads": {"type": "medusa"}, "tree": {}}}, "tree needs the"),
         (
-            {"stage": {"kind": "distill", "drafter": {"layers": [0]}, "remember_teacher": True}},
-            "remember_teacher needs the complete target in one process",
+            {"stage": {"kind": "distill", "drafter": {"layers": [0]}, "tokens_per_pass": 9}},
+            "tokens_per_pass needs the complete target in one process",
         ),
         ({}, "a target can be sharded only over several processes"),
     ],

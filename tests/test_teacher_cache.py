@@ -279,8 +279,6 @@ def test_more_tokens_than_there_are_are_refused(context):
     [
         ({"teacher_temperature": 2.0}, "the cache has a fixed temperature"),
         ({"draft_vocabulary": 50}, "draft_vocabulary cannot be set here: the cache already sets"),
-        ({"remember_teacher": True}, "remember_teacher cannot be set here"),
-        ({"shard_teacher": True}, "shard_teacher cannot be set here"),
         ({"teacher": "cash"}, "no earlier stage 'cash'.*Did you mean \"cache\""),
     ],
 )

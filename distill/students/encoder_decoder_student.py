@@ -32,7 +32,6 @@ class EncoderDecoderStudent(Student):
             "lora",
             "parallel",
             "draft_vocabulary",
-            "shard_teacher",
             "drafter.vocabulary",
             "teacher",
         ),

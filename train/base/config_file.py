@@ -21,6 +21,29 @@ from jsonschema.validators import extend
 
 from decode.base.errors import UserError, nearest
 
+# Settings of earlier versions: the value that switched each one off, and what to write instead. A
+# run that has one with that value goes on.
+REMOVED: Mapping[str, tuple[Any, str]] = {
+    "remember_teacher": (
+        False,
+        "leave it out; a distill stage reads stored states with teacher: NAME of an earlier "
+        "{kind: feature_cache} stage",
+    ),
+    "remember_features": (
+        False,
+        "leave it out, and set features: NAME of an earlier {kind: feature_cache} stage, which "
+        "stores the states for any number of processes",
+    ),
+    "shard_teacher": (
+        False,
+        "leave it out; store the states with a {kind: feature_cache} stage and name it in "
+        "teacher, or shard the target of the whole run with target.sharded",
+    ),
+    "source": ("target", "leave it out; the target runs over the text"),
+    "logprobs": (None, "leave it out; a teacher_cache stage runs the target over the text"),
+    "replay": (None, "leave it out; an online stage learns from judged drafts"),
+}
+
 Keys = tuple[str | int, ...]  # the path to a value: keys of mappings and indices of lists
 Schema = Mapping[str, Any]  # JSON schema, as pydantic writes it
 
@@ -349,6 +372,9 @@ def _problems(error: ValidationError, keys: Keys) -> Iterator[tuple[Keys, str]]:
     elif error.validator == "additionalProperties":
         for key in value:
             if key not in part.get("properties", {}):
+                if key in REMOVED:
+                    yield (*keys, key), f"was removed: {REMOVED[key][1]}."
+                    continue
                 yield (*keys, key), f"is unknown.{_place_of(str(key), part['properties'])}"
     elif error.validator == "required":
         for key in part["required"]:

@@ -210,17 +210,14 @@ def write_answers(
     directory: Path,
     answers: Iterable[Mapping[str, Any]],
     meta: dict[str, Any] | None = None,
-    add_files: Callable[[Path], None] = lambda path: None,
 ) -> None:
     """Write a part, completely or not at all: a line per answer, {"id", "sample", "tokens"} and
-    what else is known of it. meta: the manifest of the part; see `unusable_answers`. add_files:
-    writes other files into the directory that it gets."""
+    what else is known of it. meta: the manifest of the part; see `unusable_answers`."""
 
     def fill(path: Path) -> None:
         (path / ANSWERS).write_text(
             "".join(json.dumps(answer) + "\n" for answer in answers), encoding="utf-8"
         )
-        add_files(path)
 
     write_directory(directory, fill, meta=meta)
 

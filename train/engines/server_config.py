@@ -98,18 +98,8 @@ class ServerConfig(EngineServer):
     probe_prompts: int = Field(4, ge=0)
     """The number of prompts that are first answered greedily, to see that the server runs the
     target. 0: not checked."""
-    logprobs: int | None = Field(None, ge=1)
-    """Keep this many of the likeliest tokens' log-probabilities at each token of an answer, for a
-    `teacher_cache` stage with `source: answers`. None: not asked for. vLLM gives at most 20, unless
-    it was started with `--max-logprobs`."""
     max_unusable: float = Field(0.1, ge=0, le=1)
     """The share of a part's answers that may be left out as unusable before the stage stops."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "ServerConfig":
-        if self.logprobs and (self.spoken != "completions" or not self.probe_prompts):
-            raise ValueError("logprobs need the protocol completions, and probe_prompts above 0")
-        return self
 
     @property
     def spoken(self) -> str:

@@ -144,15 +144,14 @@ def source_memory(
     batch: int,
     *,
     tokens_per_pass: int | None,
-    remembered: int,
 ) -> Memory:
-    """The memory of the target's hidden states for a training: those of its pass, of a window of
-    passes, and of the `remembered` tokens. batch: tokens of a step."""
+    """The memory of the target's hidden states for a training: those of its pass, and of a window
+    of passes. batch: tokens of a step."""
     states = bytes_per_token(target, captured_layers)
     window = 0 if tokens_per_pass is None else max(WINDOW_PASSES * tokens_per_pass, batch)
     return Memory(
         activations=forward_bytes(target.model, tokens_per_pass or batch),
-        states=states * (window + remembered),
+        states=states * window,
     )
 
 

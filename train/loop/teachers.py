@@ -1,8 +1,6 @@
 """A step of a distillation, its teachers, and what a draft vocabulary loses of the teacher."""
 
-import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +11,6 @@ from transformers import PreTrainedModel
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from decode.model.pretrained import is_sharded
-from decode.model.sharded import shard_layers
 from distill.teacher.decoder_states import padded_sources
 from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.linear_logits import split_model
@@ -52,38 +49,19 @@ def lost_mass(target: Target, samples: Sequence[Sample], ids: Tensor) -> float:
     return lost / count
 
 
-@contextmanager
-def teaching_model(target: Target, *, shard: bool) -> Iterator[PreTrainedModel]:
-    """The target's model as a teacher. With `shard`, it is a copy sharded over the ranks; the
-    complete model stays in CPU memory inside this context."""
-    if not shard:
-        yield target.model
-        return
-    device = target.device
-    target.model.to("cpu")
-    try:
-        sharded = copy.deepcopy(target.model)
-        shard_layers(sharded.base_model, device.type, "shard_teacher")
-        yield sharded.to(device)
-    finally:
-        target.model.to(device)
-
-
 def teacher_of(
     target: PreTrainedModel,
     source: LiveWindow | LiveFeatures | Cache | None,
     vocabulary: Tensor | None,
     *,
     tokens: int,
-    remember: bool,
     clock: Clock,
 ) -> TeacherSource:
     """The teacher: on the results of `source` if there is one, otherwise the live target. A target
     with an encoder needs a source.
 
     vocabulary: int64 [n], the draft vocabulary; None: all tokens, which are the first `tokens` rows
-    of the output layer. remember: keep the live target's results after their first use. clock:
-    records the teacher's time as `teacher`.
+    of the output layer. clock: records the teacher's time as `teacher`.
     """
     if isinstance(source, CachedTeacher):
         return source
@@ -92,13 +70,7 @@ def teacher_of(
         return StatesTeacher(
             model, source, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher")
         )
-    return LiveTeacher(
-        model,
-        remember=remember,
-        vocabulary=vocabulary,
-        tokens=tokens,
-        timed=partial(clock, "teacher"),
-    )
+    return LiveTeacher(model, vocabulary=vocabulary, tokens=tokens, timed=partial(clock, "teacher"))
 
 
 def dev_teacher(model: PreTrainedModel, sources: Sources | None) -> LiveTeacher:

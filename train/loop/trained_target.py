@@ -50,8 +50,6 @@ class TrainedTargetConfig(Strict):
 
     lora: AdapterConfig | None = AdapterConfig()
     """Adapters on the target, merged at the end. None: all of its weights are trained."""
-    remember_teacher: bool = False
-    """Keep the original target's hidden states in memory after their first use. For one process."""
     held_out: str = "data"
     """The text for measuring drift: `data` for the test split's own responses, or a generate stage
     that answered the dev split."""
@@ -63,11 +61,6 @@ class TrainedTargetConfig(Strict):
     ) -> None:
         """Raise UserError for settings that do not fit together. key: where these settings are in
         the stage, such as `backbone.`."""
-        if self.remember_teacher and not loss.needs_teacher:
-            raise UserError(
-                f"stage {stage}: no loss of the backbone reads the teacher, so "
-                f"{key}remember_teacher would do nothing; leave it out"
-            )
         if self.held_out == "data":
             return
         answers: Any = closest_stage(self.held_out, earlier, "generate")
@@ -117,9 +110,7 @@ class TrainedTarget:
         self.teacher = self.dev_teacher = None
         if loss.needs_teacher:
             split = split_model(original)
-            self.teacher = LiveTeacher(
-                split, remember=config.remember_teacher, timed=partial(clock, "teacher")
-            )
+            self.teacher = LiveTeacher(split, timed=partial(clock, "teacher"))
             # A separate teacher: samples of two splits may have the same id.
             self.dev_teacher = LiveTeacher(split, remember=True)
 

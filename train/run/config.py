@@ -16,7 +16,7 @@ from decode.model.loading import require_sound_map
 from decode.rules import RULES
 from decode.settings import EvaluationProtocol
 from decode.shapes import SHAPES
-from train.base.config_file import ConfigSource, read_config
+from train.base.config_file import REMOVED, ConfigSource, read_config
 from train.base.drafter_stages import heads_stage
 from train.base.schema import Seed, StageConfig, name_in, one_of, part_of
 from train.base.tracking.trackers import Tracker, TrackingConfig
@@ -416,6 +416,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> list[str]:
         return [
             line
             for key in dict.fromkeys([*old, *new])
+            if key in new or key not in REMOVED or old[key] != REMOVED[key][0]
             for line in differences(
                 old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key
             )

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from decode.drafters import Drafter
 from decode.measure.ranks import Ranks
@@ -50,7 +49,6 @@ from train.loop.teachers import (
     padded,
     step_of,
     teacher_of,
-    teaching_model,
 )
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
@@ -73,16 +71,10 @@ class DistillStage(TrainingStage[DistillConfig]):
 
     @classmethod
     def needs_complete_target(cls, config: DistillConfig) -> str | None:
-        used = {
-            "shard_teacher": config.shard_teacher,
-            "remember_teacher": config.remember_teacher,
-        }
-        return complete_target_part(config, used)
+        return complete_target_part(config, {})
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config = self.config
-        cache = "store them with a feature_cache stage, whose name is `teacher` here, or "
-        self.require_one_process("remember_teacher", config.remember_teacher, cache)
         kind = student_kind(config, encoder=self.target.has_encoder)
         if config.draft_vocabulary is not None or (
             config.weighted_loss.needs_teacher and config.teacher == "live"
@@ -130,7 +122,6 @@ class DistillStage(TrainingStage[DistillConfig]):
             target_bytes=self.target_bytes,
             parameters=parameters,
             trained=trained,
-            remembered=self.planned_text_tokens(plans) if config.remember_teacher else 0,
             processes=self.processes,
             itemsize=self.product_bytes,
         )
@@ -162,9 +153,8 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.gradient_checkpointing:
             checkpoint_layers(student.model)
         parallel.place(self.accelerator, student.model)
-        with teaching_model(self.target, shard=config.shard_teacher) as model:
-            trainer = self._trainer(student, trained, samples, model, cache, token_weights)
-            progress = trainer.fit()
+        trainer = self._trainer(student, trained, samples, cache, token_weights)
+        progress = trainer.fit()
         weights = trainer.drafter_weights("student.")
         if self.accelerator.is_main_process:
             start = start_provenance(config.drafter, self.earlier)
@@ -237,12 +227,11 @@ class DistillStage(TrainingStage[DistillConfig]):
         student: Student,
         trained: Trainable,
         samples: Sequence[Sample],
-        model: PreTrainedModel,
         cache: Cache | None,
         weights: TokenWeights | None,
     ) -> Trainer:
-        """model: the target's, as a teacher. weights: the weights of the tokens in the loss."""
-        config, loss = self.config, self.config.weighted_loss
+        """weights: the weights of the tokens in the loss."""
+        config, loss, model = self.config, self.config.weighted_loss, self.target.model
         tokens, device = self.target.token_count, self.accelerator.device
         clock = Clock(device)
         ids = student.target_ids
@@ -251,20 +240,13 @@ class DistillStage(TrainingStage[DistillConfig]):
         source: LiveWindow | LiveFeatures | Cache | None = None
         sources = student.read(samples)
         if loss.needs_teacher:
-            source = cache or self._live_features(model, clock, sources)
-            teacher = teacher_of(
-                model,
-                source,
-                vocabulary,
-                tokens=tokens,
-                remember=config.remember_teacher,
-                clock=clock,
-            )
+            source = cache or self._live_features(clock, sources)
+            teacher = teacher_of(model, source, vocabulary, tokens=tokens, clock=clock)
 
         module = student.module(loss, vocabulary, config.chunk_tokens)
         dev = None
         if config.dev is not None:
-            dev = self._dev_slice(config.dev, student, trained, model, module)
+            dev = self._dev_slice(config.dev, student, trained, module)
         task = TrainingTask(
             config.name,
             module,
@@ -279,8 +261,7 @@ class DistillStage(TrainingStage[DistillConfig]):
             flops=distill_flops(
                 student.model,
                 model,
-                # A remembered pass is not done again.
-                runs_target=teacher is not None and cache is None and not config.remember_teacher,
+                runs_target=teacher is not None and cache is None,
                 reads_logits=teacher is not None and not isinstance(cache, CachedTeacher),
             )
             if student.has_flops
@@ -289,7 +270,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         return self.make_trainer(task, config.loop, config.optimizer, clock)
 
     def _live_features(
-        self, model: PreTrainedModel, clock: Clock, sources: Sources | None
+        self, clock: Clock, sources: Sources | None
     ) -> LiveWindow | LiveFeatures | None:
         """The live teacher's hidden states, if it runs over the next batches together, or reads
         sources too. sources: what the encoder reads for each sample."""
@@ -297,11 +278,7 @@ class DistillStage(TrainingStage[DistillConfig]):
         if config.tokens_per_pass is None and sources is None:
             return None
         live = LiveFeatures(
-            model,
-            [FINAL],
-            remember=config.remember_teacher,
-            timed=partial(clock, "teacher"),
-            sources=sources,
+            self.target.model, [FINAL], timed=partial(clock, "teacher"), sources=sources
         )
         return self.in_windows(live, config.loop)
 
@@ -326,10 +303,9 @@ class DistillStage(TrainingStage[DistillConfig]):
         config: DevConfig,
         student: Student,
         trained: Trainable,
-        model: PreTrainedModel,
         module: Distillation,
     ) -> DevSlice:
-        """model: the target's, as a teacher. module: computes the figures."""
+        """module: computes the figures."""
 
         def sums(module: nn.Module, batch: Inputs, ids: Sequence[str]) -> Tensor:
             signal, device = teacher.signal(**batch, ids=ids), self.accelerator.device
@@ -344,5 +320,5 @@ class DistillStage(TrainingStage[DistillConfig]):
             config, judging, self.target, self.corpus, self.accelerator, stage=self.config.name
         )
         sources = student.read(dev.samples)
-        teacher = dev_teacher(model, sources)
+        teacher = dev_teacher(self.target.model, sources)
         return dev

@@ -42,11 +42,6 @@ class DistillConfig(LossConfig):
     teacher: str = "live"
     """live, or the name or directory of a teacher_cache stage (the target's likeliest tokens) or of
     a feature_cache stage (its complete distribution)."""
-    remember_teacher: bool = False
-    """Keep the live target's hidden states of the text in memory after their first use. For one
-    process; a `feature_cache` stage stores them for any number."""
-    shard_teacher: bool = False
-    """Shard the live target over the ranks while this stage runs."""
     on_policy: OnPolicyConfig | None = None
     """The drafter generates a part of the text itself. None: the text is fixed."""
     dev: DevConfig | None = None
@@ -102,19 +97,11 @@ def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> Non
         _check_on_policy(config)
     if not config.weighted_loss.needs_teacher:
         reason = "no loss reads the teacher"
-        refuse(config, tokens_per_pass=reason, remember_teacher=reason)
+        refuse(config, tokens_per_pass=reason)
         if config.parallel is not None and config.parallel.confidence:
             raise UserError(
                 f"stage {config.name}: parallel.confidence weighs by the target's probabilities, "
                 "but no loss reads the target; add one to losses, such as forward_kl"
-            )
-    if config.shard_teacher:
-        reason = "all ranks must run a sharded target for every batch"
-        refuse(config, remember_teacher=reason, tokens_per_pass=reason)
-        if config.dev is not None and config.dev.decode_prompts:
-            raise UserError(
-                f"stage {config.name}: dev.decode_prompts needs the complete target on one "
-                "device; leave out dev.decode_prompts or shard_teacher"
             )
 
 
@@ -169,9 +156,7 @@ def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
     refuse(
         config,
         on_policy="the cache has no results for text that the drafter generates later",
-        remember_teacher="a cache replaces the live target",
         tokens_per_pass="a cache replaces the live target",
-        shard_teacher="a cache replaces the live target",
     )
     if config.teacher_temperature != 1 and not holds_states:
         raise UserError(
@@ -181,7 +166,6 @@ def _check_cache(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:
 
 
 def _check_on_policy(config: DistillConfig) -> None:
-    refuse(config, remember_teacher="each text that the drafter generates is used only once")
     if config.loop.max_steps is None:
         raise UserError(
             f"stage {config.name} trains on text that the drafter generates during the training, "

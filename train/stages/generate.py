@@ -323,7 +323,6 @@ class GenerateStage(Stage[GenerateConfig]):
                 config.max_new_tokens,
                 config.seed,
                 self.target.eos_token_ids,
-                config.server.logprobs or 0,
             ),
             directory=self.directory,
             ranks=Ranks.of(self.accelerator),

@@ -31,9 +31,8 @@ from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining
-from heads.online_heads import DraftLoss
 from train.base.schema import StageConfig
-from train.base.stage import STAGES, Memory, Outcome, StagePlan
+from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
@@ -44,7 +43,6 @@ from train.loop import parallel
 from train.loop.backbone import Backbone, FrozenBackbone, Source
 from train.loop.dev_slice import DevSlice, Judging
 from train.loop.estimates import (
-    PROMPTS_MEASURED,
     planned_tokens,
     steps_in_words,
     time_limit,
@@ -57,8 +55,6 @@ from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trained_target import PREFIX, held_out_samples
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
-from train.online.head_replay import TERMS as REPLAY_TERMS
-from train.online.head_replay import HeadReplay, ReplayConfig, replay_memory
 from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
 from train.stages.heads_features import open_source, planned_source
 from train.stages.text_stages import TrainingStage, complete_target_part
@@ -84,8 +80,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         used = {
             "backbone": config.backbone is not None,
             "tree": config.tree is not None,
-            "remember_features": config.remember_features,
-            "replay": config.replay is not None,
             # Its embeddings learn through all layers of the target.
             "heads.type: pass": config.heads.type == "pass",
             "features.server.probe_samples above 0": isinstance(config.features, ServedFeatures)
@@ -95,11 +89,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, target = self.config, self.target
-        cache = "store them with a feature_cache stage, whose name is `features` here, or "
-        self.require_one_process("remember_features", config.remember_features, cache)
-        if config.backbone is not None:
-            remembered = config.backbone.remember_teacher
-            self.require_one_process(f"{PREFIX}remember_teacher", remembered, "")
         if target.has_encoder:
             require_decoder_only_parts(config)
         else:
@@ -130,12 +119,9 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             target_bytes=self.target_bytes,
             parameters=parameters,
             trained=trained,
-            remembered=self.planned_text_tokens(plans) if config.remember_features else 0,
             processes=self.processes,
             itemsize=self.product_bytes,
         )
-        if config.replay is not None:
-            memory += self._replay_memory(config.replay, heads)
         disk = training_disk_bytes(parameters, trained, average=ema, loop=loop) + files
         options = config.heads.model_dump(exclude={"type"}, exclude_none=True)
         adapters = "adapters on " if config.lora is not None else ""
@@ -158,18 +144,6 @@ class HeadsStage(TrainingStage[HeadsConfig]):
             max_seconds=time_limit(loop),
             drafters=1,
         )
-
-    def _replay_memory(self, replay: ReplayConfig, heads: Heads) -> Memory:
-        config = self.config
-        if self.processes > 1:
-            raise UserError(
-                f"stage {config.name}: replay decodes with the heads in training, so it runs in "
-                f"one process, and there are {self.processes}; launch one, or leave replay out"
-            )
-        examples = spread(self.corpus.answerable("train", config.name), PROMPTS_MEASURED)
-        drafts = DraftLoss(heads, self.target.vocab_size, config.chunk_tokens)
-        drafts.window(self.target, config.max_length)
-        return replay_memory(replay, drafts, self.target, self.corpus, examples)
 
     def run(self) -> Outcome:
         samples, counts = self.fitting_samples()
@@ -280,63 +254,30 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         optimizer = config.optimizer
         if config.backbone is not None:
             optimizer = config.backbone.optimizer(optimizer)
-        replay = self._replay(trained, backbone, samples, clock)
-        step = backbone.step_of(heads)
         task = TrainingTask(
             config.name,
             module,
-            step if replay is None else replay.step_of(step),
-            module.sums if replay is None else [*module.sums, *REPLAY_TERMS],
+            backbone.step_of(heads),
+            module.sums,
             FixedText(samples),
             self.target.tokenizer.pad_token_id or 0,
             measure=dev.measure if dev else None,
             measure_every=config.dev.every if config.dev else 1,
-            figures=module.figures if replay is None else replay.figures_of(module.figures),
+            figures=module.figures,
             look_ahead=backbone.look_ahead,
             deciding="tokens_per_step",
             flops=None
-            if config.backbone is not None
-            or config.lora is not None
-            or self.target.has_encoder
-            or replay is not None
+            if config.backbone is not None or config.lora is not None or self.target.has_encoder
             else heads_flops(
                 heads,
                 self.target.model,
-                # A remembered pass is not done again.
-                runs_target=config.features == "live" and not config.remember_features,
+                runs_target=config.features == "live",
                 reads_logits=config.weighted_loss.needs_teacher,
             ),
         )
         trainer = self.make_trainer(task, config.loop, optimizer, clock)
         backbone.trainer = trainer
-        if replay is not None:
-            replay.trainer = trainer
         return trainer
-
-    def _replay(
-        self, trained: Trainable, backbone: Backbone, samples: StoredSamples, clock: Clock
-    ) -> HeadReplay | None:
-        config, heads = self.config, trained.model
-        if config.replay is None:
-            return None
-
-        def make_drafter() -> Drafter:
-            weights = backbone.heads_weights(backbone.trainer.weights())
-            return self._drafter(self.target, trained.plain(weights)[0])
-
-        return HeadReplay(
-            config.replay,
-            config.loop,
-            DraftLoss(heads, self.target.vocab_size, config.chunk_tokens),
-            config.weighted_loss,
-            self.target,
-            samples,
-            self.accelerator,
-            self.directory / "replay",
-            make_drafter,
-            clock,
-            max_length=config.max_length,
-        )
 
     def _dev_slice(
         self, module: HeadTraining | JointTraining, trained: Trainable, backbone: Backbone

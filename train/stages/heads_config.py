@@ -11,7 +11,6 @@ from distill.students import refuse
 from distill.trainable_model import DrafterLora
 from heads import HEADS
 from heads.heads_module import HeadOptions
-from heads.online_heads import require_learns
 from train.base.drafter_stages import require_own_weights
 from train.base.schema import Losses, StageConfig, closest_stage, one_of
 from train.data.corpus import stages_of
@@ -22,7 +21,6 @@ from train.loop.head_tree import TreeConfig
 from train.loop.optimizer import OptimizerConfig
 from train.loop.trained_backbone import BackboneConfig
 from train.loop.training_task import LoopConfig
-from train.online.head_replay import ReplayConfig
 from train.stages.text_stages import LossConfig
 
 if TYPE_CHECKING:
@@ -58,9 +56,6 @@ class HeadsConfig(LossConfig):
     features: str | ServedFeatures = "live"
     """The source of hidden states: live, the name or directory of a feature_cache stage, or a
     server, as {server: {launch: vllm}}."""
-    remember_features: bool = False
-    """Keep live hidden states in memory after their first use. For one process; a `feature_cache`
-    stage stores them for any number."""
     dev: DevConfig | None = None
     """Figures on a dev slice during the training. None: no figures."""
     tree: TreeConfig | None = None
@@ -69,9 +64,6 @@ class HeadsConfig(LossConfig):
     weights: Literal["int8"] | None = None
     """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits.
     None: it reads its weights as they are."""
-    replay: ReplayConfig | None = None
-    """Learn from drafts of these heads too, which the target judged (Draft-OPD, 2605.29343). None:
-    only from the text."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass, one step, layer or head at a time: less memory,
     more time. For heads that train several of them."""
@@ -95,28 +87,19 @@ def check_settings(config: HeadsConfig, earlier: Sequence[StageConfig]) -> None:
     require_own_weights(config)
     if config.backbone is not None:
         _check_backbone(config, config.backbone, earlier)
-    if config.replay is not None:
-        require_learns(config.heads.type)
-        if config.teacher_temperature != 1:
-            raise UserError(
-                f"stage {config.name}: teacher_temperature is {config.teacher_temperature:g}, but "
-                "drafts are replayed with the target's distribution at temperature 1; leave it out"
-            )
     if config.features != "live":
         source = "a server"
         if isinstance(config.features, str):
             source = "a cache"
             if not Path(config.features).is_dir():
                 closest_stage(config.features, earlier, "feature_cache")
-        reason = f"{source} replaces the live target"
-        refuse(config, remember_features=reason, tokens_per_pass=reason)
+        refuse(config, tokens_per_pass=f"{source} replaces the live target")
 
 
 def require_decoder_only_parts(config: HeadsConfig) -> None:
     """Raise UserError for settings that do not work if the target has an encoder."""
     used = {
         "backbone": config.backbone is not None,
-        "replay": config.replay is not None,
         "dev": config.dev is not None,
         "another source of features than the live target": config.features != "live",
         "a loss that reads the teacher": config.weighted_loss.needs_teacher,
@@ -146,10 +129,5 @@ def _check_backbone(
     config: HeadsConfig, backbone: BackboneConfig, earlier: Sequence[StageConfig]
 ) -> None:
     backbone.check(config.name, earlier)
-    if config.replay is not None:
-        raise UserError(
-            f"stage {config.name}: replay cannot be set with backbone: the target changes, so it "
-            "would judge later drafts otherwise; leave it out"
-        )
     reason = "the target is trained, so its hidden states change with every step"
-    refuse(config, remember_features=reason, tokens_per_pass=reason, features=reason)
+    refuse(config, tokens_per_pass=reason, features=reason)

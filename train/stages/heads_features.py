@@ -89,7 +89,6 @@ def open_source(
     live = LiveFeatures(
         target.model,
         captured_layers,
-        remember=config.remember_features,
         timed=timed,
         sources={s.id: s.source for s in samples} if target.has_encoder else None,
     )

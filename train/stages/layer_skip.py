@@ -88,7 +88,6 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         config, model = self.config, self.target.model
-        self.require_one_process("remember_teacher", config.remember_teacher, "")
         layers = self._layers
         Sublayers.later(config.exit_layer, layers)
         require_linear_logits(model)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,11 +22,10 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
-from train.base.schema import StageConfig, closest_stage
+from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
-from train.engines.answers.answer_top_k import AnswerTopK
 from train.loop.estimates import forward_bytes
 from train.stages.text_stages import CacheConfig, CacheStage
 
@@ -37,9 +36,6 @@ class TeacherCacheConfig(CacheConfig):
     kind: Literal["teacher_cache"] = "teacher_cache"
     k: int = Field(64, ge=1)
     """The number of tokens kept of each distribution."""
-    source: Literal["target", "answers"] = "target"
-    """`target`: the target runs over the text. `answers`: the log-probabilities that a server gave
-    with its answers (`server.logprobs` of the generate stage, equal to `k`)."""
     temperature: float = Field(1.0, gt=0)
     """The temperature of the target."""
     draft_vocabulary: int | None = Field(None, ge=1)
@@ -73,8 +69,6 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 f"stage {config.name} sets shared_with and draft_vocabulary, but the shared tokens "
                 "are the draft vocabulary; leave draft_vocabulary out"
             )
-        if config.source == "answers":
-            _require_stored(config, earlier)
 
     def plan(self, plans: Mapping[str, StagePlan]) -> StagePlan:
         k, vocab_size = self.config.k, self._vocabulary_size
@@ -84,8 +78,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
                 "tokens; lower k"
             )
         tokens, token_bytes = self.planned_tokens(plans), bytes_per_token(k, vocab_size)
-        if self.config.source != "answers" or self.config.draft_vocabulary is not None:
-            require_linear_logits(self.target.model)
+        require_linear_logits(self.target.model)
         return StagePlan(
             f"the target's top {k}: {token_bytes} bytes a token",
             tokens=tokens,
@@ -107,17 +100,9 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         )
         ids = None if vocabulary is None else vocabulary.to(target.device)
         teacher = LiveTeacher(split_model(target.model), vocabulary=ids, tokens=target.token_count)
-        stored = (
-            AnswerTopK.of_stages({name: self.earlier[name] for name in config.text_stages})
-            if config.source == "answers"
-            else None
-        )
 
         def write(number: int, part: Sequence[Sample], hashes: list[tuple[str, str]]) -> int:
-            if stored is not None:
-                signals = [stored.read(sample.id, sum(sample.mask[1:])) for sample in part]
-            else:
-                signals = self._score(teacher, part)
+            signals = self._score(teacher, part)
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
@@ -180,22 +165,3 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
         """What the target shares with the model of `shared_with`."""
         name = self.config.shared_with
         return None if name is None else SharedVocabulary.of_model(name, self.target)
-
-
-def _require_stored(config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
-    """Raise UserError unless all stages of the text keep the log-probabilities that are wanted."""
-    reduced = config.draft_vocabulary is not None or config.shared_with is not None
-    if config.temperature != 1 or reduced or not config.text_stages:
-        raise UserError(
-            f"stage {config.name}: source: answers has the target's distribution at temperature 1 "
-            "over all tokens of a generate stage's text; set temperature 1, leave draft_vocabulary "
-            "out, shared_with too, and name such a stage, or set source: target"
-        )
-    for name in config.text_stages:
-        answers: Any = closest_stage(name, earlier, "generate")
-        kept = answers.server and answers.server.logprobs
-        if kept != config.k:
-            raise UserError(
-                f"stage {config.name}: k is {config.k}, but server.logprobs of stage {name} is "
-                f"{kept}; expected the same number"
-            )

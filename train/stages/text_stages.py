@@ -330,16 +330,6 @@ class TrainingStage(TextStage[L]):
             )
         super().check(config, earlier)
 
-    def require_one_process(self, setting: str, used: bool, instead: str) -> None:
-        """Raise UserError if a setting is used that keeps hidden states in memory, and there are
-        several processes. instead: what to do, besides leaving it out."""
-        if used and self.processes > 1:
-            raise UserError(
-                f"stage {self.config.name}: {setting} keeps the states of the rows that a process "
-                f"had, but rows are dealt to the {self.processes} processes anew in each epoch, so "
-                f"nearly no batch would find all of its own; {instead}leave it out"
-            )
-
     def cache_directory(self, name: str) -> Path:
         """The directory of an earlier stage's cache. name: the stage's name, or its directory."""
         return self.earlier.get(name, Path(name))

@@ -27,15 +27,13 @@ def heads_memory(
     target_bytes: int,
     parameters: int,
     trained: int,
-    remembered: int,
     processes: int,
     itemsize: int,
 ) -> Memory:
     """The memory of one of `processes`.
 
     parameters: all of the heads' weights, with an adapter's. trained: those that are trained.
-    remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize of the
-    matrix products' precision.
+    itemsize: the itemsize of the matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     recompute = config.gradient_checkpointing
@@ -58,7 +56,6 @@ def heads_memory(
         heads.captured_layers,
         batch,
         tokens_per_pass=config.tokens_per_pass,
-        remembered=remembered,
     )
     if config.backbone is not None:
         # The trained float32 copy of the target, and the complete one that becomes the new target.
@@ -83,15 +80,13 @@ def distill_memory(
     target_bytes: int,
     parameters: int,
     trained: int,
-    remembered: int,
     processes: int,
     itemsize: int,
 ) -> Memory:
     """The memory of one of `processes`.
 
     parameters: all of the student's weights, with an adapter's. trained: those that are trained.
-    remembered: the tokens of the text whose hidden states are kept. itemsize: the itemsize of the
-    matrix products' precision.
+    itemsize: the itemsize of the matrix products' precision.
     """
     batch = batch_share(config.loop.tokens_per_batch, config.max_length, processes)
     model, target = student.model, student.target
@@ -124,5 +119,4 @@ def distill_memory(
         [FINAL],
         batch,
         tokens_per_pass=config.tokens_per_pass,
-        remembered=remembered,
     )

@@ -10,7 +10,6 @@ from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from train.data.corpus import Corpus, write_answers
 from train.data.read import Example, spread
-from train.engines.answers.answer_top_k import save_top_k
 from train.engines.answers.check_model import check_model
 from train.engines.answers.known_parts import Part
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
@@ -91,17 +90,10 @@ class PartWriter:
             if not answer.left_out
         ]
         retokenized = sum(answer.retokenized for answer in answers if not answer.left_out)
-        signals = [answer.top_k for answer in answers if answer.top_k]
-        if len(signals) not in (0, len(rows)):
-            raise UserError(
-                f"{part.journal.path} has answers with and without log-probabilities, because "
-                "server.logprobs was changed; delete it to ask again"
-            )
         write_answers(
             part.directory,
             rows,
             part.meta | {"left_out": left_out, "retokenized": retokenized},
-            lambda path: save_top_k(path, signals),
         )
         part.journal.remove()
         part.answers = {}
@@ -145,11 +137,9 @@ def write_server_parts(
     reader = AnswerReader.of_target(target, settings)
     writer = PartWriter(corpus, parts, config.max_unusable, progress)
     limit = longest + settings.max_new_tokens
-    many = config.logprobs if config.launch == "vllm" else None
-    options = {"max_logprobs": many} if many else {}
     if config.launch and ranks.is_main:
         say(engine_in_words(config))
-    with launched(config, target, limit, directory, ranks, options=options) as urls:
+    with launched(config, target, limit, directory, ranks) as urls:
         if config.probe_prompts and parts:
             probes = corpus.prompts(spread(examples, config.probe_prompts))
             check_model(urls, probes, target, config, settings)

@@ -9,7 +9,6 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from train.engines.answers.answer_top_k import unpacked
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.engines.ask_servers import ask_servers
 from train.engines.server_config import ServerConfig
@@ -20,8 +19,6 @@ PROBE_TOKENS = 32
 NATS = 0.5
 # Models of one family, such as 0.6B and 8B parameters, differ in about a fifth of the tokens.
 MOST_STRANGE = 0.1
-# Mean difference of log-probabilities in nats: more than rounding, less than a temperature.
-MOST_OFF = 0.1
 
 
 def check_model(
@@ -38,7 +35,6 @@ def check_model(
         settings,
         sampling=Sampling(),
         max_new_tokens=min(PROBE_TOKENS, settings.max_new_tokens),
-        logprobs=0,
     )
     for url in urls:
         probes = _ask(url, rows, target, config, greedy)
@@ -54,25 +50,6 @@ def check_model(
                 f"greedily, {strange} are much less likely for the target than another token. "
                 "Start the server with this model. If it runs a strongly quantised copy of it, and "
                 "you want that copy's text, set server.probe_prompts: 0"
-            )
-        if settings.logprobs:
-            _check_logprobs(url, rows, target, config, replace(greedy, sampling=settings.sampling))
-
-
-def _check_logprobs(
-    url: str, rows: Sequence[Row], target: Target, config: ServerConfig, settings: AskSettings
-) -> None:
-    """Raise UserError unless a server's log-probabilities of drawn text are those of the target
-    before temperature and filters."""
-    for prompt, answer in _ask(url, rows, target, config, replace(settings, logprobs=1)):
-        best = unpacked(answer.top_k)
-        log_p = _logits(target, prompt, answer.tokens).log_softmax(-1).cpu()
-        off = float((log_p.gather(1, best.ids) - best.log_p).abs().mean())
-        if off > MOST_OFF:
-            raise UserError(
-                f"the log-probabilities of {url} differ from those of {target.name} by {off:.2f} "
-                "nats on average; expected those before temperature and filters (in vLLM "
-                "--logprobs-mode raw_logprobs)"
             )
 
 

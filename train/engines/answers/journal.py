@@ -42,6 +42,7 @@ class Journal:
         for place, line in enumerate(complete.splitlines(), 1):
             try:
                 entry = json.loads(line)
+                entry.pop("top_k", None)  # Earlier versions kept log-probabilities
                 found.append((entry.pop("row"), entry.pop("key", ""), Answer(**entry)))
             except (ValueError, TypeError, KeyError, AttributeError) as error:
                 raise UserError(

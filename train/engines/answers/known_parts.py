@@ -18,7 +18,6 @@ from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
 from train.data.corpus import PART, answer_parts, answers_of
 from train.data.read import Example, select
-from train.engines.answers.answer_top_k import part_signals
 from train.engines.answers.journal import Journal, open_journals
 from train.engines.answers.protocols import Answer
 
@@ -138,8 +137,5 @@ def _fits(path: Path, parts: Sequence[Part], made_by: Mapping[str, Any]) -> bool
 
 def _answers(part: Path) -> Iterator[tuple[str, Answer]]:
     """The key and the answer of each row of a part that has an answer."""
-    answers = list(answers_of(part))
-    signals = part_signals(part, [len(answer["tokens"]) for answer in answers])
-    for answer, signal in zip(answers, signals, strict=True):
-        reason = answer.get("finish_reason", "")
-        yield answer["key"], Answer(answer["tokens"], reason, top_k=signal)
+    for answer in answers_of(part):
+        yield answer["key"], Answer(answer["tokens"], answer.get("finish_reason", ""))

@@ -14,7 +14,6 @@ from decode.base.errors import UserError
 from decode.base.registry import Registry
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from train.engines.answers.answer_top_k import packed, top_k_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,14 +196,12 @@ def _count(value: Any) -> int | None:
 @dataclass(frozen=True)
 class Answer:
     """A row's answer. tokens: with the end-of-text token if it ended. left_out: why it cannot be
-    used; empty if it can. retokenized: the ids come from the text. top_k: packed
-    (`train.engines.answers.answer_top_k`); empty if it was not asked for."""
+    used; empty if it can. retokenized: the ids come from the text."""
 
     tokens: list[int]
     finish_reason: str
     left_out: str = ""
     retokenized: bool = False
-    top_k: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,17 +246,7 @@ class AnswerReader:
             return Answer([], reason, "goes on after an end-of-text token", retokenized)
         if len(tokens) > longest + (reason == "stop"):
             return Answer([], reason, "longer than max_new_tokens", retokenized)
-        tokens = tokens[:longest]
-        if not self.settings.logprobs:
-            return Answer(tokens, reason, "", retokenized)
-        logprobs = reply.logprobs or []
-        if len(logprobs) < len(tokens):
-            return Answer([], reason, "tokens without log-probabilities", retokenized)
-        try:
-            top = top_k_of(logprobs[: len(tokens)], self.settings.logprobs, self.token_count)
-        except ValueError as error:
-            return Answer([], reason, str(error), retokenized)
-        return Answer(tokens, reason, "", retokenized, packed(top))
+        return Answer(tokens[:longest], reason, "", retokenized)
 
     def _require_prompt(self, reply: Reply, prompt: Sequence[int], url: str) -> None:
         if reply.prompt is not None and reply.prompt != list(prompt):
