@@ -1,4 +1,4 @@
-"""The generated files under git are current, and the pages that the site's build makes can be made."""
+"""Generated files under git are current, and the pages of the site can be made."""
 
 import re
 from importlib.metadata import version
