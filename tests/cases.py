@@ -61,7 +61,7 @@ MUST: dict[str, Sequence[str]] = {
     "yaml_placeholder": (r"error: .*config\.yaml",),
     "dflash_sample_from_anchor": (r"sample_from_anchor",),
     "forced_call_added_token": (r'"tool_calls": ?\[',),
-    "mtp_count_missing": (r"None (opened|.*(?:lacks|mtp\.layers))",),
+    "mtp_count_missing": (r"None (opened|.*(?:lacks|has the tensors))",),
     "path_brackets_other_file": (r"train: 20 ",),
 }
 # What is run after a case's command, to see what it wrote, or in the place of its script.
