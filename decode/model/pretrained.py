@@ -275,12 +275,6 @@ def explained(what: str) -> Iterator[None]:
         raise UserError(f"{what} ({type(error).__name__}: {in_one_line(error)})") from error
 
 
-def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that `torch.compile` wraps, or the module itself. accelerate wraps single layers
-    under use_regional_compilation."""
-    return getattr(module, "_orig_mod", module)
-
-
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Inside this context, an attribute has another value."""

@@ -7,7 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.model.pretrained import has_encoder, input_device, require_present, uncompiled
+from decode.model.compiled import uncompiled
+from decode.model.pretrained import has_encoder, input_device, require_present
 from distill.teacher.decoder_states import decoder_states
 from distill.teacher.live_teacher import SplitModel, added_bias
 

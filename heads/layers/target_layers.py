@@ -14,9 +14,10 @@ from torch.nn.functional import embedding
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
+from decode.model.compiled import uncompiled
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.low_rank_output import LowRankLinear, factors
-from decode.model.pretrained import replaced, uncompiled
+from decode.model.pretrained import replaced
 
 OutputKind = Literal["own", "shared", "target"]
 
