@@ -66,6 +66,7 @@ from benchmarks.shared.decode_measurements import (
     cold_starts,
     hold_contest,
     long_answers,
+    passes_beside_limit,
     profile_loop,
     step_costs,
 )
@@ -187,7 +188,10 @@ def main(
     profiles = profile_loop(models, texts[0], 64, gamma) if profile else None
     costs = step_costs(models, texts[0], gamma) if profile else None
 
+    passes = passes_beside_limit(models.target)
+
     time_ratios = ratios(contests)
+    reporter.table(limit_table(passes))
     reporter.table(ratio_table(time_ratios))
     reporter.table(cold_table(cold))
     if profiles and costs:
@@ -215,6 +219,7 @@ def main(
                 for contest in contests
             ],
             "cold_start_seconds": cold,
+            "passes_beside_limit": passes,
             "profile": profiles,
             "step_costs": costs,
         }
@@ -332,6 +337,20 @@ def profile_table(profiles: dict[str, dict[str, Any]]) -> Table:
         rows.append(row)
     title = "a step of our loop, greedy, batch 1 (operations: under the profiler)"
     return table(title, columns, rows)
+
+
+def limit_table(passes: Sequence[dict[str, float]]) -> Table:
+    rows = [
+        (
+            f"{one['tokens']:.0f}",
+            f"{one['ms']:.2f}",
+            f"{one['limit_ms']:.2f}",
+            f"{one['limit_ms'] / one['ms']:.0%}",
+        )
+        for one in passes
+    ]
+    title = "passes of the target beside the machine's limit: weights read once, or all products"
+    return table(title, ["tokens", "ms", "limit, ms", "share"], rows)
 
 
 def cost_table(costs: dict[str, dict[str, float]]) -> Table:

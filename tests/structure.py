@@ -185,7 +185,7 @@ def figures() -> list[list[str]]:
     product = [
         [f"lines of {package}/", f"{count_lines(tracked(package)):,}", ""] for package in PACKAGES
     ]
-    aims = ("≤ 3,000", "≤ 2,000", "≤ 3,500")
+    aims = ("≤ 3,600", "", "≤ 3,000")
     opened = [
         [f"lines opened for {title}", f"{count_lines(walk()):,}", aim]
         for (title, walk), aim in zip(WALKS.items(), aims, strict=True)
@@ -196,9 +196,9 @@ def figures() -> list[list[str]]:
         for package in PACKAGES
     ]
     return [
-        ["lines of the product", f"{count_lines(tracked(*PACKAGES)):,}", "≤ 54,000"],
+        ["lines of the product", f"{count_lines(tracked(*PACKAGES)):,}", "≤ 69,000"],
         *product,
-        ["lines of tests/", f"{count_lines(tracked('tests')):,}", "≤ 38,000"],
+        ["lines of tests/", f"{count_lines(tracked('tests')):,}", "≤ 44,000"],
         *opened,
         ["rooms of train/", str(len(rooms("train"))), "≤ 10"],
         *arrows,

@@ -75,8 +75,8 @@ def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -
     for row in figures["passes"]:
         assert row["cost"] * row["highest_speedup"] == pytest.approx(row["fed"])
         reading = figures["target"]["weight_bytes"] / figures["read_bytes_per_second"]
-        assert row["times_reading"] == pytest.approx(row["ms"] / 1e3 / reading)
-        cells = [number(row[key]) for key in ("fed", "ms", "times_reading", "cost")]
+        assert row["of_limit"] * row["ms"] / 1e3 >= reading * 0.999
+        cells = [number(row[key]) for key in ("fed", "ms", "of_limit", "cost")]
         assert any(all(cell in line for cell in cells) for line in run.output.splitlines())
     printed = [
         figures["process"]["versions"]["torch"],

@@ -27,9 +27,11 @@ from decode.drafters import DRAFTERS
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder, Decoding
 from decode.measure.intervals import ratio_of_totals
+from decode.measure.machine import Limit, product_speed, read_speed
 from decode.measure.same_text import identical
 from decode.measure.step_costs import WARM_UP, step_cost
-from decode.measure.time_passes import finish
+from decode.measure.time_passes import finish, pass_seconds
+from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.stats import finite
@@ -42,6 +44,7 @@ OURS = ("plain", "speculative", "lookup")
 PACKAGES = ("flashspec", "economize")
 OPERATIONS = 8  # a profile lists this many of the slowest operations
 COUNTED_STEPS = 5  # of each kind of step, to count its calls
+CONTEXT, WIDTHS = 100, (1, 2, 4, 8, 16, 32, 64)  # of the passes beside the machine's limit
 
 
 @dataclass(frozen=True)
@@ -344,6 +347,20 @@ def step_costs(models: Models, prompt: Sequence[int], gamma: int) -> dict[str, d
             "outside_ms": 1000 * cost.outside,
         }
     return costs
+
+
+def passes_beside_limit(target: Target) -> list[dict[str, float]]:
+    """A pass of each number of tokens after CONTEXT, in ms, beside the least that this machine
+    allows: it reads the weights once and multiplies each token with them."""
+    lm = CachedLM(target.model)
+    limit = Limit.of(
+        target.model, read_speed(lm.device), product_speed(lm.device, target.model.dtype)
+    )
+    seconds = pass_seconds(lm, CONTEXT, WIDTHS, turns=15, budget=10.0)
+    return [
+        {"tokens": width, "ms": 1e3 * taken, "limit_ms": 1e3 * limit.seconds(width)}
+        for width, taken in seconds.items()
+    ]
 
 
 def _operations(decoder: Decoder, prompt: Sequence[int], tokens: int) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """What the machine can do: its GPUs, its dtypes, its speed, and the kernels that a model gets."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
-from decode.measure.time_passes import seconds_by_turns
+from decode.measure.time_passes import seconds_by_turns, weight_bytes, weight_count
 from decode.model.cache.cached_model import CachedLM
 from decode.model.forward import few_rows, few_rows_layers, lean_forward, lean_layer, lean_parts
 from decode.model.forward.huge_pages import has_huge_pages
@@ -77,6 +79,31 @@ def product_speed(device: torch.device, dtype: torch.dtype) -> float:
     while size < LARGEST and seconds_at(size, 1) < LONG_PRODUCT:
         size *= 2
     return float(2 * size**3 / seconds_at(size, TURNS))
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a pass takes at least on this machine: it reads all weights once, and multiplies each
+    token with them. A machine can do both at once. Attention is not counted.
+
+    nbytes: of the weights. weights: their number. read_speed: bytes per second. product_speed:
+    floating-point operations per second.
+    """
+
+    nbytes: int
+    weights: int
+    read_speed: float
+    product_speed: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, read_speed: float, product_speed: float) -> "Limit":
+        """The limit of a model in its dtype, as it is packed here."""
+        return cls(weight_bytes(model), weight_count(model), read_speed, product_speed)
+
+    def seconds(self, tokens: int) -> float:
+        """Of a pass over so many tokens, of all rows together."""
+        reading = self.nbytes / self.read_speed
+        return max(reading, 2 * self.weights * tokens / self.product_speed)
 
 
 def dtype_speeds(device: torch.device) -> dict[str, dict[str, Any]]:

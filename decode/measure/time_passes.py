@@ -141,16 +141,25 @@ def prefill_seconds(lm: CachedLM, tokens: int, *, turns: int, budget: float = ma
 def weight_bytes(model: PreTrainedModel) -> int:
     """The bytes of weights that a pass reads, in the form that they are packed in. A pass reads
     only a few rows of the embeddings, but all of them if they are the output layer too."""
-    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
-    unread = set()
-    if output is not None and embeddings.weight is not output.weight:
-        unread = {id(parameter) for parameter in embeddings.parameters()}
-    total = sum(p.nbytes for p in model.parameters() if id(p) not in unread)
+    total = sum(p.nbytes for p in _weights_read(model))
     for part in prepare(model).modules():
         if isinstance(part, PackedLinear) and part.has_blocks:
             loaded = sum(layer.weight.nbytes for layer in part.layers)
             total += part.blocks[0].data.nbytes - loaded
     return total
+
+
+def weight_count(model: PreTrainedModel) -> int:
+    """The weights that a token is multiplied with. Of a mixture of experts that is all of them."""
+    return sum(p.numel() for p in _weights_read(model))
+
+
+def _weights_read(model: PreTrainedModel) -> list[Tensor]:
+    embeddings, output = model.get_input_embeddings(), model.get_output_embeddings()
+    unread = set()
+    if output is not None and embeddings.weight is not output.weight:
+        unread = {id(parameter) for parameter in embeddings.parameters()}
+    return [p for p in model.parameters() if id(p) not in unread]
 
 
 def _random_ids(lm: CachedLM, count: int) -> Tensor:

@@ -207,8 +207,8 @@ def _exact_bits(figures: dict[str, Any]) -> str:
 
 
 def _passes_table(passes: list[dict[str, Any]]) -> "Table":
-    columns = ("tokens", "ms", "× reading the weights", "plain passes", "highest speed-up")
-    keys = ("fed", "ms", "times_reading", "cost", "highest_speedup")
+    columns = ("tokens", "ms", "share of the limit", "plain passes", "highest speed-up")
+    keys = ("fed", "ms", "of_limit", "cost", "highest_speedup")
     rows = [[number(row[key]) for key in keys] for row in passes]
     title = f"passes of the target after {passes[0]['context']:,} tokens"
     return table(title, columns, rows, left=0)

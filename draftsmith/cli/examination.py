@@ -19,7 +19,14 @@ from decode.costs import OtherProcesses, busy
 from decode.drafters import DRAFTERS
 from decode.loop.decoding import Decoder
 from decode.measure.check_lossless import check_loop, random_llama
-from decode.measure.machine import GIB, describe_gpus, describe_kernels, dtype_speeds, read_speed
+from decode.measure.machine import (
+    GIB,
+    Limit,
+    describe_gpus,
+    describe_kernels,
+    dtype_speeds,
+    read_speed,
+)
 from decode.measure.time_passes import exact_bits_cost, pass_seconds, prefill_seconds, weight_bytes
 from decode.model.cache.cached_model import CachedLM
 from decode.model.loading import (
@@ -61,8 +68,8 @@ CHAIN = 10  # tokens of the pass that shows what exact bits cost
 PREFILL, SHORT_PREFILL = 512, 128
 TURNS, BUDGET, LONG_BUDGET = 15, 5.0, 2.0
 DECODED = 16  # tokens of the plain decode that is timed
-# A pass that takes this number of times the reading of the weights is not limited by memory.
-SLOW = 1.5
+# A plain pass with a smaller share of the machine's limit is not limited by memory alone.
+FAST = 0.67
 # Exact bits that make a pass so much longer are worth a line.
 DEAR = 1.03
 # These items must succeed; the others only inform.
@@ -152,10 +159,12 @@ def examine(
 def _examine_target(examination: Examination, model: Any) -> None:
     add, figures = examination.add, examination.figures
     kernels = add("kernels", lambda: describe_kernels(CachedLM(model)))
-    speed = figures.get("read_bytes_per_second")
-    reading = weight_bytes(model) / speed if speed else None
+    speed, products = figures.get("read_bytes_per_second"), figures.get("dtypes")
+    limit = None
+    if speed and products and (of := products.get(dtype_name(model.dtype))):
+        limit = Limit.of(model, speed, of["flops_per_second"])
     context = min(CONTEXT, CachedLM(model).max_positions // 2)
-    passes = add("passes", lambda: _passes(CachedLM(model), context, reading, BUDGET))
+    passes = add("passes", lambda: _passes(CachedLM(model), context, limit, BUDGET))
     slow = passes is None or passes[-1]["ms"] > 1000
     longest = SHORT_PREFILL if slow else PREFILL
     prefill = add("prefill", lambda: _prefill(CachedLM(model), longest))
@@ -163,7 +172,7 @@ def _examine_target(examination: Examination, model: Any) -> None:
     reads = min(reads, CachedLM(model).max_positions - max(WIDTHS))
     contexts = [context, *(number for number in LONG_CONTEXTS if number <= reads)]
     for number in contexts[1:]:
-        longer = partial(_passes, CachedLM(model), number, reading, LONG_BUDGET)
+        longer = partial(_passes, CachedLM(model), number, limit, LONG_BUDGET)
         add(f"passes_{number}", longer)
     if kernels and kernels["exact_bits"]:
         add("exact_bits", lambda: _exact_bits(CachedLM(model), contexts[-1]))
@@ -212,13 +221,12 @@ def _load(spec: str | None, dtype: str, device: str, loaded: list[Any]) -> dict[
     }
 
 
-def _passes(
-    lm: CachedLM, context: int, reading: float | None, budget: float
-) -> list[dict[str, Any]]:
-    """A row for each number of tokens fed after a text of `context` tokens. reading: seconds to
-    read the weights once. budget: as for `pass_seconds`.
+def _passes(lm: CachedLM, context: int, limit: Limit | None, budget: float) -> list[dict[str, Any]]:
+    """A row for each number of tokens fed after a text of `context` tokens. limit: None if it could
+    not be measured. budget: as for `pass_seconds`.
 
-    cost: in passes over one token. highest_speedup: if all draft tokens are accepted and drafting
+    of_limit: the least time that the machine allows, as a share of the pass's. cost: in passes over
+    one token. highest_speedup: if all draft tokens are accepted and drafting
     is free.
     """
     widths = [width for width in WIDTHS if context + width <= lm.max_positions]
@@ -228,7 +236,7 @@ def _passes(
             "context": context,
             "fed": width,
             "ms": 1e3 * seconds[width],
-            "times_reading": seconds[width] / reading if reading else None,
+            "of_limit": limit.seconds(width) / seconds[width] if limit else None,
             "cost": seconds[width] / seconds[1],
             "highest_speedup": width * seconds[1] / seconds[width],
         }
@@ -334,15 +342,15 @@ def _on_passes(examination: Examination) -> str:
 
 def _on_limits(examination: Examination) -> str:
     passes = examination.figures.get("passes")
-    if not passes or passes[0]["times_reading"] is None:
+    if not passes or passes[0]["of_limit"] is None:
         return ""
-    times = passes[0]["times_reading"]
+    share = passes[0]["of_limit"]
     limit = (
         "work between and in the products limits it, not memory alone"
-        if times > SLOW
+        if share < FAST
         else "memory limits it, so a dtype with fewer bytes makes it faster"
     )
-    return f"A plain pass takes {times:.2f} times the time to read the weights: {limit}."
+    return f"A plain pass runs at {share:.0%} of the machine's limit: {limit}."
 
 
 def _on_gpus(examination: Examination) -> str:
