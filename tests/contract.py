@@ -381,7 +381,7 @@ def check_greedy_texts_survive_everything(make: Callable[[], Drafter], case: Cas
     without drafts, and another drafter of the kind in the middle."""
     plain = [text[:NEW] for text in plain_texts(case)]
     which = decoder(make(), case, prefixes=PrefixCache(10**7), first_target=False)
-    # Known are then some prompts, and the first half of one that is read in parts.
+    # The first half of a prompt that is read in parts is then known to the prefix cache.
     which.decode([*PROMPTS[:3], PROMPTS[4][:20]], 2)
     decoding = Decoding(which)
     for prompt in PROMPTS[:3]:
