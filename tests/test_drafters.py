@@ -643,7 +643,7 @@ def test_texts_have_the_targets_distribution() -> None:
     temperature and fewer tokens."""
     own = replace(lossless.SAMPLING, temperature=1.1, top_k=9)
     decoder = lossless.SHORT.decoder(lossless.small_lm(), draft_sampling=own)
-    run = decoder.decode([lossless.PROMPT] * 50_000, lossless.NEW)
+    run = decoder.decode([lossless.PROMPT] * 25_000, lossless.NEW)
     found = lossless.fit_texts(run.outputs, lossless.SHORT)
     assert found.passes, found
     assert found.df > 100
@@ -662,7 +662,7 @@ def test_texts_have_the_distribution_of_a_target_with_other_padding(shape: str) 
         tokens=13,
     )
     rule = RULES["multi_round" if shape == "pairs" else "speculative"]()
-    found, counts = lossless.decode(drafter, rule, rows=50_000)
+    found, counts = lossless.decode(drafter, rule, rows=25_000)
     assert found.passes, found
     assert found.df > 100
     assert (counts.reached.sum() - counts.accepted.sum()) / counts.steps >= 0.15

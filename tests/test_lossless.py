@@ -191,19 +191,13 @@ def test_the_same_numbers_for_drafts_that_they_taught_are_found(
     assert not found.passes, found
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
-    "name",
-    [
-        "suffix",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("store", "max_gram", "swift", "store, then a model", "learning")
-        ),
-    ],
+    "name", ["suffix", "store", "max_gram", "swift", "store, then a model", "learning"]
 )
 def test_drafters_that_learn_meet_the_same_seed_again(name: str) -> None:
-    """Each text alone, decoded twice by a new drafter."""
+    """Each text alone, decoded twice by a new drafter. In `make test`: the law above, of a drafter
+    that says that it learns, and `check_forgets`, by which those that learn say so."""
     case = replace(DEEPER if name == "swift" else LONGER, prompts=LONGER.prompts[:1])
     texts = []
     for seed in range(400):

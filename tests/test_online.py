@@ -834,7 +834,7 @@ class OldQ(SmallLMDrafter):
         return draft
 
 
-ROWS = pytest.mark.parametrize("rows", [100_000, pytest.param(250_000, marks=pytest.mark.thorough)])
+ROWS = pytest.mark.parametrize("rows", [50_000, pytest.param(250_000, marks=pytest.mark.thorough)])
 
 
 @pytest.mark.slow

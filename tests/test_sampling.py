@@ -391,9 +391,9 @@ def test_a_small_context_of_the_drafter_does_not_tie_rows_together(
     if composite:
         small = CompositeDrafter([NgramDrafter(1, 1), small])
     decoder = Decoder(model("llama"), small, gamma=3, sampling=Sampling(0.7, top_k=20))
-    together = decoder.decode(PROMPTS, 32)
+    together = decoder.decode(PROMPTS, 16)
     for row, prompt in enumerate(PROMPTS):
-        assert decoder.decode([prompt], 32, row_ids=[row]).outputs == [together.outputs[row]]
+        assert decoder.decode([prompt], 16, row_ids=[row]).outputs == [together.outputs[row]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
