@@ -35,26 +35,35 @@ KINDS: dict[str, dict[str, Any]] = {
     "small_lm": {},
 }
 REDUCED = ("eagle3",)  # to a draft vocabulary
-TAUGHT = 24
+TAUGHT, BEGINNING, ANSWER = 12, 6, 24  # texts, and their tokens
+STEPS = 250
 
 
 @functools.cache
 def target() -> Target:
     """A tiny target with layers enough for every kind of drafter, and ids for mask tokens."""
-    return tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+    made = tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # a norm that does more than to scale, as trained ones do
+        made.model.model.norm.weight.uniform_(0.5, 1.5)
+    return made
+
+
+@functools.cache
+def known() -> list[list[int]]:
+    """The texts that drafters learn: prompts with the target's greedy answers, token ids."""
+    rng = np.random.default_rng(1000)
+    asked = [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
+    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
+    return [x + y for x, y in zip(asked, answers, strict=True)]
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids: beginnings of the texts that drafters learnt, each with a few other tokens."""
+    """Token ids: beginnings of known texts, so that what follows each is known, too."""
     rng = np.random.default_rng(seed)
-    known = [_random(number) for number in range(TAUGHT)]
-    chosen = [known[int(number)] for number in rng.integers(0, TAUGHT, count)]
-    return [[*rng.integers(3, VOCAB, int(rng.integers(1, 4))).tolist(), *text] for text in chosen]
-
-
-def _random(seed: int) -> list[int]:
-    rng = np.random.default_rng(1000 + seed)
-    return rng.integers(3, VOCAB, int(rng.integers(6, 16))).tolist()
+    texts = [text for text in known() if len(text) == BEGINNING + ANSWER]
+    cuts = rng.integers(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1, count)
+    return [texts[int(rng.integers(len(texts)))][:cut] for cut in cuts]
 
 
 @functools.cache
@@ -67,20 +76,18 @@ def taught(kind: str) -> Drafter:
             for weight in model.parameters():
                 weight += 0.15 * weight.std() * torch.randn(weight.shape)
         return SmallLMDrafter(model)
-    asked = prompts(2 * TAUGHT, 7)
-    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, 10).outputs
-    texts = [torch.tensor(x + y) for x, y in zip(asked, answers, strict=True)]
+    texts = [torch.tensor(text) for text in known()]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
     reduced = ids.unique() if kind in REDUCED else None
     heads = new_heads(HeadOptions.of(KINDS[kind]), target(), reduced)
-    with torch.no_grad():  # attention counts from the beginning, and with it positions
+    with torch.no_grad():  # attention and norms count from the beginning, and with it positions
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
-            if "k_norm" in name:
+            if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn(weight.shape))
-    teach(heads, target(), ids, mask, steps=150)
+    teach(heads, target(), ids, mask, steps=STEPS)
     heads.eval().requires_grad_(False)
     drafter: Drafter = DRAFTERS[kind](heads, target().vocab_size)  # type: ignore[call-arg]
     return drafter

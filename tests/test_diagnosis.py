@@ -9,6 +9,7 @@ from decode.settings import DecodeSettings
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, explain
+from draftsmith.diagnosis.mistakes import MISTAKES
 from tests.diagnosis_controls import GAMMA, prompts, target, taught
 from tests.service import serving
 from train.engines.server_config import ServerConfig
@@ -16,18 +17,27 @@ from train.engines.server_config import ServerConfig
 PROMPTS = 40
 
 
-def diagnosed(served: Drafter | None, kind: str) -> Diagnosis:
+def diagnosed(served: Drafter | None) -> Diagnosis:
     """The service drafts with `served`; the diagnosis is given the drafter as it is."""
     asked = prompts(PROMPTS, 0)
     with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
         config = ServerConfig(url=[running.url], concurrency=1)
-        return diagnose(running.url, target(), taught(kind), asked, config, gamma=GAMMA)
+        return diagnose(running.url, target(), taught("eagle3"), asked, config, gamma=GAMMA)
 
 
 def test_an_honest_service_is_equal() -> None:
-    found = diagnosed(taught("eagle3"), "eagle3")
+    found = diagnosed(taught("eagle3"))
     assert found.explanation.verdict == EQUAL
     assert found.there == found.here
+    assert sum(found.here) > GAMMA / 2  # else a mistake has little to spoil
+
+
+@pytest.mark.parametrize("name", ["layers_below", "first_slot"])
+def test_a_mistake_in_a_service_is_named(name: str) -> None:
+    found = diagnosed(MISTAKES[name]().make(taught("eagle3"), target()))
+    assert found.explanation.verdict == name
+    assert found.headline.startswith(f"{name}: {MISTAKES[name].says}")
+    assert sum(found.there) < sum(found.here)
 
 
 def test_an_unknown_mistake_is_not_named() -> None:
