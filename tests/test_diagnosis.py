@@ -1,5 +1,7 @@
 """A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
+import copy
+
 import numpy as np
 import pytest
 
@@ -9,9 +11,11 @@ from decode.settings import DecodeSettings
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, explain
-from draftsmith.diagnosis.mistakes import MISTAKES
+from draftsmith.diagnosis.mistakes import MISTAKES, with_heads
+from heads.heads_drafter import HeadsDrafter
 from tests.diagnosis_controls import GAMMA, prompts, target, taught
 from tests.service import serving
+from tests.tiny import moved
 from train.engines.server_config import ServerConfig
 
 PROMPTS = 40
@@ -61,6 +65,32 @@ def test_mistakes_that_say_the_same_are_not_told_apart() -> None:
     said = {EQUAL: [0, 1] * 20, "a": [1, 1] * 20, "b": [1, 1] * 20, "c": [0, 1] * 20}
     found = explain([1, 1] * 20, said, {})
     assert (found.verdict, found.like, found.unseen) == ("a", ("b",), ("c",))
+
+
+def test_an_engine_that_accepts_nothing_has_one_of_the_mistakes_that_accept_nothing() -> None:
+    def accepts(prompts: int) -> list[tuple[int, int]]:
+        return [(1, 1)] * prompts + [(0, 0)] * (200 - prompts)
+
+    said = {EQUAL: accepts(150), "a": accepts(3), "b": accepts(0), "c": accepts(90)}
+    found = explain(accepts(0), said, {})
+    assert found.little
+    assert found.names == ("b", "a")
+    # A drafter that accepts nothing in our own loop is no matter of the engine.
+    assert explain(accepts(0), said | {EQUAL: accepts(2)}, {}).names == ()
+    # No known mistake accepts so little.
+    assert explain(accepts(0), said | {"a": accepts(80), "b": accepts(80)}, {}).verdict == NONE
+    # The counts of prompts that accept something say which.
+    assert explain(accepts(90), said, {}).names == ("c",)
+
+
+def test_a_service_that_drafts_what_no_text_has() -> None:
+    """Whatever it is that goes wrong: it accepts as little as some known mistakes do."""
+    drafter = taught("eagle3")
+    assert isinstance(drafter, HeadsDrafter)
+    found = diagnosed(with_heads(drafter, moved(copy.deepcopy(drafter.heads), 3.0)))
+    assert found.explanation.little
+    assert {"d2t_dropped", "d2t_absolute"} <= {*found.explanation.names}
+    assert "one of: " in found.headline
 
 
 PAGE = """\
