@@ -6,7 +6,9 @@ python -m tests.diagnosis_controls [REPETITIONS [KIND …]]
 import copy
 import functools
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.explain import EQUAL, explain
+from draftsmith.diagnosis.explain import EQUAL, Explanation, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
@@ -93,15 +95,23 @@ def taught(kind: str) -> Drafter:
     return drafter
 
 
-def named(kind: str, repetitions: int, count: int = 200) -> dict[str, tuple[list[str], float]]:
-    """{what was planted: (the verdict of each repetition, mean accepted tokens of a text)}."""
+@dataclass
+class Planted:
+    """accepted: tokens of a text, in the mean. found: of each repetition."""
+
+    accepted: float
+    found: list[Explanation]
+
+
+def named(kind: str, repetitions: int, count: int = 200) -> dict[str, Planted]:
+    """What is said of each mistake, and of the drafter as it is."""
     drafter = taught(kind)
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES
         if (changed := MISTAKES[name]().make(drafter, target())) is not None
     }
-    found: dict[str, tuple[list[str], float]] = {}
+    planted: dict[str, Planted] = {}
     for seed in range(repetitions):
         drafts = drafts_along(
             target(), [*made.values()], prompts(count, seed), GAMMA, TOKENS, first_drafted=False
@@ -113,20 +123,29 @@ def named(kind: str, repetitions: int, count: int = 200) -> dict[str, tuple[list
         }
         keys = {name: [tuple(x) for x in counts.tolist()] for name, counts in said.items()}
         for name in made:
-            verdicts, _ = found.setdefault(name, ([], float(said[name].sum(1).mean())))
-            verdict = explain(keys[name], keys, {})
-            verdicts.append(" = ".join([verdict.verdict, *verdict.like]))
-    return found
+            one = planted.setdefault(name, Planted(float(said[name].sum(1).mean()), []))
+            one.found.append(explain(keys[name], keys, {}))
+    return planted
 
 
 def main(repetitions: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
-    """Print a table: kind, mistake, how often it was named alone, and what else was said."""
+    """Print a table: how often each mistake was named, alone or as one of several, and what else
+    was said of it."""
+    print("| kind | planted | accepted a text | named | as one of several | otherwise |")
+    print("|---|---|---|---|---|---|")
     for kind in kinds:
-        for name, (verdicts, accepted) in named(kind, repetitions).items():
-            right = sum(verdict == name for verdict in verdicts)
-            others = sorted({verdict for verdict in verdicts if verdict != name})
+        for name, one in named(kind, repetitions).items():
+            right = [x for x in one.found if name in (x.names or (x.verdict,))]
+            others = Counter(
+                "not visible" if name in x.unseen else x.verdict
+                for x in one.found
+                if x not in right
+            )
+            said = ", ".join(f"{verdict} {times}" for verdict, times in others.items())
+            several = sum(len(x.names) > 1 for x in right)
             print(
-                f"{kind:9} {name:16} {right:3}/{repetitions} accepts {accepted:.2f} {others}",
+                f"| {kind} | {name} | {one.accepted:.2f} | {len(right)} of {repetitions} "
+                f"| {several} | {said} |",
                 flush=True,
             )
 

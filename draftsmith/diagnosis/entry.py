@@ -110,7 +110,9 @@ def diagnose(
             f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
             f"{target.max_positions} positions; shorten the prompts"
         )
-    engine = read(url, gamma, config.key() or "").engine
+    first = read(url, config.key() or "")
+    first.require(gamma)
+    engine = first.engine
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES
