@@ -6,7 +6,9 @@ python -m tests.diagnosis_controls [REPETITIONS [KIND …]]
 import copy
 import functools
 import sys
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.explain import EQUAL, explain
+from draftsmith.diagnosis.explain import EQUAL, Explanation, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
@@ -35,26 +37,35 @@ KINDS: dict[str, dict[str, Any]] = {
     "small_lm": {},
 }
 REDUCED = ("eagle3",)  # to a draft vocabulary
-TAUGHT = 24
+TAUGHT, BEGINNING, ANSWER = 12, 6, 24  # texts, and their tokens
+STEPS = 250
 
 
 @functools.cache
 def target() -> Target:
     """A tiny target with layers enough for every kind of drafter, and ids for mask tokens."""
-    return tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+    made = tiny_target(vocab=VOCAB + 8, layers=7, max_positions=512)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)  # a norm that does more than to scale, as trained ones do
+        made.model.model.norm.weight.uniform_(0.5, 1.5)
+    return made
+
+
+@functools.cache
+def known() -> list[list[int]]:
+    """The texts that drafters learn: prompts with the target's greedy answers, token ids."""
+    rng = np.random.default_rng(1000)
+    asked = [rng.integers(3, VOCAB, BEGINNING).tolist() for _ in range(TAUGHT)]
+    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, ANSWER).outputs
+    return [x + y for x, y in zip(asked, answers, strict=True)]
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids: beginnings of the texts that drafters learnt, each with a few other tokens."""
+    """Token ids: beginnings of known texts, so that what follows each is known, too."""
     rng = np.random.default_rng(seed)
-    known = [_random(number) for number in range(TAUGHT)]
-    chosen = [known[int(number)] for number in rng.integers(0, TAUGHT, count)]
-    return [[*rng.integers(3, VOCAB, int(rng.integers(1, 4))).tolist(), *text] for text in chosen]
-
-
-def _random(seed: int) -> list[int]:
-    rng = np.random.default_rng(1000 + seed)
-    return rng.integers(3, VOCAB, int(rng.integers(6, 16))).tolist()
+    texts = [text for text in known() if len(text) == BEGINNING + ANSWER]
+    cuts = rng.integers(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1, count)
+    return [texts[int(rng.integers(len(texts)))][:cut] for cut in cuts]
 
 
 @functools.cache
@@ -67,34 +78,40 @@ def taught(kind: str) -> Drafter:
             for weight in model.parameters():
                 weight += 0.15 * weight.std() * torch.randn(weight.shape)
         return SmallLMDrafter(model)
-    asked = prompts(2 * TAUGHT, 7)
-    answers = Decoder(target().model, DRAFTERS.make("none"), gamma=1).decode(asked, 10).outputs
-    texts = [torch.tensor(x + y) for x, y in zip(asked, answers, strict=True)]
+    texts = [torch.tensor(text) for text in known()]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
     reduced = ids.unique() if kind in REDUCED else None
     heads = new_heads(HeadOptions.of(KINDS[kind]), target(), reduced)
-    with torch.no_grad():  # attention counts from the beginning, and with it positions
+    with torch.no_grad():  # attention and norms count from the beginning, and with it positions
         for name, weight in heads.named_parameters():
             if "o_proj" in name:
                 weight.normal_(std=0.1)
-            if "k_norm" in name:
+            if "norm" in name:
                 weight.mul_(1 + 0.5 * torch.randn(weight.shape))
-    teach(heads, target(), ids, mask, steps=150)
+    teach(heads, target(), ids, mask, steps=STEPS)
     heads.eval().requires_grad_(False)
     drafter: Drafter = DRAFTERS[kind](heads, target().vocab_size)  # type: ignore[call-arg]
     return drafter
 
 
-def named(kind: str, repetitions: int, count: int = 200) -> dict[str, tuple[list[str], float]]:
-    """{what was planted: (the verdict of each repetition, mean accepted tokens of a text)}."""
+@dataclass
+class Planted:
+    """accepted: tokens of a text, in the mean. found: of each repetition."""
+
+    accepted: float
+    found: list[Explanation]
+
+
+def named(kind: str, repetitions: int, count: int = 200) -> dict[str, Planted]:
+    """What is said of each mistake, and of the drafter as it is."""
     drafter = taught(kind)
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES
         if (changed := MISTAKES[name]().make(drafter, target())) is not None
     }
-    found: dict[str, tuple[list[str], float]] = {}
+    planted: dict[str, Planted] = {}
     for seed in range(repetitions):
         drafts = drafts_along(
             target(), [*made.values()], prompts(count, seed), GAMMA, TOKENS, first_drafted=False
@@ -106,20 +123,29 @@ def named(kind: str, repetitions: int, count: int = 200) -> dict[str, tuple[list
         }
         keys = {name: [tuple(x) for x in counts.tolist()] for name, counts in said.items()}
         for name in made:
-            verdicts, _ = found.setdefault(name, ([], float(said[name].sum(1).mean())))
-            verdict = explain(keys[name], keys, {})
-            verdicts.append(" = ".join([verdict.verdict, *verdict.like]))
-    return found
+            one = planted.setdefault(name, Planted(float(said[name].sum(1).mean()), []))
+            one.found.append(explain(keys[name], keys, {}))
+    return planted
 
 
 def main(repetitions: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
-    """Print a table: kind, mistake, how often it was named alone, and what else was said."""
+    """Print a table: how often each mistake was named, alone or as one of several, and what else
+    was said of it."""
+    print("| kind | planted | accepted a text | named | as one of several | otherwise |")
+    print("|---|---|---|---|---|---|")
     for kind in kinds:
-        for name, (verdicts, accepted) in named(kind, repetitions).items():
-            right = sum(verdict == name for verdict in verdicts)
-            others = sorted({verdict for verdict in verdicts if verdict != name})
+        for name, one in named(kind, repetitions).items():
+            right = [x for x in one.found if name in (x.names or (x.verdict,))]
+            others = Counter(
+                "not visible" if name in x.unseen else x.verdict
+                for x in one.found
+                if x not in right
+            )
+            said = ", ".join(f"{verdict} {times}" for verdict, times in others.items())
+            several = sum(len(x.names) > 1 for x in right)
             print(
-                f"{kind:9} {name:16} {right:3}/{repetitions} accepts {accepted:.2f} {others}",
+                f"| {kind} | {name} | {one.accepted:.2f} | {len(right)} of {repetitions} "
+                f"| {several} | {said} |",
                 flush=True,
             )
 

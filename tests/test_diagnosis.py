@@ -1,33 +1,59 @@
 """A diagnosis of an honest service is that it is equal, and counts choose between mistakes."""
 
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, NONE, explain
+from draftsmith.diagnosis.mistakes import MISTAKES, with_heads
+from heads.heads_drafter import HeadsDrafter
+from tests.answer_server import AnswerEngine
 from tests.diagnosis_controls import GAMMA, prompts, target, taught
 from tests.service import serving
+from tests.tiny import VOCAB, moved, tiny_target
+from tests.upstream import served
+from train.engines.child_process import NoAnswer
 from train.engines.server_config import ServerConfig
 
 PROMPTS = 40
 
 
-def diagnosed(served: Drafter | None, kind: str) -> Diagnosis:
+def diagnosed(served: Drafter | None) -> Diagnosis:
     """The service drafts with `served`; the diagnosis is given the drafter as it is."""
     asked = prompts(PROMPTS, 0)
     with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
         config = ServerConfig(url=[running.url], concurrency=1)
-        return diagnose(running.url, target(), taught(kind), asked, config, gamma=GAMMA)
+        return diagnose(running.url, target(), taught("eagle3"), asked, config, gamma=GAMMA)
 
 
 def test_an_honest_service_is_equal() -> None:
-    found = diagnosed(taught("eagle3"), "eagle3")
+    found = diagnosed(taught("eagle3"))
     assert found.explanation.verdict == EQUAL
     assert found.there == found.here
+    assert sum(found.here) > GAMMA / 2  # else a mistake has little to spoil
+
+
+@pytest.mark.parametrize("name", ["layers_below", "first_slot"])
+def test_a_mistake_in_a_service_is_named(name: str) -> None:
+    found = diagnosed(MISTAKES[name]().make(taught("eagle3"), target()))
+    assert found.explanation.verdict == name
+    assert found.headline.startswith(f"{name}: {MISTAKES[name].says}")
+    assert sum(found.there) < sum(found.here)
 
 
 def test_an_unknown_mistake_is_not_named() -> None:
@@ -53,18 +79,119 @@ def test_mistakes_that_say_the_same_are_not_told_apart() -> None:
     assert (found.verdict, found.like, found.unseen) == ("a", ("b",), ("c",))
 
 
-PAGE = """\
-vllm:spec_decode_num_draft_tokens_total{engine="0",model_name="m"} 30.0
-vllm:spec_decode_num_accepted_tokens_total{engine="0",model_name="m"} 9.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="0"} 6.0
-vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",position="1"} 3.0
+def test_an_engine_that_accepts_nothing_has_one_of_the_mistakes_that_accept_nothing() -> None:
+    def accepts(prompts: int) -> list[tuple[int, int]]:
+        return [(1, 1)] * prompts + [(0, 0)] * (200 - prompts)
+
+    said = {EQUAL: accepts(150), "a": accepts(3), "b": accepts(0), "c": accepts(90)}
+    found = explain(accepts(0), said, {})
+    assert found.little
+    assert found.names == ("b", "a")
+    # A drafter that accepts nothing in our own loop is no matter of the engine.
+    assert explain(accepts(0), said | {EQUAL: accepts(2)}, {}).names == ()
+    # No known mistake accepts so little.
+    assert explain(accepts(0), said | {"a": accepts(80), "b": accepts(80)}, {}).verdict == NONE
+    # The counts of prompts that accept something say which.
+    assert explain(accepts(90), said, {}).names == ("c",)
+
+
+def test_a_service_that_drafts_what_no_text_has() -> None:
+    """Whatever it is that goes wrong: it accepts as little as some known mistakes do."""
+    drafter = taught("eagle3")
+    assert isinstance(drafter, HeadsDrafter)
+    found = diagnosed(with_heads(drafter, moved(copy.deepcopy(drafter.heads), 3.0)))
+    assert found.explanation.little
+    assert {"d2t_dropped", "d2t_absolute"} <= {*found.explanation.names}
+    assert "one of: " in found.headline
+
+
+def page(engine: str, drafted: int, *accepted: int, position: str = 'model_name="m",') -> str:
+    """A page for Prometheus with accepted tokens at each place."""
+    name, labels = f"{engine}:spec_decode_num", "{" + position.rstrip(",") + "}"
+    return f"{name}_draft_tokens_total{labels} {drafted}.0\n" + "".join(
+        [
+            f"{name}_accepted_tokens_total{labels} {sum(accepted)}.0\n",
+            *(
+                f'{name}_accepted_tokens_per_pos_total{{{position}position="{place}"}} {count}.0\n'
+                for place, count in enumerate(accepted)
+            ),
+        ]
+    )
+
+
+SGLANG = """\
+sglang:generation_tokens_total{model_name="m"} 30.0
+sglang:num_requests_total{model_name="m"} 2.0
+sglang:spec_verify_calls_total{model_name="m"} 10.0
+sglang:spec_num_draft_tokens{model_name="m"} 4.0
 """
 
 
-def test_counters_are_read_by_place() -> None:
-    found = parse_reading(PAGE, 3)
+@pytest.mark.parametrize(
+    ("text", "name", "by_place", "gamma"),
+    [
+        (page("vllm", 30, 6, 3, 0), "vllm", (6, 3, 0), 3),
+        (page("llamacpp", 30, 6, 3, position=""), "llamacpp", (6, 3), 2),
+        (page("llamacpp", 30, position=""), "llamacpp", None, None),
+        (page("draftsmith", 30, 6), "draftsmith", (6,), 1),
+        (SGLANG, "sglang", None, 3),
+    ],
+)
+def test_counters_are_read_by_place(
+    text: str, name: str, by_place: tuple[int, ...] | None, gamma: int | None
+) -> None:
+    found = parse_reading(text)
     assert found is not None
-    assert (found.engine, found.by_place) == ("vllm", (6, 3, 0))
-    with pytest.raises(UserError, match="--gamma is 1"):
-        parse_reading(PAGE, 1)
-    assert parse_reading("vllm:num_requests_running 0", 3) is None
+    assert (found.engine, found.by_place, found.gamma) == (name, by_place, gamma)
+
+
+def asked_of(text: str | Callable[[], str], **options: Any) -> str:
+    """What is said of a server whose counters are always these."""
+    app = AnswerEngine(**{"target": target()} | options).app()
+
+    def metrics(_: Request) -> PlainTextResponse:
+        return PlainTextResponse(text if isinstance(text, str) else text())
+
+    if text:
+        app.router.routes.append(Route("/metrics", metrics))
+    with served(app) as url, pytest.raises(UserError) as raised:
+        diagnose(
+            url, target(), NgramDrafter(1, 2), prompts(20, 0),
+            ServerConfig(url=[url], concurrency=1), gamma=GAMMA,
+        )  # fmt: skip
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def rewritten(reply: dict[str, Any], number: int) -> None:
+    reply["choices"][0]["prompt_token_ids"].insert(0, 1)
+
+
+def test_servers_that_cannot_be_diagnosed_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(engine, "LONGEST_SETTLE", 0.6)
+    monkeypatch.setattr(engine, "SLOW_SECONDS", 0.01)
+    idle, rising = page("vllm", 0, *[0] * GAMMA), itertools.count(1)
+    assert "hides its counters" in asked_of("")
+    assert "has no counters of drafts" in asked_of("vllm:num_requests_running 0\n")
+    assert "drafted nothing" in asked_of(idle)
+    assert "do not stand still" in asked_of(lambda: page("vllm", next(rising), *[0] * GAMMA))
+    assert "another target" in asked_of(idle, target=other_target())
+    assert "prompt" in asked_of(idle, change=rewritten)
+    for places in (GAMMA - 1, GAMMA + 1):
+        assert f"give --gamma {places}" in asked_of(page("vllm", 0, *[0] * places))
+    with pytest.raises(NoAnswer, match="does not answer"):
+        engine.read("http://127.0.0.1:1")
+
+
+def other_target() -> Target:
+    return tiny_target(vocab=VOCAB + 8, layers=2, max_positions=512, seed=5)
+
+
+def test_a_service_that_drafts_fewer_tokens_is_told_by_its_places() -> None:
+    asked = prompts(20, 0)
+    with serving(target(), NgramDrafter(1, 2), DecodeSettings(gamma=GAMMA - 1)) as running:
+        config = ServerConfig(url=[running.url], concurrency=1)
+        with pytest.raises(UserError, match=f"give --gamma {GAMMA - 1}"):
+            diagnose(running.url, target(), NgramDrafter(1, 2), asked, config, gamma=GAMMA)

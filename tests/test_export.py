@@ -194,6 +194,10 @@ def test_an_export_that_accepts_less_is_refused(
     export_drafter(tmp_path / "drafter", "hf", tmp_path / "sound", measuring=measuring())
     rows = check_export(tmp_path / "sound")["acceptance"]
     assert [row["draft_efficiency"] for row in rows] == [1.0, 1.0]
+    # What an engine should accept at each place, and of which prompts.
+    assert {*rows[1]["acceptance_by_position"]} == {1.0}
+    assert len(rows[1]["acceptance_by_position"]) == rows[1]["gamma"]
+    assert rows[0]["prompts_sha256"] == rows[1]["prompts_sha256"]
 
     form = type(FORMATS["hf"])
     original = form.reload

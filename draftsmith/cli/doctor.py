@@ -44,8 +44,9 @@ def doctor(
     json_file: FiguresOption = None,
 ) -> None:
     """Say what works on this machine and how fast: versions, devices, kernels, speeds, and whether
-    decoding is lossless. Takes about a minute. Exit status 1: it is not lossless, or the target
-    cannot run."""
+    decoding is lossless. Takes about a minute. An engine that accepts less of a drafter than our
+    loop is no matter of the machine: `draftsmith diagnose` says why. Exit status 1: it is not
+    lossless, or the target cannot run."""
     from draftsmith.cli.examination import examine
     from train.base.console import Reporter
 

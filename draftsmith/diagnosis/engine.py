@@ -12,16 +12,24 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from draftsmith.auditing.asking import ask_texts
 from draftsmith.auditing.drafts import COUNTING
-from train.engines.child_process import ask
+from train.engines.child_process import NoAnswer, ask
 from train.engines.counters import DraftCounts, parse_counters
 from train.engines.server_config import ServerConfig
 
-# vLLM and draftsmith count accepted tokens by place with the same names.
+# vLLM, draftsmith and llama-server (in builds of 2026) have the same names, each behind its prefix.
 _BY_PLACE = re.compile(
-    r"^(?:vllm|draftsmith):spec_decode_num_accepted_tokens_per_pos(?:_total)?"
+    r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_accepted_tokens_per_pos(?:_total)?"
     r"\{[^}]*position=\"(\d+)\"[^}]*\}\s+([0-9.eE+-]+)",
     re.MULTILINE,
 )
+# SGLang counts nothing by place. A gauge has the nodes of a draft, the last token of the text
+# among them.
+_SGLANG_NODES = re.compile(
+    r"^sglang:spec_num_draft_tokens(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE
+)
+# Engines that say from their start how many tokens they draft. The others have places of the drafts
+# so far.
+_SAY_GAMMA = ("vllm", "sglang")
 _ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
 # Counters follow an answer a moment later: they are read until two readings are equal.
 SETTLE_SECONDS = {"draftsmith": 0.02}
@@ -33,11 +41,23 @@ LEAST_EQUAL_TEXTS = 0.7
 @dataclass(frozen=True)
 class Reading:
     """engine: a name of COUNTING. by_place: accepted tokens at each place; None: it does not say
-    them by place."""
+    them by place. gamma: the most tokens of a draft; None: it does not say."""
 
     engine: str
     counts: DraftCounts
     by_place: tuple[int, ...] | None
+    gamma: int | None
+
+    def require(self, gamma: int, drafted: bool = False) -> None:
+        """Raise UserError for a server that drafts another number of tokens. drafted: it has made
+        drafts with room for so many."""
+        full = self.engine in _SAY_GAMMA or (drafted and self.engine == "draftsmith")
+        if self.gamma is None or self.gamma == gamma or (self.gamma < gamma and not full):
+            return
+        raise UserError(
+            f"the server drafts {self.gamma} tokens at a time, but --gamma is {gamma}; give "
+            f"--gamma {self.gamma}"
+        )
 
 
 @dataclass(frozen=True)
@@ -52,37 +72,40 @@ class Measured:
     by_place: np.ndarray | None
 
 
-def parse_reading(page: str, gamma: int) -> Reading | None:
+def parse_reading(page: str) -> Reading | None:
     """The counters of a page for Prometheus. None: it has none of drafts."""
     counts, engine = parse_counters(page), _ENGINE.search(page)
     if counts is None or engine is None:
         return None
-    places = [0] * gamma
-    series = _BY_PLACE.findall(page)
-    for place, value in series:
-        if int(place) >= gamma:
-            raise UserError(
-                f"the server accepts tokens at place {int(place) + 1} of a draft, but --gamma is "
-                f"{gamma}; give the number of tokens that it drafts"
-            )
-        places[int(place)] += int(float(value))
-    named = engine[1] in ("vllm", "draftsmith")
-    return Reading(engine[1], counts, tuple(places) if named else None)
+    if engine[1] == "sglang":
+        nodes = [int(float(value)) for value in _SGLANG_NODES.findall(page)]
+        return Reading(engine[1], counts, None, max(nodes) - 1)
+    accepted: dict[int, int] = {}
+    for place, value in _BY_PLACE.findall(page):
+        accepted[int(place)] = accepted.get(int(place), 0) + int(float(value))
+    if not accepted:
+        return Reading(engine[1], counts, None, None)
+    gamma = max(accepted) + 1
+    return Reading(
+        engine[1], counts, tuple(accepted.get(place, 0) for place in range(gamma)), gamma
+    )
 
 
-def read(url: str, gamma: int, key: str = "") -> Reading:
+def read(url: str, key: str = "") -> Reading:
     """The counters once they stand still. Raises UserError for a server that hides them, and for
-    one that is busy with other requests."""
+    one that is busy with other requests, and NoAnswer."""
     end, last = time.monotonic() + LONGEST_SETTLE, None
     while time.monotonic() < end:
         try:
             page = ask(f"{url}/metrics", key=key, seconds=30).decode(errors="replace")
+        except NoAnswer:
+            raise
         except UserError as error:
             raise UserError(
                 f"{url} hides its counters ({error}); expected /metrics. Start vLLM with a "
                 "drafter, llama-server with --metrics, SGLang with --enable-metrics"
             ) from error
-        found = parse_reading(page, gamma)
+        found = parse_reading(page)
         if found is None:
             raise UserError(
                 f"{url}/metrics has no counters of drafts: the server has no drafter, or hides "
@@ -116,7 +139,7 @@ def measure(
     Raises UserError for a server that hides its counters, is busy, drafts nothing, rewrites prompts
     or has another target, and as `ask_texts`."""
     key = config.key() or ""
-    before = read(url, gamma, key)
+    before = read(url, key)
     texts: list[list[int]] = []
     drafted, accepted, by_place = [], [], []
     for number, prompt in enumerate(prompts):
@@ -127,7 +150,7 @@ def measure(
         if not asked.texts:
             why = "; ".join([*asked.faults, *asked.left_out]) or "it gave no text"
             raise UserError(f"{url} answers prompt {number + 1} with what cannot be judged: {why}")
-        after = read(url, gamma, key)
+        after = read(url, key)
         counts = asked.counts if asked.counts.drafted else after.counts - before.counts
         if counts.drafted > gamma * tokens:
             raise UserError(
@@ -138,8 +161,8 @@ def measure(
         texts.append([*asked.texts[0].tokens])
         drafted.append(int(counts.drafted))
         accepted.append(int(counts.accepted))
-        if after.by_place is not None and before.by_place is not None:
-            by_place.append(np.subtract(after.by_place, before.by_place))
+        after.require(gamma)
+        by_place.append(_places(after, gamma) - _places(before, gamma))
         before = after
         if number and number % 50 == 0:
             say(f"{number} of {len(prompts)} prompts asked")
@@ -149,13 +172,22 @@ def measure(
             f"{url} drafted nothing for {len(prompts)} prompts: it ignores its drafter, or has "
             "none; read what it logs at its start"
         )
+    before.require(gamma, drafted=True)
     return Measured(
         before.engine,
         texts,
         np.array(drafted),
         np.array(accepted),
-        np.array(by_place) if by_place else None,
+        None if before.by_place is None else np.array(by_place),
     )
+
+
+def _places(reading: Reading, gamma: int) -> np.ndarray:
+    """Accepted tokens at each place, int [γ]; 0 where the server has no series yet."""
+    places = np.zeros(gamma, dtype=np.int64)
+    found = reading.by_place or ()
+    places[: len(found)] = found
+    return places
 
 
 def _require_texts(

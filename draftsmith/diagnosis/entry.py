@@ -51,10 +51,18 @@ class Diagnosis:
             )
         if found.verdict == NONE:
             return f"none of {self.mistakes} known mistakes explains the engine's counts"
-        parts = [MISTAKES[name] for name in found.verdict.split(" + ")]
-        said = "; ".join(f"{part.says}. Remedy: {part.remedy}" for part in parts)
-        like = f" (or {', '.join(found.like)}, which these prompts do not tell apart)"
-        return f"{found.verdict}{like if found.like else ''}: {said}"
+        said = "; or ".join(
+            f"{name}: " + "; and ".join(f"{x.says}. Remedy: {x.remedy}" for x in parts)
+            for name in found.names
+            if (parts := [MISTAKES[one] for one in name.split(" + ")])
+        )
+        if found.little:
+            names = ", ".join(found.names)
+            return (
+                f"the engine accepts almost nothing, as with one of: {names}. A mistake that is "
+                f"not known may do the same. {said}"
+            )
+        return said if len(found.names) == 1 else f"one of: {', '.join(found.names)}. {said}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the diagnosis as JSON values."""
@@ -64,6 +72,7 @@ class Diagnosis:
             "prompts": self.prompts,
             "verdict": found.verdict,
             "like": list(found.like),
+            "little": found.little,
             "posterior": found.posterior,
             "accepted_there": self.there,
             "accepted_here": self.here,
@@ -101,7 +110,9 @@ def diagnose(
             f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
             f"{target.max_positions} positions; shorten the prompts"
         )
-    engine = read(url, gamma, config.key() or "").engine
+    first = read(url, config.key() or "")
+    first.require(gamma)
+    engine = first.engine
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES

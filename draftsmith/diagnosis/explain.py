@@ -5,6 +5,10 @@ of a prompt are therefore equal, but for rounding. So a prompt's counts are thos
 hypothesis says with probability 1 − ε, and else those of some prompt of it. ε is not known, and
 averaged over. That nothing known explains the counts is a hypothesis too: they are then spread as
 they are, whatever is said here.
+
+An engine that accepts almost nothing says no more than that: the counts of its prompts are all
+alike. What is compared then is how many prompts have an accepted token, there and under each
+mistake. All mistakes that accept as little are named together.
 """
 
 from collections import Counter
@@ -12,7 +16,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import gammaln, logsumexp
+from scipy.special import betaln, gammaln, logsumexp
 
 EQUAL, NONE = "equal", "none"
 # ε, the share of prompts whose counts rounding changes.
@@ -21,20 +25,34 @@ ROUNDED = np.array([0.003, 0.01, 0.03, 0.06, 0.1, 0.15])
 LEAST_AGREEMENT = 0.8
 LEAST_POSTERIOR = 0.99
 EQUAL_PRIOR, NONE_PRIOR = 0.7, 0.1
+# An engine accepts almost nothing if at most this share of the prompts has an accepted token.
+LITTLE = 0.05
+# How well our own share says the engine's then: as well as so many prompts would. One mistake is
+# made in more than one way, and each accepts other tokens by chance.
+WORTH = 40.0
+LEAST_LITTLE_POSTERIOR = 0.9
+LEAST_LIKELIHOOD = 0.05  # of the likeliest, of what is named together with it
 SEEN = 5.0  # how much likelier a mistake is in an engine in which it was seen
 
 
 @dataclass(frozen=True)
 class Explanation:
     """verdict: "equal", "none", or the name of a mistake. like: other mistakes that say the same of
-    every prompt. posterior: of the verdict. agreement: {hypothesis: share of the prompts whose
-    counts it says}. unseen: the mistakes that change nothing on these prompts."""
+    every prompt, or, if `little`, that accept as little as the engine, which accepts almost
+    nothing. posterior: of the verdict and of those like it. agreement: {hypothesis: share of the
+    prompts whose counts it says}. unseen: the mistakes that change nothing on these prompts."""
 
     verdict: str
     like: tuple[str, ...]
     posterior: float
     agreement: dict[str, float]
     unseen: tuple[str, ...]
+    little: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The mistakes that may be it; none for "equal" and "none"."""
+        return () if self.verdict in (EQUAL, NONE) else (self.verdict, *self.like)
 
 
 def explain(
@@ -70,8 +88,54 @@ def explain(
     scores[NONE] = float(spread_alone + np.log(NONE_PRIOR))
     best = max(scores, key=lambda name: scores[name])
     posterior = float(np.exp(scores[best] - logsumexp([*scores.values()])))
-    if best != NONE and (agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR):
+    weak = best == NONE or agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR
+    if weak or (best != EQUAL and not any(map(_any, counted))):
+        little = _little(counted, said, weights, agreement, unseen)
+        if little is not None:
+            return little
         best = NONE
         posterior = float(np.exp(scores[NONE] - logsumexp([*scores.values()])))
     like = next((tuple(x[1:]) for x in groups.values() if x[0] == best), ())
     return Explanation(best, () if best == EQUAL else like, posterior, agreement, unseen)
+
+
+def _little(
+    counted: Sequence[Hashable],
+    said: Mapping[str, Sequence[Hashable]],
+    weights: Mapping[str, float],
+    agreement: dict[str, float],
+    unseen: tuple[str, ...],
+) -> Explanation | None:
+    """Of an engine that accepts almost nothing, the mistakes that do so, too; None: another engine,
+    or no mistake does. The likelihood is beta-binomial in the prompts with an accepted token."""
+    there = sum(map(_any, counted))
+    if there > LITTLE * len(counted):
+        return None
+    names = [name for name in said if name not in unseen]
+    total = sum(weights.get(name, 1.0) for name in names if name != EQUAL) or 1.0
+    likelihood, scores = {}, {}
+    for name in names:
+        share = (sum(map(_any, said[name])) + 0.5) / (len(counted) + 1)
+        likelihood[name] = _beta_binomial(there, len(counted), WORTH * share, WORTH * (1 - share))
+        prior = (1 - EQUAL_PRIOR - NONE_PRIOR) * weights.get(name, 1.0) / total
+        scores[name] = likelihood[name] + np.log(EQUAL_PRIOR if name == EQUAL else prior)
+    scores[NONE] = _beta_binomial(there, len(counted), 1.0, 1.0) + np.log(NONE_PRIOR)
+    mistakes = sorted((x for x in names if x != EQUAL), key=lambda name: (-scores[name], name))
+    if not mistakes:
+        return None
+    least = max(likelihood[name] for name in mistakes) + np.log(LEAST_LIKELIHOOD)
+    named = [name for name in mistakes if likelihood[name] >= least]
+    posterior = float(np.exp(logsumexp([scores[x] for x in named]) - logsumexp([*scores.values()])))
+    if posterior < LEAST_LITTLE_POSTERIOR:
+        return None
+    return Explanation(named[0], tuple(named[1:]), posterior, agreement, unseen, little=True)
+
+
+def _any(counts: Hashable) -> bool:
+    """Whether a prompt has an accepted token. counts: a number, or one for each place."""
+    return any(counts) if isinstance(counts, tuple) else bool(counts)
+
+
+def _beta_binomial(found: int, of: int, a: float, b: float) -> float:
+    """The logarithm of the probability of so many of so many, without the binomial coefficient."""
+    return float(betaln(a + found, b + of - found) - betaln(a, b))

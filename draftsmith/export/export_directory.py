@@ -1,5 +1,6 @@
 """An export: written completely or not at all, checked, reloaded, and uploaded to the hub."""
 
+import hashlib
 import json
 import math
 import os
@@ -324,7 +325,9 @@ def _measure(
             text = target.tokenizer.decode(evaluation.outputs[0], skip_special_tokens=True)
             example = {"prompt": measuring.question, "text": text}
         row = _acceptance_row(where, evaluation.counts.to_dict() | {"prompts": len(prompts)})
-        row |= {"gamma": job.gamma, "dtype": evaluation.dtype}
+        ids = json.dumps([[int(token) for token in prompt] for prompt in prompts])
+        asked = hashlib.sha256(ids.encode()).hexdigest()
+        row |= {"gamma": job.gamma, "dtype": evaluation.dtype, "prompts_sha256": asked}
         rows.append(row)
         if row["draft_efficiency"] is None:
             raise UserError(
@@ -360,6 +363,10 @@ def _noise(rows: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
+    """What is expected of an engine. acceptance_by_position: accepted / reached at each place of a
+    draft. prompts_sha256: of their token ids as JSON; None: measured in the run. The target's hash
+    is beside the rows, as that of the drafter's target."""
     rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
+    by_position = ("acceptance_by_position", "reached_by_position", "prompts_sha256")
     others = ("gamma", "dtype", "timed_prompts", "speedup")
-    return {"where": where} | {key: figures.get(key) for key in (*rates, *others)}
+    return {"where": where} | {key: figures.get(key) for key in (*rates, *by_position, *others)}

@@ -146,13 +146,24 @@ def verify_export(
     # Greedy texts of one target: what chance may change is in the tolerance.
     acceptance = Acceptance(theirs, DraftCounts(drafted, accepted), task.gamma, 1.0, 0.0)
     if run.drafted_tokens and drafted and acceptance.fault:
-        failures.append(f"{name}: {acceptance.fault}")
+        failures.append(f"{name}: {acceptance.fault}{_cause(theirs, acceptance.ours, task.gamma)}")
     if close < 1:
         failures.append(
             f"{1 - close:.0%} of the texts differ from {name}'s texts without the drafter by more "
             "than rounding"
         )
     return verification
+
+
+def _cause(theirs: DraftCounts, ours: DraftCounts, gamma: int) -> str:
+    """The way to the cause of an acceptance that is less than ours."""
+    if (theirs.rate or 0.0) >= (ours.rate or 0.0):
+        return ""
+    return (
+        ". To find the cause, start the engine as a server with this export, and run: draftsmith "
+        f"diagnose URL --target MODEL --drafter DIRECTORY --gamma {gamma}, with the directory of "
+        "the drafter that was exported"
+    )
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 The names are vLLM's behind our prefix, so its dashboards need only another prefix.
 """
 
-import numpy as np
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -102,9 +101,8 @@ class Metrics:
             (self._accepted_at, judged.accepted),
             (self._reached_at, judged.reached),
         ):
-            by_position = counts.sum(0)
-            for position in np.flatnonzero(by_position).tolist():
-                series.labels(self._name, position).inc(int(by_position[position]))
+            for position, count in enumerate(counts.sum(0).tolist()):
+                series.labels(self._name, position).inc(count)
 
     def ended(self, reason: str) -> None:
         """Count a text that ended. reason: stop or length."""
