@@ -75,7 +75,7 @@ class SpeculativeGenerator:
     Default: 256 MiB for a model in float32, else 0, because in 16 bits reuse can change a text by
     rounding. decoded: tokens, counts and times of the last call.
 
-    Calls from several threads take turns. A drafter object serves one generator at a time.
+    Calls from several threads take turns, also those of two generators that share a drafter.
 
     >>> generator = SpeculativeGenerator(model, tokenizer, "ngram")        # doctest: +SKIP
     >>> generator.generate("Once upon a time", max_new_tokens=40)          # doctest: +SKIP

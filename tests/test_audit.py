@@ -1,12 +1,15 @@
 """`draftsmith audit`: honest servers pass, and servers with an error are found, over HTTP."""
 
+import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
 
@@ -156,6 +159,42 @@ def test_one_odd_answer_costs_that_answer_only(
     assert len(ends) == 2
     assert all("cannot be judged and are left out" in detail for detail in ends)
     assert "greedy tokens" in names(found, Verdict.EQUAL)
+
+
+@pytest.mark.parametrize("status", [500, 503, None])
+def test_a_prompt_that_is_never_answered_costs_its_answers_only(status: int | None) -> None:
+    """The server fails at it, or takes too long; a server that answers nothing is given up."""
+
+    class Failing(AnswerEngine):
+        async def _fault(self, request: Request) -> Response | None:
+            body = await request.json()
+            if body["prompt"] in poison:
+                await asyncio.sleep(0 if status else 5)
+                return Response("it failed", status or 200)
+            return await super()._fault(request)
+
+    poison = [list(PROMPTS[1])]
+    options = AuditOptions(samples=4, max_new_tokens=8)
+    limits: Any = {"timeout_seconds": 0.5, "retries": 0}
+    with served(Failing().app()) as url:
+        found = draftsmith.audit(url, TARGET, PROMPTS[:4], options, **limits)
+        ends = [x.detail for x in found.findings if x.name == "ends and usage"]
+        assert [re.findall(r"; (\d+) cannot be judged", detail) for detail in ends] == [
+            ["1"],
+            ["4"],
+        ]
+        assert all("did not answer in 1 attempts" in detail for detail in ends)
+        assert "greedy tokens" in names(found, Verdict.EQUAL)
+        poison = list(map(list, PROMPTS))
+        with pytest.raises(UserError, match="did not answer in 1 attempts"):
+            draftsmith.audit(url, TARGET, PROMPTS[:4], options, **limits)
+
+
+def test_a_server_that_answers_nothing_is_given_up() -> None:
+    engine = AnswerEngine(faults=[Response("down", 502)] * 1000)
+    with served(engine.app()) as url, pytest.raises(UserError, match="status 502: down"):
+        draftsmith.audit(url, TARGET, PROMPTS[:1] * 200, concurrency=2, retries=0)
+    assert len(engine.faults) > 900
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from decode.text import prompt_ids
 from decode.text_stream import decode
-from draftsmith.export import ExportOptions
+from draftsmith.export import ExportOptions, export_directory
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.learn import cycle
@@ -49,6 +49,7 @@ from tests.upstream import ADMIN_KEY, read_until, recorded
 from train.base.console import Reporter
 from train.engines.child_process import ask, environment_of
 from train.engines.counters import DraftCounts, parse_counters, read_counters, served_models
+from train.run import run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -238,13 +239,20 @@ def site(base: Path) -> Iterator[Site]:
 def test_a_better_drafter_is_trained_and_swapped_in(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its engine is also asked to verify it."""
-    exports = []
+    """Its engine is also asked to verify it. The target is loaded once for all of this."""
+    exports, loads = [], []
+
+    def loaded(*given: Any, **options: Any) -> Target:
+        loads.append(given)
+        return load_target(*given, **options)
+
+    for module in (run, export_directory):
+        monkeypatch.setattr(module, "load_target", loaded)
 
     def verified(engine: str, task: EngineTask) -> Any:
         exports.append((engine, check_export(task.export)["layout"], task.gamma))
         assert len(task.prompts) == 8
-        assert task.target is learner._target  # it is not loaded a second time
+        assert task.target is learner._target
         return SimpleNamespace(failures=[])
 
     monkeypatch.setattr(cycle, "verify_export", verified)
@@ -258,6 +266,7 @@ def test_a_better_drafter_is_trained_and_swapped_in(
     site.traffic()
     learner.once()
     assert exports == [("vllm", "hf", 3)]
+    assert len(loads) == 1
     (outcome,) = learner.state.history
     assert outcome.kept, outcome.reason
     assert (outcome.records, outcome.held_out) == (32, 8)

@@ -18,7 +18,7 @@ from draftsmith.serve.openai.api_errors import ApiError
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.messages import read_items, read_messages
 from draftsmith.serve.openai.openai_requests import CHAT
-from draftsmith.serve.openai.tools import Calls, CallText
+from draftsmith.serve.openai.tools import Calls, CallText, Thought
 from tests.service import MODEL, Running, chat, serving, streamed
 from tests.tiny import as_target, tiny_target
 
@@ -230,15 +230,13 @@ def test_calls_in_a_text(kind: str, text: str, content: str | None, names: list[
 
 def in_parts(reads: Calls, text: str, sizes: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
     """What a client gets of a text that comes in parts of these sizes. It is the whole answer."""
-    content, given, end = "", 0, 0
+    content, grown, begin = "", CallText(reads, []), 0
     for size in sizes:
-        end += size
-        given = reads.certain(text[:end], given, [])
-        assert given >= len(content)
-        content = text[:given]
-    found, calls = reads.read(text, [], [])
-    assert found.startswith(content), (found, content)
-    return found, calls
+        content += grown.add(text[begin : begin + size])
+        begin += size
+    rest, calls = grown.end("", [])
+    assert (content + rest, calls) == reads.read(text, [], [])
+    return content + rest, calls
 
 
 def test_arguments_arrive_as_they_are_written() -> None:
@@ -270,15 +268,38 @@ def test_a_long_call_in_tiny_pieces_is_read_a_few_times(
     long = (mark + begin + nested * 4000)[:18_000]
     read, of_text = [], Calls.certain
 
-    def certain(self: Calls, text: str, begin: int, prompt: Sequence[int]) -> int:
+    def certain(self: Calls, text: str, begin: int) -> int:
         read.append(len(text) - begin)
-        return of_text(self, text, begin, prompt)
+        return of_text(self, text, begin)
 
     monkeypatch.setattr(Calls, "certain", certain)
     grown = CallText(reads, [])
     assert "".join(map(grown.add, long)) == ""
     assert sum(read) < 16 * len(long)
     assert grown.end("", []) == (long, [])
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["in the answer", "in the prompt"])
+def test_a_long_thought_in_tiny_pieces_is_searched_once(begun: bool) -> None:
+    """Its end may come in parts. Later marks of an end are text, and so are those without one."""
+
+    class Watched(str):
+        def find(self, *given: Any) -> int:
+            searched.append(len(self) - int(given[1]))
+            return super().find(*given)
+
+    thought = Thought(begun)
+    text = ("" if begun else "<think>") + 2000 * "hm </thin " + "</think> x </think> y"
+    ends = {}
+    searched: list[int] = []
+    for end in range(len(text) + 1):
+        ends[end] = thought.end(Watched(text[:end]))
+    assert sum(searched) < 10 * len(text)
+    end = text.index("</think>") + len("</think>")
+    assert set(ends.values()) == {0, end}
+    assert min(at for at, known in ends.items() if known) == end
+    other = Thought(False)
+    assert [other.end(text) for text in ("a </think>", "a </think> b </think>")] == [0, 0]
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])

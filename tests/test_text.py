@@ -1,5 +1,6 @@
 """Prompt to text, as users of transformers know it; and our drafters in transformers' own loop."""
 
+import copy
 import functools
 import io
 from collections.abc import Mapping
@@ -67,6 +68,17 @@ def test_threads_take_turns_on_one_generator() -> None:
         ids = [ours.tokens(text) for text in TEXTS]
         alone = [decoder.decode([one], NEW).outputs for one in ids]
         assert list(pool.map(lambda one: decoder.decode([one], NEW).outputs, ids)) == alone
+        # So do decoders that share a drafter, which has the state of one decode.
+        own = [Decoder(ours.model, ours.drafter) for _ in ids]
+        at_once = pool.map(lambda at: own[at].decode([ids[at]], NEW).outputs, range(len(ids)))
+        assert list(at_once) == alone
+
+    def inside(row: int, tokens: list[int]) -> None:
+        own[1].decode([ids[1]], NEW)
+
+    with pytest.raises(UserError, match="this drafter is called while it decodes"):
+        own[0].decode([ids[0]], NEW, on_tokens=inside)
+    assert copy.deepcopy(ours.drafter.turn) is not ours.drafter.turn
     # While a stream is read, it may still decode.
     pieces = ours.stream(TEXTS[0], max_new_tokens=NEW)
     begin = next(pieces)

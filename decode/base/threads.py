@@ -33,11 +33,15 @@ def run_in_thread(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
 
 class OneAtATime:
     """A context that one thread enters at a time; others wait. what: its name in messages. Raises
-    UserError in the thread that is inside already, which would wait for itself."""
+    UserError in the thread that is inside already, which would wait for itself. A copy is another
+    one, which nobody has entered."""
 
     def __init__(self, what: str) -> None:
         self._what, self._lock = what, threading.Lock()
         self._inside: int | None = None  # the thread
+
+    def __reduce__(self) -> tuple[type["OneAtATime"], tuple[str]]:
+        return type(self), (self._what,)
 
     def __enter__(self) -> None:
         if self._inside == threading.get_ident():

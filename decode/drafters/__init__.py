@@ -16,6 +16,7 @@ from torch import nn
 from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
+from decode.base.threads import OneAtATime
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
@@ -61,6 +62,13 @@ class Drafter(ABC):
         """Loads a directory written by `decode.opening.directory.save_drafter`, onto the target's
         device. Raises UserError if the drafter does not fit the target."""
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
+
+    @property
+    def turn(self) -> OneAtATime:
+        """What each decode enters: a drafter has the state of one decode at a time, and several
+        decoders may share it."""
+        turn: OneAtATime = self.__dict__.setdefault("_own_turn", OneAtATime("this drafter"))
+        return turn
 
     @property
     def token_bytes(self) -> int:

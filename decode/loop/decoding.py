@@ -345,7 +345,7 @@ class Decoder(Setup):
         require_fits(lambda x: x is None or x >= 1, "at least 1", batch_size=batch_size)
         count = len(prompts)
         size = min(batch_size or count, count)
-        with self._turn:
+        with self._turn, self.drafter.turn:
             decoding = Decoding(
                 self,
                 seed=seed,

@@ -21,13 +21,21 @@ from train.engines.answers.protocols import (
     Reply,
     Row,
 )
-from train.engines.ask_servers import REFUSED_ROW, ServerClient, excerpt, run_apart
+from train.engines.ask_servers import (
+    REFUSED_ROW,
+    ServerClient,
+    ServerLost,
+    excerpt,
+    run_apart,
+)
 from train.engines.counters import DraftCounts
 from train.engines.server_config import ServerConfig
 
 # Of AnswerReader: an answer with these is no answer of the target's, whatever its tokens.
 NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 
+# A server that answers none of so many requests, one after the other, is given up.
+MOST_UNANSWERED = 8
 
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
@@ -87,7 +95,8 @@ class Asked:
     """What a server answered. texts: of the answers that can be judged. faults: what is wrong with
     answers, whatever their tokens are. left_out: why answers cannot be judged. problem: the first
     of them that the server's way to answer may explain. seconds: for all. counts: drafted and
-    accepted tokens, if the answers themselves say so."""
+    accepted tokens, if the answers themselves say so. unanswered: the requests since the last
+    answer, which got none."""
 
     texts: list[EngineText] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -95,6 +104,7 @@ class Asked:
     problem: UserError | None = None
     seconds: float = 0.0
     counts: DraftCounts = field(default_factory=DraftCounts)
+    unanswered: int = 0
 
     def leave_out(self, problem: UserError, count: int = 1) -> None:
         """So many answers cannot be judged."""
@@ -115,6 +125,8 @@ class AuditedServer(ServerClient):
     def __init__(self, url: str, config: ServerConfig, target: Target) -> None:
         super().__init__(url, config)
         self.protocol, self._target = _PROTOCOLS[config.protocol], target
+        # Those that were sent together fail together.
+        self._most_unanswered = MOST_UNANSWERED + config.concurrency
 
     def setting(self, name: str) -> str:
         return "--" + name.replace("_", "-")
@@ -143,12 +155,21 @@ class AuditedServer(ServerClient):
         self, row: Row, number: int, settings: AskSettings, each: int, asked: Asked
     ) -> None:
         """Ask for answers to one prompt in one request, and put them where they belong. Answers of
-        another shape, without token ids, or refused are left out. Raises UserError for a server
-        that cannot be asked at all."""
+        another shape, without token ids, refused, or that do not come are left out. Raises
+        UserError for a server that cannot be asked at all, and ServerLost for one that is not
+        there, or answers nothing any more."""
         body = self.protocol.body(row, settings)
         if each > 1:
             body["n"] = each
-        response = await self.send("POST", self.protocol.path, body)
+        try:
+            response = await self.send("POST", self.protocol.path, body)
+        except ServerLost as error:
+            asked.unanswered += 1
+            if not error.reached or asked.unanswered > self._most_unanswered:
+                raise
+            asked.leave_out(error, each)
+            return
+        asked.unanswered = 0
         if response.status_code in REFUSED_ROW:
             problem = UserError(
                 f"{self.url}{self.protocol.path} refuses a request with token ids: "

@@ -63,11 +63,12 @@ Say = Callable[[str], None]
 class Measuring:
     """The settings for measuring an export. prompts: returns the prompts as token ids; takes the
     target because it needs the tokenizer. question: the first prompt as a user would write it; with
-    the text it gave, it becomes the example of the README."""
+    the text it gave, it becomes the example of the README. target: if it is loaded already."""
 
     prompts: Callable[[Target], Sequence[Sequence[int]]]
     max_new_tokens: int = 64
     question: str | None = None
+    target: Target | None = None
 
 
 def export_drafter(
@@ -153,7 +154,8 @@ def _export(
             "--prompts FILE, with prompts that the drafter was not trained on"
         )
     if fills_vocabulary or measuring or layout.needs_target:
-        job.target = load_target(layout.target_to_load(job))
+        job.target = measuring.target if measuring is not None else None
+        job.target = job.target or load_target(layout.target_to_load(job))
         require_same_target(trained.target, job.target, f"drafter {drafter}")
     acceptance = [_acceptance_row("in its run", evaluation)] if evaluation else []
 

@@ -365,7 +365,9 @@ class TenantLearner:
 
     def _write_export(self, drafter: Path, out: Path) -> None:
         run = self._run(self._cycle.version)
-        measuring = Measuring(lambda target: run.prompts(), self.config.max_new_tokens)
+        measuring = Measuring(
+            lambda target: run.prompts(), self.config.max_new_tokens, target=run.run.target
+        )
         options = ExportOptions(target=run.run.config.target.model, gamma=self.config.gamma)
         export_drafter(
             drafter, self.config.form, out, options, measuring=measuring, say=self.reporter.say

@@ -28,7 +28,12 @@ LONGEST_WAIT = 30.0
 
 
 class ServerLost(UserError):
-    """A server does not answer any more. Others can take its rows."""
+    """A server does not answer any more. Others can take its rows. reached: there is a server, so
+    that it may be this request alone that it does not answer."""
+
+    def __init__(self, message: str, *, reached: bool = False) -> None:
+        super().__init__(message)
+        self.reached = reached
 
 
 class ServerClient:
@@ -97,7 +102,7 @@ class ServerClient:
         """The first response that is no reason to try again. Raises ServerLost after the last
         attempt, and for a server that wants to be left alone for longer than an answer may take."""
         limit, tries = self._config.timeout_seconds, 0
-        problem, wait = "", 0.0
+        problem, wait, reached = "", 0.0, False
         while tries <= self._config.retries and wait <= limit:
             await asyncio.sleep(wait)
             # Rows that fail together do not come back together.
@@ -111,18 +116,23 @@ class ServerClient:
                     )
             except TimeoutError:
                 problem = f"no complete answer in {limit:g} s ({self.setting('timeout_seconds')})"
+                reached = True
             except httpx2.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
+                reached = not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             else:
                 if response.status_code not in RETRIED and response.status_code < 500:
                     return response
-                problem = f"status {response.status_code}: {excerpt(response)}"
+                problem, reached = f"status {response.status_code}: {excerpt(response)}", True
                 wait = max(wait, _retry_after(response))
             self.gave_up(headers)
         if wait > limit:
             asked = self.setting("timeout_seconds")
             problem += f"; it asks to wait {wait:.0f} s, more than {asked}"
-        raise ServerLost(f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}")
+        raise ServerLost(
+            f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}",
+            reached=reached,
+        )
 
 
 class AnswerServer(ServerClient):

@@ -35,6 +35,14 @@ _HARMLESS = """
     pretraining_tp
 """
 HARMLESS = frozenset(_HARMLESS.split())
+# What transformers reads of rotary settings, and where they stand.
+_ROTARY = """
+    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings
+    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor
+    high_freq_factor short_factor long_factor
+"""
+ROTARY_KEYS = frozenset(_ROTARY.split())
+_ROTATIONS = ("rope_parameters", "rope_scaling")
 
 
 def unknown_keys(config: Mapping[str, Any], known: Keys, place: str = "") -> list[str]:
@@ -101,4 +109,11 @@ def _keys_of(
         if isinstance(inner, Mapping):
             path = f"{place}.{name}" if place else name
             keys |= _keys_of(_class_of(inner, usual), inner, path)
+    for name in _ROTATIONS:
+        if isinstance(inner := config.get(name), Mapping):
+            path = f"{place}.{name}" if place else name
+            # Some families have such settings for each type of layer.
+            types = {key for key, value in inner.items() if isinstance(value, Mapping)}
+            keys[path] = types | ROTARY_KEYS
+            keys |= {f"{path}.{one}": ROTARY_KEYS for one in types}
     return keys

@@ -26,6 +26,7 @@ from decode.drafters.pard import text_of_used
 from decode.model.loading import Target
 from decode.model.pretrained import explained
 from draftsmith.export.file_schema import is_count, is_id, is_positive
+from draftsmith.export.formats.published_keys import ROTARY_KEYS
 from heads.layers.layer_config import LayerSettings, layer_config
 from heads.layers.target_layers import auxiliary_layers, output_layer
 
@@ -48,12 +49,6 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "original_max_position_embeddings": is_count,
     NESTED: lambda value: isinstance(value, dict),
 }
-# What transformers reads of rotary settings.
-ROTARY_KEYS = """
-    rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings
-    attention_factor beta_fast beta_slow mscale mscale_all_dim truncate low_freq_factor
-    high_freq_factor short_factor long_factor
-"""
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Families whose layers compute what a llama's do, with norms and biases that tensors show.
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -257,9 +252,7 @@ def _is_rotation(settings: Any) -> bool:
     kind = settings.get("rope_type", settings.get("type", "default"))
     others = [x for key, x in settings.items() if key not in ("rope_type", "type")]
     known = kind == "default" or kind in ROPE_INIT_FUNCTIONS
-    named = settings.keys() <= set(ROTARY_KEYS.split()) and settings.get(
-        "partial_rotary_factor", 1
-    ) in (1, None)
+    named = settings.keys() <= ROTARY_KEYS and settings.get("partial_rotary_factor", 1) in (1, None)
     return (
         known and named and all(isinstance(x, (int, float, list, bool, type(None))) for x in others)
     )

@@ -207,14 +207,13 @@ class Calls:
         """The special tokens that an answer has to be read with: marks of calls."""
         return frozenset() if self._by_library else frozenset(self._special_marks.values())
 
-    def certain(self, text: str, begin: int, prompt: Sequence[int]) -> int:
+    def certain(self, text: str, begin: int) -> int:
         """How many first characters of an answer so far are text for certain, and no call. begin:
         of how many this is known."""
         if self._by_library:
             return 0
-        one = self._format
+        one, end = self._format, len(text)
         assert one is not None
-        begin, end = max(begin, self._thought(text, prompt)), len(text)
         for found in self._found(text, begin):
             if found.calls or found.may_be:
                 end = found.begin
@@ -252,7 +251,7 @@ class Calls:
 
     def _by_format(self, text: str, prompt: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
         content, calls, at = "", list[tuple[str, str]](), 0
-        for found in self._found(text, self._thought(text, prompt)):
+        for found in self._found(text, self.thought(prompt).end(text)):
             if found.calls:
                 between = text[at : found.begin].rstrip()
                 content += between if content or not at else between.lstrip()
@@ -261,17 +260,10 @@ class Calls:
         rest = text[at:] if text[at:].strip() else ""
         return content + (rest if content else rest.lstrip()), calls
 
-    def _thought(self, text: str, prompt: Sequence[int]) -> int:
-        """Where the reasoning ends that a text begins with; 0 if it has none, or it does not end.
-        A template may have begun it in the prompt."""
-        end = text.find(_THOUGHT) + len(_THOUGHT)
-        if end < len(_THOUGHT):
-            return 0
-        if not text.lstrip().startswith(_THINKS):
-            last = decode(self._tokenizer, prompt[-_TAIL:], skip_special_tokens=False)
-            if not last.rstrip().endswith(_THINKS):
-                return 0
-        return end
+    def thought(self, prompt: Sequence[int]) -> "Thought":
+        """The reasoning of an answer to this prompt. A template may have begun it there."""
+        last = decode(self._tokenizer, prompt[-_TAIL:], skip_special_tokens=False)
+        return Thought(last.rstrip().endswith(_THINKS))
 
     def _found(self, text: str, begin: int) -> Iterator["_Found"]:
         """The places from `begin` on that look like calls, in order."""
@@ -310,30 +302,48 @@ class Calls:
         return name, given
 
 
+class Thought:
+    """The reasoning that an answer may begin with. begun: in the prompt."""
+
+    def __init__(self, begun: bool) -> None:
+        self._begun, self._searched = begun, 0
+        self._end: int | None = None
+
+    def end(self, text: str) -> int:
+        """Where it ends; 0 if there is none, or it has not ended. text: the answer so far, which
+        only grows from call to call: what was searched is not searched again."""
+        if self._end is None and (at := text.find(_THOUGHT, self._searched)) >= 0:
+            begun = self._begun or text.lstrip().startswith(_THINKS)
+            self._end = at + len(_THOUGHT) if begun else 0
+        self._searched = max(len(text) - len(_THOUGHT) + 1, 0)
+        return self._end or 0
+
+
 class CallText:
     """The text of one answer as it grows, without its calls, which are given at its end. calls:
-    read it. prompt: as ids. text: so far, with the calls."""
+    read it. prompt: as ids."""
 
     def __init__(self, calls: Calls, prompt: Sequence[int]) -> None:
-        self._calls, self._prompt = calls, prompt
+        self._calls, self._prompt, self._thought = calls, prompt, calls.thought(prompt)
         self.text, self._given, self._due = "", 0, 0
 
     def add(self, piece: str) -> str:
         """The next text that is no call for certain."""
-        self.text += piece
-        if len(self.text) < self._due:
+        text, self.text = self.text, ""
+        text += piece  # in place: nothing else holds it
+        self.text = text
+        if len(text) < self._due:
             return ""
         begin = self._given
-        self._given = self._calls.certain(self.text, begin, self._prompt)
+        self._given = self._calls.certain(text, max(begin, self._thought.end(text)))
         # What is held back is read again once it has grown by a share of its length. So a long
         # call in tiny pieces is read a few times, not once for each piece.
-        self._due = len(self.text) + (len(self.text) - self._given) // _GROWTH
-        return self.text[begin : self._given]
+        self._due = len(text) + (len(text) - self._given) // _GROWTH
+        return text[begin : self._given]
 
     def end(self, piece: str, tokens: Sequence[int]) -> tuple[str, list[tuple[str, str]]]:
         """The rest of the text, and the calls. tokens: of the whole answer."""
-        self.text += piece
-        content, calls = self._calls.read(self.text, self._prompt, tokens)
+        content, calls = self._calls.read(self.text + piece, self._prompt, tokens)
         return content[self._given :], calls
 
 
