@@ -89,6 +89,21 @@ BAD_ROWS = {
         {"promt": "hi"},
         '\n  found "promt" .*Did you mean "prompt".*\n  expected {"messages"',
     ),
+    "question and answer": (
+        {"question": "hi", "answer": "ho"},
+        '\n  found "question", "answer"'
+        '\n  rename "question" to "prompt" and "answer" to "response"\n  expected {"messages"',
+    ),
+    "query and response": (
+        {"query": "hi", "response": "ho"},
+        '\n  found "query", "response"\n  rename "query" to "prompt"\n',
+    ),
+    "input and output": (
+        {"id": "1", "input": "hi", "output": "ho"},
+        '\n  found "id", "input", "output"'
+        '\n  rename "input" to "prompt" and "output" to "response"\n',
+    ),
+    "an answer alone": ({"answer": "ho"}, '\n  found "answer"\n  expected'),
     "no fields": ({}, '\n  found no fields\n  expected .*"conversations".*"instruction".*"text"'),
     "wrong type": ({"prompt": 3}, "prompt is 3; expected text"),
     "answer of a wrong type": ({"prompt": "hi", "response": ["x"]}, r'response is \["x"\]'),

@@ -283,6 +283,12 @@ def test_tables_of_text_are_text_under_every_name(tmp_path: Path) -> None:
         assert [tuple(m["content"] for m in e.messages or ()) for e in examples] == rows
 
 
+def test_a_table_of_other_columns_names_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("query,response,note\nhi,ho,x\n")
+    with pytest.raises(UserError, match='found "query", "response", "note"\n  rename "query" to'):
+        prompts("rows.csv", base_dir=tmp_path)
+
+
 def test_a_packed_file_that_changes_or_is_damaged(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl.gz"
     for text in ("first", "the second"):

@@ -19,7 +19,7 @@ Of a turn, the fields in `KEPT` and its tool calls are read. Its reasoning may a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from decode.base.errors import nearest
@@ -61,6 +61,10 @@ ANSWERS = {
     "instruction": ("output", "response"),
 }
 FIELDS = (*CONVERSATIONS, *ANSWERS, "text")
+# What other data sets name a question and its answer. Rows with these names are refused, not read:
+# the same names also stand for other things, such as classes or parts of a prompt.
+QUESTIONS = ("question", "query", "input", "inputs", "problem", "user", "request")
+OTHER_ANSWERS = ("answer", "output", "outputs", "solution", "assistant", "target", "reply")
 KINDS = ("kind", "task")
 TOOLS = ("tools", "functions")
 # All that is read of a row.
@@ -94,9 +98,8 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool) -> Content:
     content. keep_reasoning: whether it is kept in the assistant's messages. Raises BadRow."""
     present = next((name for name in FIELDS if name in fields), None)
     if present is None:
-        hint = next((f" ({name.strip()})" for key in fields if (name := nearest(key, FIELDS))), "")
         columns = ", ".join(map(short, fields)) or "no fields"
-        raise BadRow("no known field", f"\n  found {columns}{hint}\n  expected {EXPECTED}")
+        raise BadRow("no known field", f"\n  found {columns}{_hint(fields)}\n  expected {EXPECTED}")
     if present == "text":
         return Content(None, string(fields, "text"))
     if present in CONVERSATIONS:
@@ -115,6 +118,20 @@ def understand(fields: Mapping[str, Any], keep_reasoning: bool) -> Content:
         messages = tuple(map(_without_reasoning, messages))
     listed = next((name for name in TOOLS if fields.get(name)), None)
     return Content(messages, None, _tools(fields[listed], listed) if listed else ())
+
+
+def _hint(fields: Iterable[str]) -> str:
+    """Which fields to rename in a row of no known kind, or the nearest known name, or ''."""
+    asked = next((key for key in fields if key.lower() in QUESTIONS), None)
+    if asked is None:
+        # A low likeness would call an answer a conversation.
+        near = (nearest(key, FIELDS, 0.7).strip() for key in fields)
+        return next((f" ({name})" for name in near if name), "")
+    answers = [key for key in fields if key.lower() in (*OTHER_ANSWERS, *ANSWERS["prompt"])]
+    renamed = f'\n  rename {short(asked)} to "prompt"'
+    if answers and answers[0] not in ANSWERS["prompt"]:
+        renamed += f' and {short(answers[0])} to "response"'
+    return renamed
 
 
 def parse_line(line: bytes) -> dict[str, Any]:

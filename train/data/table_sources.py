@@ -18,7 +18,7 @@ from typing import Any
 
 from decode.base.errors import UserError
 from train.data.file_sources import Place, Raw, Source, file_type, unpacked
-from train.data.row_kinds import READ, short
+from train.data.row_kinds import FIELDS, READ, short
 
 # The builder of `datasets` for each type of file.
 BUILDERS = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
@@ -139,8 +139,10 @@ def builder_options(config: Any) -> dict[str, Any]:
 
 
 def _read_columns(data: Any) -> Any:
-    """The columns that are read: others may be large, or media that take long to decode."""
-    used = [name for name in data.column_names if name in READ] or data.column_names
+    """The columns that are read: others may be large, or media that take long to decode. All of
+    them if none says what a row is, for the message that refuses it."""
+    known = not set(FIELDS).isdisjoint(data.column_names)
+    used = [name for name in data.column_names if name in READ] if known else data.column_names
     data = data.with_format(None).select_columns(used)
     for name in used:
         feature = data.features[name]
