@@ -46,7 +46,11 @@ def with_template(change: Callable[[str], str]) -> Any:
         (normalised(normalizers.NFKC()), "characters are normalised"),
         (normalised(normalizers.Replace("  ", " ")), "blanks and line breaks are others"),
         (
-            with_template(lambda text: text.replace("message['content']", "'' ")),
+            with_template(
+                lambda text: text.replace(
+                    "message['content']", "message['content'].replace('ﬁ', '')"
+                )
+            ),
             "does not come back",
         ),
     ],
