@@ -18,7 +18,7 @@ TINY = ["--target", "TINY", "--dtype", "float32"]
 SMALL = {
     "decode": [*TINY, "--quick", "--drafter", "DRAFTER"],
     "drafters": [*TINY, "--quick", "--minutes", "0"],
-    "structured": [*TINY, "--quick", "--prompts", "1"],
+    "structured": [*TINY, "--quick", "--prompts", "1", "--drafter", "grammar+ngram"],
     "serve": [*TINY, "--quick", "--clients", "1"],
     "data": ["--conversations", "100", "--ranks", "2"],
     "distill": ["--quick"],
