@@ -4,7 +4,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -56,18 +56,15 @@ def audit(
     options = options or AuditOptions()
     if find_spec("httpx2") is None:
         raise UserError(f"an audit needs httpx2; run {install_command('serve')}")
-    try:
-        config = ServerConfig(
-            url=[server_root(address) for address in (url, baseline) if address is not None],
-            protocol=protocol,
-            model=model,
-            key_env=key_env,
-            concurrency=concurrency,
-            timeout_seconds=timeout_seconds,
-            retries=retries,
-        )
-    except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
+    config = server_config(
+        [address for address in (url, baseline) if address is not None],
+        protocol=protocol,
+        model=model,
+        key_env=key_env,
+        concurrency=concurrency,
+        timeout_seconds=timeout_seconds,
+        retries=retries,
+    )
     _require(target, prompts, options, config)
     work = Questions(config.urls, target, prompts, options, config, say, drafter, gamma)
     work.require()
@@ -107,6 +104,14 @@ def _asked(part: Callable[[], list[Finding]]) -> list[Finding]:
         return part()
     except UserError as error:
         return [Finding(part.__name__, "asked", Verdict.UNJUDGED, str(error))]
+
+
+def server_config(addresses: Sequence[str], **settings: Any) -> ServerConfig:
+    """How the servers at these addresses are asked. Raises UserError for bad values."""
+    try:
+        return ServerConfig(url=[server_root(address) for address in addresses], **settings)
+    except ValidationError as error:
+        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 def _require(

@@ -8,7 +8,13 @@ import typer
 
 from decode.base.errors import UserError
 from draftsmith.auditing import Judging
-from draftsmith.cli.command import Drawing, Loading, require_packages, tokenized_prompts
+from draftsmith.cli.command import (
+    Drawing,
+    Loading,
+    require_packages,
+    require_writable,
+    tokenized_prompts,
+)
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
@@ -80,9 +86,7 @@ def audit(
         raise UserError(f"--protocol is {protocol!r}; expected completions or llama-server")
     said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
     require_packages("httpx2")
-    for path in (json_file, html, junit):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
+    require_writable(json_file, html, junit)
     import configs
     from decode.opening.directory import open_drafter
     from draftsmith.auditing import report

@@ -359,6 +359,13 @@ def write_json(file: Path | None, figures: Any) -> None:
         write_file(file, json.dumps(figures, indent=2))
 
 
+def require_writable(*files: Path | None) -> None:
+    """Raise UserError for a file that is a directory, or is in none."""
+    for path in files:
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
+
+
 def require_packages(*names: str) -> None:
     """Raise UserError if a package of the extra `serve` is not installed."""
     for name in names:

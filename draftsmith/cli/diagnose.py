@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from decode.base.errors import UserError
-from draftsmith.cli.command import Loading, require_packages, tokenized_prompts
+from draftsmith.cli.command import Loading, require_packages, require_writable, tokenized_prompts
 from train.base.console import quieten
 
 
@@ -40,21 +39,25 @@ def diagnose(
     that no known one explains it.
     """
     require_packages("httpx2")
-    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
-        raise UserError(
-            f"{json_file} cannot be written; expected a file in a directory that exists"
-        )
+    require_writable(json_file)
     import configs
-    from draftsmith.auditing.entry import server_root
+    from draftsmith.auditing.entry import server_config
     from draftsmith.diagnosis.entry import diagnose as run
-    from draftsmith.diagnosis.entry import open_plain, server_config
+    from draftsmith.diagnosis.entry import open_plain
     from draftsmith.diagnosis.explain import EQUAL
     from train.base.console import Reporter
     from train.data.read import read_examples
 
     quieten()
     reporter = Reporter()
-    config = server_config(server_root(url), protocol, model, key_env, timeout_seconds)
+    config = server_config(
+        [url],
+        protocol=protocol,
+        model=model,
+        key_env=key_env,
+        concurrency=1,
+        timeout_seconds=timeout_seconds,
+    )
     target = loading.load(str(drafter))
     opened = open_plain(drafter, target)
     shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"

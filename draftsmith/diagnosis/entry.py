@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS, Drafter
@@ -153,25 +152,6 @@ def open_plain(path: Path, target: Target) -> Drafter:
         heads.vocabulary = heads.vocabulary.to(target.device)
     heads.borrow(target.model, opened.heads.dtype, target.device)
     return type(opened)(heads, target.vocab_size)
-
-
-def server_config(
-    url: str, protocol: str, model: str | None, key_env: str | None, timeout_seconds: float
-) -> ServerConfig:
-    """How the server is asked: one request at a time. Raises UserError for bad values."""
-    try:
-        return ServerConfig.model_validate(
-            {
-                "url": [url],
-                "protocol": protocol,
-                "model": model,
-                "key_env": key_env,
-                "concurrency": 1,
-                "timeout_seconds": timeout_seconds,
-            }
-        )
-    except ValidationError as error:
-        raise UserError(error.errors()[0]["msg"].removeprefix("Value error, ")) from None
 
 
 class _Here:
