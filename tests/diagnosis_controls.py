@@ -83,7 +83,13 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 @functools.cache
 def taught(kind: str, seed: int = 0) -> Drafter:
-    """A drafter of this kind that learnt some texts of the target by heart."""
+    """A drafter of this kind that learnt some texts of the target by heart. Copies of it decode: a
+    small model cannot be copied any more once its weights are packed."""
+    return taught_on(known(), kind, seed)
+
+
+def taught_on(learnt: Sequence[Sequence[int]], kind: str, seed: int = 0) -> Drafter:
+    """A drafter of this kind that learnt texts of the target, token ids, by heart."""
     torch.manual_seed(seed)
     if kind == "small_lm":
         model = copy.deepcopy(target().model)
@@ -91,7 +97,7 @@ def taught(kind: str, seed: int = 0) -> Drafter:
             for weight in model.parameters():
                 weight += 0.15 * weight.std() * torch.randn(weight.shape)
         return SmallLMDrafter(model)
-    texts = [torch.tensor(text) for text in known()]
+    texts = [torch.tensor(text) for text in learnt]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor([len(x) for x in texts])[:, None]
     reduced = ids.unique() if kind in REDUCED else None
@@ -146,14 +152,14 @@ def named(kind: str) -> dict[str, Planted]:
     asked = prompts(10**6, 0)
     for seed in range(SEEDS):
         drafter = taught(kind, seed)
-        made = {EQUAL: drafter} | with_mistakes(drafter)
+        made = {EQUAL: copy.deepcopy(drafter)} | with_mistakes(drafter)
+        served = made | {ROUNDED: in_bfloat16(drafter)}
         drafts = drafts_along(target(), [*made.values()], asked, GAMMA, TOKENS, first_drafted=False)
         eos = target().eos_token_ids
         said = [
             accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
             for member in range(len(made))
         ]
-        served = made | {ROUNDED: in_bfloat16(drafter)}
         there = {name: counted(one, asked) for name, one in served.items()}
         for name, counts in there.items():
             one = planted.setdefault(name, Planted([], []))
@@ -169,7 +175,14 @@ def through_service(kind: str, served: Drafter, count: int) -> Diagnosis:
     """Our service drafts with `served`; the diagnosis is given the drafter as it is."""
     with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
         config = ServerConfig(url=[running.url], concurrency=1)
-        return diagnose(running.url, target(), taught(kind), prompts(count, 0), config, gamma=GAMMA)
+        return diagnose(
+            running.url,
+            target(),
+            copy.deepcopy(taught(kind)),
+            prompts(count, 0),
+            config,
+            gamma=GAMMA,
+        )
 
 
 def main(kinds: Sequence[str]) -> None:
@@ -204,7 +217,8 @@ def main_of_service(kinds: Sequence[str], count: int = 60) -> None:
     print("| kind | planted | accepted a text there | said |")
     print("|---|---|---|---|")
     for kind in kinds:
-        for name, served in ({EQUAL: taught(kind)} | with_mistakes(taught(kind))).items():
+        own = {EQUAL: copy.deepcopy(taught(kind))}
+        for name, served in (own | with_mistakes(taught(kind))).items():
             found = through_service(kind, served, count)
             said = ", ".join(found.explanation.names) or found.explanation.verdict
             print(f"| {kind} | {name} | {sum(found.there):.2f} | {said} |", flush=True)

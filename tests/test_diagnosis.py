@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
+from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from draftsmith.cli.main import app as cli
@@ -48,6 +50,13 @@ def test_an_honest_service_is_equal() -> None:
     assert found.explanation.verdict == EQUAL
     assert found.there == found.here
     assert sum(found.here) > GAMMA / 2  # else a mistake has little to spoil
+    assert found.sound
+    assert {*found.together} == {8, 16}
+    # Half as many are accepted with 16 at a time.
+    rows = replace(found.alone, accepted=found.alone.accepted / 2)
+    mixed = replace(found, together=found.together | {16: rows})
+    assert (mixed.mixed, mixed.sound) == ([16], False)
+    assert mixed.headline.startswith("rows mixed at concurrency: ")
 
 
 @pytest.mark.parametrize("name", ["layers_below", "first_slot"])
@@ -150,7 +159,8 @@ def test_counters_are_read_by_place(
 
 def asked_of(text: str | Callable[[], str], **options: Any) -> str:
     """What is said of a server whose counters are always these."""
-    app = AnswerEngine(**{"target": target()} | options).app()
+    kind = options.pop("kind", AnswerEngine)
+    app = kind(**{"target": target()} | options).app()
 
     def metrics(_: Request) -> PlainTextResponse:
         return PlainTextResponse(text if isinstance(text, str) else text())
@@ -164,6 +174,13 @@ def asked_of(text: str | Callable[[], str], **options: Any) -> str:
         )  # fmt: skip
     assert "\n" not in str(raised.value)
     return str(raised.value)
+
+
+class ForcedSampling(AnswerEngine):
+    """Draws its texts, whatever it is asked for."""
+
+    def _decode(self, prompt: list[int], count: int, sampling: Any, seed: int) -> list[int]:
+        return super()._decode(prompt, count, Sampling(temperature=3.0), seed)
 
 
 def rewritten(reply: dict[str, Any], number: int) -> None:
@@ -181,6 +198,7 @@ def test_servers_that_cannot_be_diagnosed_are_refused_by_name(
     assert "drafted nothing" in asked_of(idle)
     assert "do not stand still" in asked_of(lambda: page("vllm", next(rising), *[0] * GAMMA))
     assert "another target" in asked_of(idle, target=other_target())
+    assert "samples by force" in asked_of(idle, kind=ForcedSampling)
     assert "prompt" in asked_of(idle, change=rewritten)
     for places in (GAMMA - 1, GAMMA + 1):
         assert f"give --gamma {places}" in asked_of(page("vllm", 0, *[0] * places))

@@ -198,6 +198,10 @@ def test_an_export_that_accepts_less_is_refused(
     assert {*rows[1]["acceptance_by_position"]} == {1.0}
     assert len(rows[1]["acceptance_by_position"]) == rows[1]["gamma"]
     assert rows[0]["prompts_sha256"] == rows[1]["prompts_sha256"]
+    for (low, high), reached in zip(
+        rows[1]["interval_by_position"], rows[1]["reached_by_position"], strict=True
+    ):
+        assert (low, high) == pytest.approx((reached / (reached + 1.96**2), 1.0), abs=1e-3)
 
     form = type(FORMATS["hf"])
     original = form.reload

@@ -1,8 +1,8 @@
 """`diagnose`: why does a drafter accept so little in an engine?"""
 
-import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,15 +13,33 @@ from draftsmith.cli.command import (
     require_packages,
     require_writable,
     tokenized_prompts,
+    write_json,
 )
 from train.base.console import quieten
+from train.base.exit_status import ExitStatus
+
+if TYPE_CHECKING:
+    from draftsmith.diagnosis.entry import Diagnosis
+    from draftsmith.diagnosis.training import RunDiagnosis
+    from train.engines.server_config import ServerConfig
 
 
 def diagnose(
     *,
-    url: Annotated[str, typer.Argument(help="the server, http://HOST:PORT, with or without /v1")],
+    url: Annotated[
+        str | None, typer.Argument(help="the server, http://HOST:PORT, with or without /v1")
+    ] = None,
     loading: Loading,
-    drafter: Annotated[Path, typer.Option(help="the drafter's directory, as it was trained")],
+    drafter: Annotated[
+        Path | None, typer.Option(help="the drafter's directory, as it was trained")
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="a run's directory: look for causes in the training, without a server"),
+    ] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="with --run, the stage; default: the last one")
+    ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
     ] = None,
@@ -40,34 +58,60 @@ def diagnose(
     ] = None,
 ) -> None:
     """Say why a drafter accepts so little in an engine: its counts beside our own loop's, with the
-    drafter as it is and with each known mistake. Nobody else may ask the server meanwhile.
+    drafter as it is and with each known mistake. Nobody else may ask the server meanwhile. With
+    --run in the place of a server: whether the cause is in the training.
 
-    Exit status 0: the engine does what the drafter can. 1: it does not, and the cause is said, or
-    that no known one explains it.
+    Exit status 0: the engine does what the drafter can, and no cause is in the training. 1: it does
+    not, and the cause is said, or that no known one explains it.
     """
-    require_packages("httpx2")
     require_writable(json_file)
-    from decode.opening.directory import DRAFTER_FILE, describe_drafter
-    from draftsmith.auditing.entry import server_config
-    from draftsmith.diagnosis.engine import ready
-    from draftsmith.diagnosis.entry import diagnose as run
-    from draftsmith.diagnosis.entry import open_plain, require_enough
-    from draftsmith.diagnosis.explain import EQUAL
+    if (url is None) == (run is None):
+        raise UserError("give a server's URL with --drafter DIRECTORY, or --run DIRECTORY")
     from train.base.console import Reporter
 
     quieten()
     reporter = Reporter()
-    config = server_config(
-        [url],
-        protocol=protocol,
-        model=model,
-        key_env=key_env,
-        concurrency=1,
-        timeout_seconds=timeout_seconds,
-    )
-    # Before the target is loaded, which takes long.
-    if not drafter.is_dir():
-        raise UserError(f"{drafter} is no directory; expected the drafter's, as it was trained")
+    found: Diagnosis | RunDiagnosis
+    if run is not None:
+        found = _of_run(run, stage, loading, prompts, limit, gamma, reporter.say)
+    else:
+        assert url is not None
+        if drafter is None or not drafter.is_dir():
+            raise UserError(
+                f"--drafter is {drafter}; expected the directory of the drafter, as it was trained"
+            )
+        require_packages("httpx2")
+        from draftsmith.auditing.entry import server_config
+
+        config = server_config(
+            [url],
+            protocol=protocol,
+            model=model,
+            key_env=key_env,
+            concurrency=1,
+            timeout_seconds=timeout_seconds,
+        )
+        found = _of_server(config, drafter, loading, prompts, limit, gamma, reporter.say)
+    write_json(json_file, found.to_dict())
+    if not found.sound:
+        raise typer.Exit(ExitStatus.FAILED)
+
+
+def _of_server(
+    config: "ServerConfig",
+    drafter: Path,
+    loading: Loading,
+    prompts: Path | None,
+    limit: int,
+    gamma: int,
+    say: Callable[[str], None],
+) -> "Diagnosis":
+    """Why the server accepts what it does. What is known early is said before the target is loaded,
+    which takes long."""
+    from decode.opening.directory import DRAFTER_FILE, describe_drafter
+    from draftsmith.diagnosis.engine import ready
+    from draftsmith.diagnosis.entry import diagnose, open_plain, require_enough
+
     if (drafter / DRAFTER_FILE).exists():
         describe_drafter(drafter)  # its files are whole
     examples = given_or_shipped(prompts)
@@ -76,13 +120,41 @@ def diagnose(
     target = loading.load(str(drafter))
     opened = open_plain(drafter, target)
     asked = tokenized_prompts(examples, target, limit)
-    found = run(config.urls[0], target, opened, asked, config, gamma=gamma, say=reporter.say)
+    found = diagnose(config.urls[0], target, opened, asked, config, gamma=gamma, say=say)
     for place, (there, here) in enumerate(zip(found.there, found.here, strict=True), 1):
-        reporter.say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")
-    reporter.say(found.headline)
+        say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")
+    for requests, counts in {1: found.alone, **found.together}.items():
+        say(f"requests at a time {requests}: {counts.rate or 0.0:.1%} of draft tokens accepted")
+    say(found.headline)
     if found.explanation.unseen:
-        reporter.say(f"not visible with these prompts: {', '.join(found.explanation.unseen)}")
-    if json_file is not None:
-        json_file.write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-    if found.explanation.verdict != EQUAL:
-        raise typer.Exit(1)
+        say(f"not visible with these prompts: {', '.join(found.explanation.unseen)}")
+    return found
+
+
+def _of_run(
+    run: Path,
+    stage: str | None,
+    loading: Loading,
+    prompts: Path | None,
+    limit: int,
+    gamma: int,
+    say: Callable[[str], None],
+) -> "RunDiagnosis":
+    """Whether the cause is in the training."""
+    from decode.opening.directory import describe_drafter
+    from draftsmith.diagnosis.entry import require_enough
+    from draftsmith.diagnosis.training import TrainedStage, diagnose_run
+
+    if prompts is None:
+        raise UserError("--run needs --prompts FILE, with prompts that are served")
+    trained = TrainedStage.of_run(run, stage)
+    samples = trained.samples()
+    describe_drafter(trained.directory / "drafter")  # its files are whole
+    examples = given_or_shipped(prompts)
+    require_enough(min(limit, len(examples)))
+    target = loading.load()
+    asked = tokenized_prompts(examples, target, limit)
+    found = diagnose_run(trained, samples, target, asked, gamma=gamma, say=say)
+    for line in found.lines:
+        say(line)
+    return found

@@ -79,7 +79,7 @@ COMMANDS: dict[str | None, dict[Callable[..., None], str]] = {
         export: "form out prompts limit verify engine_python concurrency",
         serve: "target drafter dtype host port api_key_env gamma learn",
         audit: "target drafter gamma prompts limit dtype key_env html",
-        diagnose: "target drafter gamma prompts limit dtype json_file",
+        diagnose: "target drafter run gamma prompts limit dtype json_file",
         doctor: "",
     },
     "Runs": {compare: "", watch: "", verify_cache: ""},

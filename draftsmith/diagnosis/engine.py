@@ -193,6 +193,36 @@ def measure(
     )
 
 
+def measure_together(
+    url: str,
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    expected: Sequence[Sequence[int]],
+    config: ServerConfig,
+    *,
+    requests: int,
+    tokens: int,
+    seed: int = 0,
+) -> DraftCounts:
+    """What the server counts for all prompts if it gets `requests` of them at a time. Raises
+    UserError as `measure`."""
+    before = read(url, config.key() or "")
+    asked = ask_texts(
+        url, target, prompts, Sampling(), config.model_copy(update={"concurrency": requests}),
+        samples=1, max_new_tokens=tokens, seed=seed,
+    )  # fmt: skip
+    if len(asked.texts) < len(prompts):
+        why = "; ".join([*asked.faults, *asked.left_out][:3]) or "it gave no text"
+        raise UserError(
+            f"{url} answers {len(asked.texts)} of {len(prompts)} prompts, {requests} at a time: "
+            f"{why}"
+        )
+    own = [expected[text.number] for text in asked.texts]
+    _require_texts(url, [text.tokens for text in asked.texts], own)
+    after = read(url, config.key() or "")
+    return asked.counts if asked.counts.drafted else after.counts - before.counts
+
+
 def _places(reading: Reading, gamma: int) -> np.ndarray:
     """Accepted tokens at each place, int [γ]; 0 where the server has no series yet."""
     places = np.zeros(gamma, dtype=np.int64)

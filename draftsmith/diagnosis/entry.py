@@ -14,15 +14,19 @@ from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
 from draftsmith.auditing.drafts import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.engine import measure, ready
+from draftsmith.diagnosis.engine import measure, measure_together, ready
 from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
+from draftsmith.export.acceptance import Acceptance
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
+from train.engines.counters import DraftCounts
 from train.engines.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3
+# Requests at a time, after one at a time.
+TOGETHER = (8, 16)
 FEWEST_PROMPTS = 20
 
 
@@ -30,7 +34,8 @@ FEWEST_PROMPTS = 20
 class Diagnosis:
     """there, here: accepted tokens by place of a draft, per prompt; in the sum over all places if
     the engine does not say them by place. mistakes: how many hypotheses were tried, pairs among
-    them."""
+    them. alone: what the engine counts with one request at a time. together: the same of the same
+    prompts with several at a time, by their number."""
 
     engine: str
     prompts: int
@@ -38,10 +43,43 @@ class Diagnosis:
     here: list[float]
     mistakes: int
     explanation: Explanation
+    gamma: int
+    alone: DraftCounts
+    together: dict[int, DraftCounts]
+
+    @property
+    def sound(self) -> bool:
+        """Whether the engine does what the drafter can."""
+        return self.explanation.verdict == EQUAL and not self.mixed
+
+    @property
+    def mixed(self) -> list[int]:
+        """The numbers of requests at a time at which the engine accepts less than of one."""
+        found = []
+        for requests, counts in self.together.items():
+            less = (counts.rate or 0.0) < (self.alone.rate or 0.0)
+            # Greedy texts of one target: what chance may change is in the tolerance.
+            if less and Acceptance(counts, self.alone, self.gamma, 1.0, 0.0).fault:
+                found.append(requests)
+        return found
 
     @property
     def headline(self) -> str:
-        """The finding and the remedy."""
+        """The findings and their remedies."""
+        if not self.mixed:
+            return self._of_one_request
+        shares = ", ".join(
+            f"{self.together[x].rate or 0.0:.1%} with {x} at a time" for x in self.mixed
+        )
+        return (
+            f"rows mixed at concurrency: {self.alone.rate or 0.0:.1%} of the draft tokens are "
+            f"accepted with one request at a time, and {shares}. Remedy: use a version of the "
+            f"engine that keeps the drafter's states of each request apart. With one at a time: "
+            f"{self._of_one_request}"
+        )
+
+    @property
+    def _of_one_request(self) -> str:
         found = self.explanation
         if found.verdict == EQUAL:
             return (
@@ -49,7 +87,10 @@ class Diagnosis:
                 "these prompts"
             )
         if found.verdict == NONE:
-            return f"none of {self.mistakes} known mistakes explains the engine's counts"
+            return (
+                f"none of {self.mistakes} known mistakes explains the engine's counts; the server "
+                "may have another drafter than this one"
+            )
         said = "; or ".join(
             f"{name}: " + "; and ".join(f"{x.says}. Remedy: {x.remedy}" for x in parts)
             for name in found.names
@@ -77,6 +118,13 @@ class Diagnosis:
             "accepted_here": self.here,
             "agreement": found.agreement,
             "unseen": list(found.unseen),
+            "drafted_alone": self.alone.drafted,
+            "accepted_alone": self.alone.accepted,
+            "together": {
+                str(requests): {"drafted": x.drafted, "accepted": x.accepted}
+                for requests, x in self.together.items()
+            },
+            "mixed": self.mixed,
             "headline": self.headline,
         }
 
@@ -100,12 +148,7 @@ def diagnose(
     """
     tokens = gamma + 2
     require_enough(len(prompts))
-    longest = max(map(len, prompts)) + tokens + gamma + 1
-    if longest > target.max_positions:
-        raise UserError(
-            f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
-            f"{target.max_positions} positions; shorten the prompts"
-        )
+    require_room(target, prompts, tokens + gamma + 1)
     engine = ready(url, config, gamma)
     made = {EQUAL: drafter} | {
         name: changed
@@ -131,7 +174,16 @@ def diagnose(
             weights |= dict.fromkeys(pairs, 0.1)
             explanation = explain(counted, said, weights)
     shown, own = (x.mean(0).tolist() for x in (there.accepted, there.in_its_form(by_name[EQUAL])))
-    return Diagnosis(engine, len(prompts), shown, own, len(said) - 1, explanation)
+    alone = DraftCounts(float(there.drafted.sum()), float(there.accepted.sum()))
+    together = {}
+    for requests in TOGETHER:
+        say(f"asking for the same answers, {requests} at a time")
+        together[requests] = measure_together(
+            url, target, prompts, here.texts, config, requests=requests, tokens=tokens
+        )
+    return Diagnosis(
+        engine, len(prompts), shown, own, len(said) - 1, explanation, gamma, alone, together
+    )
 
 
 def require_enough(prompts: int) -> None:
@@ -139,6 +191,16 @@ def require_enough(prompts: int) -> None:
     if prompts < FEWEST_PROMPTS:
         raise UserError(
             f"there are {prompts} prompts; expected at least {FEWEST_PROMPTS}, and better 200"
+        )
+
+
+def require_room(target: Target, prompts: Sequence[Sequence[int]], tokens: int) -> None:
+    """Raise UserError for prompts whose answers of `tokens` tokens the target has no room for."""
+    longest = max(map(len, prompts)) + tokens
+    if longest > target.max_positions:
+        raise UserError(
+            f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
+            f"{target.max_positions} positions; shorten the prompts"
         )
 
 

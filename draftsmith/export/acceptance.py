@@ -12,6 +12,14 @@ TOLERANCE, TOLERANCE_TOKENS = 0.03, 2000
 FEWEST_TOKENS = 200
 
 
+def interval(accepted: int, of: int) -> tuple[float, float]:
+    """Wilson's 95% interval of a share of so many tokens, at least one."""
+    from scipy.stats import binomtest  # takes a second
+
+    found = binomtest(accepted, of).proportion_ci(0.95, method="wilson")
+    return float(found.low), float(found.high)
+
+
 @dataclass(frozen=True)
 class Acceptance:
     """theirs, ours: drafted and accepted tokens of the engine, and of our loop on the same prompts.

@@ -33,6 +33,7 @@ from decode.opening.directory import describe_drafter, open_drafter
 from decode.settings import EvaluationProtocol
 from decode.shapes import Chain
 from draftsmith.export import ExportOptions
+from draftsmith.export.acceptance import interval
 from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats import (
     EXPORT_FILE,
@@ -366,9 +367,17 @@ def _noise(rows: Sequence[Mapping[str, Any]]) -> float:
 
 def _acceptance_row(where: str, figures: dict[str, Any]) -> dict[str, Any]:
     """What is expected of an engine. acceptance_by_position: accepted / reached at each place of a
-    draft. prompts_sha256: of their token ids as JSON; None: measured in the run. The target's hash
-    is beside the rows, as that of the drafter's target."""
+    draft. interval_by_position: of each, as if tokens were independent. prompts_sha256: of their
+    token ids as JSON; None: measured in the run. The target's hash is beside the rows, as that of
+    the drafter's target."""
     rates = ("acceptance_rate", "draft_efficiency", "tokens_per_step", "drafted", "prompts")
     by_position = ("acceptance_by_position", "reached_by_position", "prompts_sha256")
     others = ("gamma", "dtype", "timed_prompts", "speedup")
-    return {"where": where} | {key: figures.get(key) for key in (*rates, *by_position, *others)}
+    shares = zip(
+        figures.get("acceptance_by_position") or [],
+        figures.get("reached_by_position") or [],
+        strict=True,
+    )
+    intervals = [interval(round(share * of), of) if of else None for share, of in shares]
+    row = {key: figures.get(key) for key in (*rates, *by_position, *others)}
+    return {"where": where} | row | {"interval_by_position": intervals}
