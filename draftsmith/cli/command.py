@@ -5,6 +5,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
@@ -364,6 +365,18 @@ def require_writable(*files: Path | None) -> None:
     for path in files:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
+
+
+@contextmanager
+def says_stops(say: Callable[[str], None]) -> Iterator[None]:
+    """A training that is stopped inside ends with one line and its exit status."""
+    from train.loop.checkpoint import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        say(f"{stopped}; run the same command again to continue")
+        raise typer.Exit(ExitStatus.STOPPED) from None
 
 
 def require_packages(*names: str) -> None:

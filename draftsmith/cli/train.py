@@ -7,9 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import require_packages, table, write_json
+from draftsmith.cli.command import require_packages, says_stops, table, write_json
 from train.base.config_file import read_config
-from train.base.exit_status import ExitStatus
 
 
 def train(
@@ -70,7 +69,6 @@ def train(
     if profile is not None and dry_run:
         raise UserError("--profile measures a training, and --dry-run has none; leave one out")
 
-    from train.loop.checkpoint import Stopped
     from train.run.config import build_config
     from train.run.entry import begun
 
@@ -89,11 +87,8 @@ def train(
             print_plan(run, run.reporter, speed, json_file)
             return
         run.profile_steps = profile
-        try:
+        with says_stops(run.reporter.say):
             report = run.execute()
-        except Stopped as stopped:
-            run.reporter.say(f"{stopped}; run the same command again to continue")
-            raise typer.Exit(ExitStatus.STOPPED) from None
         if run.accelerator.is_main_process:
             print_report(run, report)
 

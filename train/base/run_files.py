@@ -11,6 +11,7 @@ from decode.base.errors import UserError
 
 EVALUATIONS, EVALUATION = "evaluations", "evaluation.json"
 BEFORE = "before"  # the stage of an untrained drafter
+FORECASTS, FORECAST = "-forecast", "forecast.json"
 START = " (start)"  # of a drafter before its training, after the stage's name
 
 # (stage, kind of drafter): unique in a run
@@ -49,6 +50,17 @@ def read_record(path: Path) -> Any:
             f"the report cannot be made: {path} cannot be read ({error}). Restore it from a copy, "
             "or start the run again under another name."
         ) from error
+
+
+def forecast_of(run: Path) -> Path:
+    """The file of the forecast of a run, beside the run's directory."""
+    return run.with_name(f"{run.name}{FORECASTS}") / FORECAST
+
+
+def stored_forecast(run: Path) -> Any:
+    """What `draftsmith forecast` said of a run before its training. None: there is no forecast."""
+    file = forecast_of(run)
+    return read_record(file) if file.is_file() else None
 
 
 def rows_of(config: Mapping[str, Any], stored: Mapping[Key, Path]) -> list[Path]:
