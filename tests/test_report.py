@@ -184,7 +184,8 @@ def test_report_json(tmp_path: Path) -> None:
     report = make_report(write_run(tmp_path, ROWS))
     assert report == json.loads((tmp_path / "report.json").read_text())
     assert list(report) == [
-        *("format", "name", "finished", "rows", "stages", "data_notes", "provenance", "config")
+        *("format", "name", "finished", "rows", "stages", "data_notes", "provenance", "config"),
+        "forecast",
     ]
     assert report["format"] == 1
     assert report["name"] == "trial"
