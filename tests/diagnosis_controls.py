@@ -1,6 +1,11 @@
 """Every known mistake, planted into a drafter: how often is it named?
 
-python -m tests.diagnosis_controls [REPETITIONS [KIND …]]
+python -m tests.diagnosis_controls [KIND …]
+python -m tests.diagnosis_controls --service [KIND …]
+
+Without HTTP: the decode loop drafts with the planted drafter, and its counts are those of the
+server. The hypotheses come from `drafts_along`, as in a diagnosis. With
+--service, each mistake is planted once into our own service, and the whole diagnosis is run.
 """
 
 import copy
@@ -18,14 +23,18 @@ from decode.drafters import DRAFTERS, Drafter
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
 from decode.model.loading import Target
+from decode.settings import DecodeSettings
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.explain import EQUAL, Explanation, explain
+from draftsmith.diagnosis.entry import Diagnosis, diagnose
+from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
 from heads.heads_module import HeadOptions
 from tests.export import teach
+from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
+from train.engines.server_config import ServerConfig
 
 GAMMA, TOKENS = 3, 5
 KINDS: dict[str, dict[str, Any]] = {
@@ -37,8 +46,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "small_lm": {},
 }
 REDUCED = ("eagle3",)  # to a draft vocabulary
-TAUGHT, BEGINNING, ANSWER = 12, 6, 24  # texts, and their tokens
+ROUNDED = "equal, in bfloat16"
+TAUGHT, BEGINNING, ANSWER = 24, 6, 24  # texts, and their tokens
 STEPS = 250
+# Drafters of a kind, taught from other random weights, and draws of prompts for each.
+SEEDS, DRAWS, HONEST_DRAWS, DRAWN = 4, 5, 25, 200
+ROWS = 8  # that the loop with a planted drafter decodes together
 
 
 @functools.cache
@@ -61,17 +74,17 @@ def known() -> list[list[int]]:
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
-    """Token ids: beginnings of known texts, so that what follows each is known, too."""
-    rng = np.random.default_rng(seed)
-    texts = [text for text in known() if len(text) == BEGINNING + ANSWER]
-    cuts = rng.integers(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1, count)
-    return [texts[int(rng.integers(len(texts)))][:cut] for cut in cuts]
+    """Token ids: different beginnings of known texts, so that what follows each is known, too."""
+    cuts = range(BEGINNING, BEGINNING + ANSWER - TOKENS - GAMMA - 1)
+    whole = (text for text in known() if len(text) == BEGINNING + ANSWER)
+    found = [text[:cut] for text in whole for cut in cuts]
+    return [found[i] for i in np.random.default_rng(seed).permutation(len(found))[:count]]
 
 
 @functools.cache
-def taught(kind: str) -> Drafter:
+def taught(kind: str, seed: int = 0) -> Drafter:
     """A drafter of this kind that learnt some texts of the target by heart."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     if kind == "small_lm":
         model = copy.deepcopy(target().model)
         with torch.no_grad():
@@ -95,60 +108,108 @@ def taught(kind: str) -> Drafter:
     return drafter
 
 
+def with_mistakes(drafter: Drafter) -> dict[str, Drafter]:
+    """{name: the drafter with this mistake}, as far as it can have it."""
+    made = {name: MISTAKES[name]().make(drafter, target()) for name in MISTAKES}
+    return {name: changed for name, changed in made.items() if changed is not None}
+
+
+def in_bfloat16(drafter: Drafter) -> Drafter:
+    """The same drafter with weights that were stored in bfloat16: no mistake."""
+    rounded = copy.deepcopy(drafter)
+    assert rounded.module is not None
+    with torch.no_grad():
+        for weight in rounded.module.parameters():
+            weight.copy_(weight.bfloat16())
+    return rounded
+
+
+def counted(drafter: Drafter, asked: Sequence[Sequence[int]]) -> np.ndarray:
+    """Accepted tokens by place, int [N, γ], of a loop that drafts with this drafter. Prompts are
+    read in their order."""
+    decoder = Decoder(target().model, drafter, eos_token_ids=target().eos_token_ids, gamma=GAMMA)
+    accepted = decoder.decode(asked, TOKENS, batch_size=ROWS).tally.accepted
+    return np.pad(accepted, ((0, 0), (0, GAMMA - accepted.shape[1])))
+
+
 @dataclass
 class Planted:
-    """accepted: tokens of a text, in the mean. found: of each repetition."""
+    """accepted: tokens of a text, of each drafter in the mean. found: of each repetition."""
 
-    accepted: float
+    accepted: list[float]
     found: list[Explanation]
 
 
-def named(kind: str, repetitions: int, count: int = 200) -> dict[str, Planted]:
+def named(kind: str) -> dict[str, Planted]:
     """What is said of each mistake, and of the drafter as it is."""
-    drafter = taught(kind)
-    made = {EQUAL: drafter} | {
-        name: changed
-        for name in MISTAKES
-        if (changed := MISTAKES[name]().make(drafter, target())) is not None
-    }
     planted: dict[str, Planted] = {}
-    for seed in range(repetitions):
-        drafts = drafts_along(
-            target(), [*made.values()], prompts(count, seed), GAMMA, TOKENS, first_drafted=False
-        )
+    asked = prompts(10**6, 0)
+    for seed in range(SEEDS):
+        drafter = taught(kind, seed)
+        made = {EQUAL: drafter} | with_mistakes(drafter)
+        drafts = drafts_along(target(), [*made.values()], asked, GAMMA, TOKENS, first_drafted=False)
         eos = target().eos_token_ids
-        said = {
-            name: accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
-            for member, name in enumerate(made)
-        }
-        keys = {name: [tuple(x) for x in counts.tolist()] for name, counts in said.items()}
-        for name in made:
-            one = planted.setdefault(name, Planted(float(said[name].sum(1).mean()), []))
-            one.found.append(explain(keys[name], keys, {}))
+        said = [
+            accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
+            for member in range(len(made))
+        ]
+        served = made | {ROUNDED: in_bfloat16(drafter)}
+        there = {name: counted(one, asked) for name, one in served.items()}
+        for name, counts in there.items():
+            one = planted.setdefault(name, Planted([], []))
+            one.accepted.append(float(counts.sum(1).mean()))
+            for draw in range(HONEST_DRAWS if name in (EQUAL, ROUNDED) else DRAWS):
+                rows = np.random.default_rng(draw).permutation(len(asked))[:DRAWN]
+                keys = {x: as_keys(y[rows]) for x, y in zip(made, said, strict=True)}
+                one.found.append(explain(as_keys(counts[rows]), keys, {}))
     return planted
 
 
-def main(repetitions: int, kinds: Sequence[str] = tuple(KINDS)) -> None:
+def through_service(kind: str, served: Drafter, count: int) -> Diagnosis:
+    """Our service drafts with `served`; the diagnosis is given the drafter as it is."""
+    with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
+        config = ServerConfig(url=[running.url], concurrency=1)
+        return diagnose(running.url, target(), taught(kind), prompts(count, 0), config, gamma=GAMMA)
+
+
+def main(kinds: Sequence[str]) -> None:
     """Print a table: how often each mistake was named, alone or as one of several, and what else
     was said of it."""
     print("| kind | planted | accepted a text | named | as one of several | otherwise |")
     print("|---|---|---|---|---|---|")
     for kind in kinds:
-        for name, one in named(kind, repetitions).items():
-            right = [x for x in one.found if name in (x.names or (x.verdict,))]
+        for name, one in named(kind).items():
+            right = [x for x in one.found if names_it(x, name)]
             others = Counter(
-                "not visible" if name in x.unseen else x.verdict
+                "not visible" if name in x.unseen else " or ".join(x.names or (x.verdict,))
                 for x in one.found
                 if x not in right
             )
             said = ", ".join(f"{verdict} {times}" for verdict, times in others.items())
-            several = sum(len(x.names) > 1 for x in right)
+            several = Counter(len(x.names) for x in right if len(x.names) > 1)
+            of_several = ", ".join(f"{times} × {size}" for size, times in several.items())
             print(
-                f"| {kind} | {name} | {one.accepted:.2f} | {len(right)} of {repetitions} "
-                f"| {several} | {said} |",
+                f"| {kind} | {name} | {np.mean(one.accepted):.2f} | {len(right)} of "
+                f"{len(one.found)} | {of_several or 0} | {said} |",
                 flush=True,
             )
 
 
+def names_it(found: Explanation, name: str) -> bool:
+    return found.verdict == EQUAL if name in (EQUAL, ROUNDED) else name in found.names
+
+
+def main_of_service(kinds: Sequence[str], count: int = 60) -> None:
+    """Print a table: what a whole diagnosis says of each mistake."""
+    print("| kind | planted | accepted a text there | said |")
+    print("|---|---|---|---|")
+    for kind in kinds:
+        for name, served in ({EQUAL: taught(kind)} | with_mistakes(taught(kind))).items():
+            found = through_service(kind, served, count)
+            said = ", ".join(found.explanation.names) or found.explanation.verdict
+            print(f"| {kind} | {name} | {sum(found.there):.2f} | {said} |", flush=True)
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20, sys.argv[2:] or tuple(KINDS))
+    asked_for = [x for x in sys.argv[1:] if x != "--service"] or [*KINDS]
+    (main_of_service if "--service" in sys.argv else main)(asked_for)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,23 +11,27 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
+from typer.testing import CliRunner
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.drafters.lookup.ngram import NgramDrafter
 from decode.model.loading import Target
 from decode.settings import DecodeSettings
+from draftsmith.cli.main import app as cli
 from draftsmith.diagnosis import engine
 from draftsmith.diagnosis.engine import parse_reading
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
-from draftsmith.diagnosis.explain import EQUAL, NONE, explain
+from draftsmith.diagnosis.explain import EQUAL, NONE, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES, with_heads
 from heads.heads_drafter import HeadsDrafter
 from tests.answer_server import AnswerEngine
-from tests.diagnosis_controls import GAMMA, prompts, target, taught
+from tests.diagnosis_controls import GAMMA, KINDS, prompts, target, taught, through_service
+from tests.export import make_heads
 from tests.service import serving
 from tests.tiny import VOCAB, moved, tiny_target
 from tests.upstream import served
+from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
 from train.engines.server_config import ServerConfig
 
@@ -34,11 +39,8 @@ PROMPTS = 40
 
 
 def diagnosed(served: Drafter | None) -> Diagnosis:
-    """The service drafts with `served`; the diagnosis is given the drafter as it is."""
-    asked = prompts(PROMPTS, 0)
-    with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
-        config = ServerConfig(url=[running.url], concurrency=1)
-        return diagnose(running.url, target(), taught("eagle3"), asked, config, gamma=GAMMA)
+    assert served is not None
+    return through_service("eagle3", served, PROMPTS)
 
 
 def test_an_honest_service_is_equal() -> None:
@@ -58,24 +60,25 @@ def test_a_mistake_in_a_service_is_named(name: str) -> None:
 
 def test_an_unknown_mistake_is_not_named() -> None:
     rng = np.random.default_rng(0)
-    said = {name: rng.integers(0, 4, 200).tolist() for name in (EQUAL, "a", "b", "c")}
+    said = {name: as_keys(rng.integers(0, 4, (200, 1))) for name in (EQUAL, "a", "b", "c")}
     for _ in range(100):
-        assert explain(rng.integers(0, 4, 200).tolist(), said, {}).verdict == NONE
+        assert explain(as_keys(rng.integers(0, 4, (200, 1))), said, {}).verdict == NONE
 
 
 def test_rounding_of_some_prompts_hides_no_mistake_and_makes_none() -> None:
     rng = np.random.default_rng(0)
-    said = {name: rng.integers(0, 4, 200) for name in (EQUAL, "a", "b")}
-    values = {name: x.tolist() for name, x in said.items()}
+    said = {name: rng.integers(0, 4, (200, 1)) for name in (EQUAL, "a", "b")}
+    values = {name: as_keys(x) for name, x in said.items()}
     for name in said:
         for _ in range(100):
-            counted = np.where(rng.random(200) < 0.05, rng.integers(0, 4, 200), said[name])
-            assert explain(counted.tolist(), values, {}).verdict == name
+            other = rng.integers(0, 4, (200, 1))
+            counted = np.where(rng.random((200, 1)) < 0.05, other, said[name])
+            assert explain(as_keys(counted), values, {}).verdict == name
 
 
 def test_mistakes_that_say_the_same_are_not_told_apart() -> None:
-    said = {EQUAL: [0, 1] * 20, "a": [1, 1] * 20, "b": [1, 1] * 20, "c": [0, 1] * 20}
-    found = explain([1, 1] * 20, said, {})
+    one, other = [(0,), (1,)] * 20, [(1,), (1,)] * 20
+    found = explain(other, {EQUAL: one, "a": other, "b": other, "c": one}, {})
     assert (found.verdict, found.like, found.unseen) == ("a", ("b",), ("c",))
 
 
@@ -183,6 +186,32 @@ def test_servers_that_cannot_be_diagnosed_are_refused_by_name(
         assert f"give --gamma {places}" in asked_of(page("vllm", 0, *[0] * places))
     with pytest.raises(NoAnswer, match="does not answer"):
         engine.read("http://127.0.0.1:1")
+
+
+def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path) -> None:
+    """The target is not there: were it loaded first, that would be said."""
+    drafter, few = tmp_path / "drafter", tmp_path / "few.jsonl"
+    make_heads(drafter, target(), KINDS["medusa"])
+    few.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    app = AnswerEngine(target=target()).app()
+    text = page("vllm", 0, *[0] * GAMMA)
+    app.router.routes.append(Route("/metrics", lambda _: PlainTextResponse(text)))
+    with served(app) as url:
+
+        def said(*more: str) -> str:
+            asked = ["diagnose", url, "--target", str(tmp_path / "no-target"), *more]
+            result = CliRunner().invoke(cli, [*asked, "--drafter", str(drafter)])
+            assert result.exit_code == ExitStatus.BAD_INPUT
+            return " ".join(result.output.split())
+
+        assert f"give --gamma {GAMMA}" in said("--gamma", str(GAMMA + 1))
+        assert "there are 2 prompts; expected at least 20" in said("--prompts", str(few))
+        assert "missing.jsonl" in said("--prompts", str(tmp_path / "missing.jsonl"))
+        assert "no-target" in said("--gamma", str(GAMMA))
+        (drafter / "heads.safetensors").write_bytes(b"")
+        assert "heads.safetensors" in said("--gamma", str(GAMMA))
+        drafter = tmp_path / "no-drafter"
+        assert "no-drafter" in said("--gamma", str(GAMMA))
 
 
 def other_target() -> Target:

@@ -11,6 +11,7 @@ from draftsmith.auditing import Judging
 from draftsmith.cli.command import (
     Drawing,
     Loading,
+    given_or_shipped,
     require_packages,
     require_writable,
     tokenized_prompts,
@@ -87,14 +88,12 @@ def audit(
     said: Literal["completions", "llama-server"] = protocol  # type: ignore[assignment]
     require_packages("httpx2")
     require_writable(json_file, html, junit)
-    import configs
     from decode.opening.directory import open_drafter
     from draftsmith.auditing import report
     from draftsmith.auditing.entry import audit as run
     from draftsmith.auditing.exact import TINY_VOCABULARY, random_prompts
     from draftsmith.auditing.options import AuditOptions
     from train.base.console import Reporter
-    from train.data.read import read_examples
 
     quieten()
     options = AuditOptions(sampling=drawing.sampling, seed=drawing.seed, **vars(judging))
@@ -104,8 +103,7 @@ def audit(
         # Texts of people have no tokens there.
         asked = random_prompts(target, limit)
     else:
-        shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
-        asked = tokenized_prompts(read_examples(str(prompts or shipped))[0], target, limit)
+        asked = tokenized_prompts(given_or_shipped(prompts), target, limit)
     found = run(
         url,
         target,

@@ -395,6 +395,16 @@ def numbers(text: str, option: str, kind: type[Number]) -> list[Number]:
         raise UserError(f"{option} is {text!r}; expected {expected} separated by commas") from None
 
 
+def given_or_shipped(prompts: Path | None) -> "Sequence[Example]":
+    """The rows of a file with prompts; None: of the shipped test prompts. Raises UserError as
+    `read_examples`."""
+    import configs
+    from train.data.read import read_examples
+
+    shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
+    return read_examples(str(prompts or shipped))[0]
+
+
 def tokenized_prompts(
     examples: Sequence["Example"], target: "Target", limit: int | None
 ) -> list[list[int]]:

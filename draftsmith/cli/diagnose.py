@@ -6,7 +6,14 @@ from typing import Annotated
 
 import typer
 
-from draftsmith.cli.command import Loading, require_packages, require_writable, tokenized_prompts
+from decode.base.errors import UserError
+from draftsmith.cli.command import (
+    Loading,
+    given_or_shipped,
+    require_packages,
+    require_writable,
+    tokenized_prompts,
+)
 from train.base.console import quieten
 
 
@@ -40,13 +47,13 @@ def diagnose(
     """
     require_packages("httpx2")
     require_writable(json_file)
-    import configs
+    from decode.opening.directory import DRAFTER_FILE, describe_drafter
     from draftsmith.auditing.entry import server_config
+    from draftsmith.diagnosis.engine import ready
     from draftsmith.diagnosis.entry import diagnose as run
-    from draftsmith.diagnosis.entry import open_plain
+    from draftsmith.diagnosis.entry import open_plain, require_enough
     from draftsmith.diagnosis.explain import EQUAL
     from train.base.console import Reporter
-    from train.data.read import read_examples
 
     quieten()
     reporter = Reporter()
@@ -58,10 +65,17 @@ def diagnose(
         concurrency=1,
         timeout_seconds=timeout_seconds,
     )
+    # Before the target is loaded, which takes long.
+    if not drafter.is_dir():
+        raise UserError(f"{drafter} is no directory; expected the drafter's, as it was trained")
+    if (drafter / DRAFTER_FILE).exists():
+        describe_drafter(drafter)  # its files are whole
+    examples = given_or_shipped(prompts)
+    require_enough(min(limit, len(examples)))
+    ready(config.urls[0], config, gamma)
     target = loading.load(str(drafter))
     opened = open_plain(drafter, target)
-    shipped = Path(configs.__file__).parent / "prompts" / "test.jsonl"
-    asked = tokenized_prompts(read_examples(str(prompts or shipped))[0], target, limit)
+    asked = tokenized_prompts(examples, target, limit)
     found = run(config.urls[0], target, opened, asked, config, gamma=gamma, say=reporter.say)
     for place, (there, here) in enumerate(zip(found.there, found.here, strict=True), 1):
         reporter.say(f"place {place}: {there:.3f} accepted a prompt there, {here:.3f} here")

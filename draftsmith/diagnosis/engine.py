@@ -27,9 +27,9 @@ _BY_PLACE = re.compile(
 _SGLANG_NODES = re.compile(
     r"^sglang:spec_num_draft_tokens(?:\{[^}]*\})?\s+([0-9.eE+-]+)", re.MULTILINE
 )
-# Engines that say from their start how many tokens they draft. The others have places of the drafts
-# so far.
-_SAY_GAMMA = ("vllm", "sglang")
+# Engines that say from their start how many tokens they draft. llama-server has places of the
+# drafts so far.
+_SAY_GAMMA = ("vllm", "sglang", "draftsmith")
 _ENGINE = re.compile(rf"^({'|'.join(COUNTING)}):", re.MULTILINE)
 # Counters follow an answer a moment later: they are read until two readings are equal.
 SETTLE_SECONDS = {"draftsmith": 0.02}
@@ -48,11 +48,10 @@ class Reading:
     by_place: tuple[int, ...] | None
     gamma: int | None
 
-    def require(self, gamma: int, drafted: bool = False) -> None:
-        """Raise UserError for a server that drafts another number of tokens. drafted: it has made
-        drafts with room for so many."""
-        full = self.engine in _SAY_GAMMA or (drafted and self.engine == "draftsmith")
-        if self.gamma is None or self.gamma == gamma or (self.gamma < gamma and not full):
+    def require(self, gamma: int) -> None:
+        """Raise UserError for a server that drafts another number of tokens."""
+        may_be_more = self.engine not in _SAY_GAMMA
+        if self.gamma in (None, gamma) or (may_be_more and self.gamma < gamma):
             return
         raise UserError(
             f"the server drafts {self.gamma} tokens at a time, but --gamma is {gamma}; give "
@@ -62,14 +61,19 @@ class Reading:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a server did with each of N prompts. texts: its answers. drafted, accepted: int [N].
-    by_place: accepted tokens at each place of its drafts, int [N, γ]; None: it does not say."""
+    """What a server did with each of N prompts. texts: its answers. drafted: int [N]. accepted:
+    tokens at each place of its drafts, int [N, γ]; in all, [N, 1], if it does not count by place.
+    """
 
     engine: str
     texts: list[list[int]]
     drafted: np.ndarray
     accepted: np.ndarray
-    by_place: np.ndarray | None
+    by_place: bool
+
+    def in_its_form(self, accepted: np.ndarray) -> np.ndarray:
+        """Tokens by place, int [N, γ], as far as the server counts them."""
+        return accepted if self.by_place else accepted.sum(1, keepdims=True)
 
 
 def parse_reading(page: str) -> Reading | None:
@@ -119,6 +123,14 @@ def read(url: str, key: str = "") -> Reading:
         f"the counters of {url} do not stand still: it answers other requests meanwhile. Expected "
         "a server that nobody else asks; diagnose one of your own"
     )
+
+
+def ready(url: str, config: ServerConfig, gamma: int) -> str:
+    """The server's engine, a name of COUNTING. Raises UserError and NoAnswer as `read`, and for a
+    server that drafts another number of tokens."""
+    first = read(url, config.key() or "")
+    first.require(gamma)
+    return first.engine
 
 
 def measure(
@@ -172,13 +184,12 @@ def measure(
             f"{url} drafted nothing for {len(prompts)} prompts: it ignores its drafter, or has "
             "none; read what it logs at its start"
         )
-    before.require(gamma, drafted=True)
     return Measured(
         before.engine,
         texts,
         np.array(drafted),
-        np.array(accepted),
-        None if before.by_place is None else np.array(by_place),
+        np.array(accepted)[:, None] if before.by_place is None else np.array(by_place),
+        before.by_place is not None,
     )
 
 

@@ -1,6 +1,6 @@
 """A diagnosis: measured there, measured here, and explained."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -14,8 +14,8 @@ from decode.model.loading import Target
 from decode.opening.directory import describe_drafter, open_drafter
 from draftsmith.auditing.drafts import COUNTING
 from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
-from draftsmith.diagnosis.engine import Measured, measure, read
-from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, explain
+from draftsmith.diagnosis.engine import measure, ready
+from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
@@ -99,19 +99,14 @@ def diagnose(
     prompts that do not fit.
     """
     tokens = gamma + 2
-    if len(prompts) < FEWEST_PROMPTS:
-        raise UserError(
-            f"there are {len(prompts)} prompts; expected at least {FEWEST_PROMPTS}, and better 200"
-        )
+    require_enough(len(prompts))
     longest = max(map(len, prompts)) + tokens + gamma + 1
     if longest > target.max_positions:
         raise UserError(
             f"the longest prompt and its answer are {longest} tokens, but {target.name} has "
             f"{target.max_positions} positions; shorten the prompts"
         )
-    first = read(url, config.key() or "")
-    first.require(gamma)
-    engine = first.engine
+    engine = ready(url, config, gamma)
     made = {EQUAL: drafter} | {
         name: changed
         for name in MISTAKES
@@ -122,23 +117,29 @@ def diagnose(
     by_name = here.counts(made)
     say(f"asking {url} for {len(prompts)} answers, one after the other")
     there = measure(url, target, prompts, here.texts, config, gamma=gamma, tokens=tokens, say=say)
-    counted = _there(there)
+    counted = as_keys(there.accepted)
     weights = {name: SEEN for name in made if name != EQUAL and engine in MISTAKES[name].engines}
-    explanation = explain(counted, _keys(by_name, there), weights)
+    said = {name: as_keys(there.in_its_form(x)) for name, x in by_name.items()}
+    explanation = explain(counted, said, weights)
     if explanation.verdict == NONE:
         pairs = _pairs(made, explanation.agreement, target)
         if pairs:
             say(f"no mistake alone explains it; trying {len(pairs)} pairs")
-            by_name |= here.counts(pairs)
+            counts = here.counts(pairs).items()
+            said |= {name: as_keys(there.in_its_form(x)) for name, x in counts}
             # A pair is less likely than one mistake.
             weights |= dict.fromkeys(pairs, 0.1)
-            explanation = explain(counted, _keys(by_name, there), weights)
-    accepted = by_name[EQUAL]
-    if there.by_place is not None:
-        shares = there.by_place.mean(0).tolist(), accepted.mean(0).tolist()
-    else:
-        shares = [float(there.accepted.mean())], [float(accepted.sum(1).mean())]
-    return Diagnosis(engine, len(prompts), *shares, len(by_name) - 1, explanation)
+            explanation = explain(counted, said, weights)
+    shown, own = (x.mean(0).tolist() for x in (there.accepted, there.in_its_form(by_name[EQUAL])))
+    return Diagnosis(engine, len(prompts), shown, own, len(said) - 1, explanation)
+
+
+def require_enough(prompts: int) -> None:
+    """Raise UserError for too few prompts."""
+    if prompts < FEWEST_PROMPTS:
+        raise UserError(
+            f"there are {prompts} prompts; expected at least {FEWEST_PROMPTS}, and better 200"
+        )
 
 
 def open_plain(path: Path, target: Target) -> Drafter:
@@ -181,20 +182,6 @@ class _Here:
             name: accepted_by_place(drafts, member, self._counting, eos, self._tokens)[1]
             for member, name in enumerate(drafters)
         }
-
-
-def _there(measured: Measured) -> list[Hashable]:
-    """What the engine counted for each prompt, as far as it says it."""
-    if measured.by_place is None:
-        return [int(x) for x in measured.accepted]
-    return [tuple(x) for x in measured.by_place.tolist()]
-
-
-def _keys(by_name: dict[str, np.ndarray], measured: Measured) -> dict[str, list[Hashable]]:
-    """What each hypothesis says of each prompt, in the form of `_there`."""
-    if measured.by_place is None:
-        return {name: [int(x) for x in counts.sum(1)] for name, counts in by_name.items()}
-    return {name: [tuple(x) for x in counts.tolist()] for name, counts in by_name.items()}
 
 
 def _pairs(

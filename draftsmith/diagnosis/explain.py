@@ -12,7 +12,7 @@ mistake. All mistakes that accept as little are named together.
 """
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,14 +55,19 @@ class Explanation:
         return () if self.verdict in (EQUAL, NONE) else (self.verdict, *self.like)
 
 
+def as_keys(accepted: np.ndarray) -> list[tuple[int, ...]]:
+    """What is compared of each prompt. accepted: tokens by place, int [N, γ], or [N, 1] in all."""
+    return [tuple(x) for x in accepted.tolist()]
+
+
 def explain(
-    counted: Sequence[Hashable],
-    said: Mapping[str, Sequence[Hashable]],
+    counted: Sequence[tuple[int, ...]],
+    said: Mapping[str, Sequence[tuple[int, ...]]],
     weights: Mapping[str, float],
 ) -> Explanation:
     """Choose a hypothesis. counted: of each prompt, the engine's counts. said: the same of each
     hypothesis, "equal" among them. weights: relative prior weights of the mistakes."""
-    groups: dict[tuple[Hashable, ...], list[str]] = {}
+    groups: dict[tuple[tuple[int, ...], ...], list[str]] = {}
     for name in sorted(said, key=lambda name: (name != EQUAL, name)):
         groups.setdefault(tuple(said[name]), []).append(name)
     unseen = tuple(groups[tuple(said[EQUAL])][1:])
@@ -89,7 +94,7 @@ def explain(
     best = max(scores, key=lambda name: scores[name])
     posterior = float(np.exp(scores[best] - logsumexp([*scores.values()])))
     weak = best == NONE or agreement[best] < LEAST_AGREEMENT or posterior < LEAST_POSTERIOR
-    if weak or (best != EQUAL and not any(map(_any, counted))):
+    if weak or (best != EQUAL and not any(map(any, counted))):
         little = _little(counted, said, weights, agreement, unseen)
         if little is not None:
             return little
@@ -100,22 +105,22 @@ def explain(
 
 
 def _little(
-    counted: Sequence[Hashable],
-    said: Mapping[str, Sequence[Hashable]],
+    counted: Sequence[tuple[int, ...]],
+    said: Mapping[str, Sequence[tuple[int, ...]]],
     weights: Mapping[str, float],
     agreement: dict[str, float],
     unseen: tuple[str, ...],
 ) -> Explanation | None:
     """Of an engine that accepts almost nothing, the mistakes that do so, too; None: another engine,
     or no mistake does. The likelihood is beta-binomial in the prompts with an accepted token."""
-    there = sum(map(_any, counted))
+    there = sum(map(any, counted))
     if there > LITTLE * len(counted):
         return None
     names = [name for name in said if name not in unseen]
     total = sum(weights.get(name, 1.0) for name in names if name != EQUAL) or 1.0
     likelihood, scores = {}, {}
     for name in names:
-        share = (sum(map(_any, said[name])) + 0.5) / (len(counted) + 1)
+        share = (sum(map(any, said[name])) + 0.5) / (len(counted) + 1)
         likelihood[name] = _beta_binomial(there, len(counted), WORTH * share, WORTH * (1 - share))
         prior = (1 - EQUAL_PRIOR - NONE_PRIOR) * weights.get(name, 1.0) / total
         scores[name] = likelihood[name] + np.log(EQUAL_PRIOR if name == EQUAL else prior)
@@ -129,11 +134,6 @@ def _little(
     if posterior < LEAST_LITTLE_POSTERIOR:
         return None
     return Explanation(named[0], tuple(named[1:]), posterior, agreement, unseen, little=True)
-
-
-def _any(counts: Hashable) -> bool:
-    """Whether a prompt has an accepted token. counts: a number, or one for each place."""
-    return any(counts) if isinstance(counts, tuple) else bool(counts)
 
 
 def _beta_binomial(found: int, of: int, a: float, b: float) -> float:

@@ -77,8 +77,9 @@ def make_service(
     names = [model_name or target.name.rpartition(":")[2] or target.name]
     if model_name is None:
         names.append(target.name)
+    metrics = Metrics(names[0], decoder.policy.max_depth)
     batcher = RequestBatcher(
-        decoder, target.tokenizer, bounds, Metrics(names[0]), settings.draft_temperature, learner
+        decoder, target.tokenizer, bounds, metrics, settings.draft_temperature, learner
     )
     if learner is not None:
         learner.start(batcher)

@@ -1,4 +1,6 @@
-"""What the drafter reads first is a state of the request before."""
+"""What the drafter reads of a prompt is of the request before."""
+
+import torch
 
 from decode.drafters import Drafter
 from decode.model.features import Features
@@ -9,7 +11,7 @@ from heads.heads_drafter import HeadsDrafter
 
 @MISTAKES.register("request_before")
 class RequestBefore(Mistake):
-    says = "the drafter reads states of the request before in the place of this one's"
+    says = "the drafter reads states of the request before in the place of this prompt's"
     remedy = "use a version of the engine that clears the drafter's states between requests"
     seen = "llama-server with MTP, found by this project's own comparison"
     engines = ("llamacpp",)
@@ -18,9 +20,20 @@ class RequestBefore(Mistake):
         if not isinstance(drafter, HeadsDrafter):
             return None
         read = type(drafter).read
+        left: dict[int, torch.Tensor] = {}  # by layer, of the request before, [n, H]
 
-        def of_neighbour(self: HeadsDrafter, features: Features, first: int = 0) -> None:
-            values = {layer: x.roll(1, 0) for layer, x in features.values.items()}
-            read(self, Features(values, features.counts), first)
+        def of_the_one_before(self: HeadsDrafter, features: Features, first: int = 0) -> None:
+            if not self._has_features[first:].any():  # new rows: these are prompts
+                features = Features(
+                    {layer: x.clone() for layer, x in features.values.items()}, features.counts
+                )
+                for layer, states in features.values.items():
+                    for row, count in enumerate(features.counts):
+                        own = states[row, : int(count)].clone()
+                        if len(before := left.get(layer, own)):
+                            places = torch.arange(int(count)).clamp(max=len(before) - 1)
+                            states[row, : int(count)] = before[places.to(before.device)]
+                        left[layer] = own
+            read(self, features, first)
 
-        return with_method(drafter, "read", of_neighbour)
+        return with_method(drafter, "read", of_the_one_before)

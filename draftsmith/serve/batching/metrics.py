@@ -29,9 +29,11 @@ class Metrics:
 
     counted: totals for `/live`. generated: tokens. emitted: the tokens of `steps`, the passes of
     single texts, whose draft tokens are drafted, reached and accepted as in `decode.stats.Counts`.
+    depth: of drafts. Its positions have series from the start, so that they say how deep drafts
+    are.
     """
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, depth: int = 0) -> None:
         disable_created_metrics()  # a second series for each counter that dashboards do not read
         self.registry = CollectorRegistry()
         self._name = model_name
@@ -52,6 +54,9 @@ class Metrics:
             "accepted / reached is the acceptance rate α",
             "position",
         )
+        for position in range(depth):
+            self._accepted_at.labels(self._name, position)
+            self._reached_at.labels(self._name, position)
         self.passes = self._counter("num_passes", "verification passes over the running rows")
         self.prompt_tokens = self._counter("prompt_tokens", "tokens of prompts that were read")
         self.prefix_tokens = self._counter(
