@@ -1,16 +1,20 @@
 """`feature_cache`: the target's hidden states of a text, for any number of trainings of heads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
+from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
+from decode.measure.ranks import Ranks
 from decode.model.hidden_states import FINAL, Recorder
 from decode.model.pretrained import require_present
+from distill.teacher.cache_parts import check_parts, parts_of
 from distill.teacher.cached_features import (
     CachedFeatures,
     bytes_per_token,
@@ -25,6 +29,8 @@ from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
 from train.stages.text_stages import CacheConfig, CacheStage
+
+STATES = "states"  # in a generate stage's directory: those that it kept
 
 
 class FeatureCacheConfig(CacheConfig):
@@ -61,6 +67,10 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
         tokens = self.planned_text_tokens(plans)
+        kept = [n for n in self.config.text_stages if {*layers} <= {*plans[n].captured_layers}]
+        if kept:
+            what += f"; kept while answering: {', '.join(kept)}"
+            tokens -= sum(plans[name].text_tokens for name in kept)
         return StagePlan(
             what,
             tokens=tokens,
@@ -84,18 +94,39 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = self.write_parts(samples, lengths, token_bytes, write)
+        scored, speed = self.write_parts(
+            samples, lengths, token_bytes, write, kept=self._kept(made_with)
+        )
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": int(lengths.sum()),
+                "tokens_scored": scored,
                 "captured_layers": config.captured_layers,
                 "bytes_per_token": token_bytes,
                 "tokens_per_second": speed,
             }
         )
+
+    def _kept(self, made_with: Mapping[str, Any]) -> list[Path]:
+        """The parts with states of these layers that this target kept while it answered."""
+        ranks, layers = Ranks.of(self.accelerator), set(self.config.captured_layers)
+
+        def fits(part: Path) -> bool:
+            meta = verify_directory(part, deep=False)
+            return meta["teacher"] == made_with and layers <= {*meta["captured_layers"]}
+
+        def found() -> list[Path]:
+            kept = list[Path]()
+            for name in self.config.text_stages:
+                parts = parts_of(self.earlier[name] / STATES)
+                check_parts(ranks.share(parts))
+                kept += filter(fits, parts)
+            return kept
+
+        return ranks.together(found)
 
     def _states(self, source: LiveFeatures, part: Sequence[Sample]) -> dict[int, list[Tensor]]:
         """The hidden states of a part's samples, in order, by captured layer."""

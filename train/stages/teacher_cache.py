@@ -106,7 +106,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = self.write_parts(samples, predicted, token_bytes, write)
+        _, speed = self.write_parts(samples, predicted, token_bytes, write)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={
