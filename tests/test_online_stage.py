@@ -370,6 +370,43 @@ def test_a_small_buffer_survives_kills_and_a_damaged_save(context, monkeypatch):
     assert min(restored) > 0
 
 
+def test_moments_go_with_their_weights_whatever_the_groups(context, monkeypatch):
+    """A stage that goes on with other groups of weights, so that the optimizer has other numbers
+    for them. The new settings hold."""
+
+    def stage(*patterns):
+        optimizer = LEARNING["optimizer"] | {"groups": {x: {"weight_decay": 0.1} for x in patterns}}
+        return online_stage("groups", learning=LEARNING | {"optimizer": optimizer})
+
+    kept, resumed, resume = {}, {}, Online.resume
+
+    def keeping(self, *args):
+        kept.update({name: x.clone() for name, x in self.online.moments().items()})
+        return save(self, *args)
+
+    def resuming(self, *args):
+        resume(self, *args)
+        names = {id(p): name for name, p in self.student.trained().items()}
+        for parameter, state in self.optimizer.state.items():
+            name = names[id(parameter)]
+            resumed.update({f"{name} {key}": x.clone() for key, x in state.items()})
+        decay = {id(p): g["weight_decay"] for g in self.optimizer.param_groups for p in g["params"]}
+        assert {names[x] for x, found in decay.items() if found} == {
+            name for name in names.values() if "norm" in name or "up_proj" in name
+        }
+
+    save = Serving.save_version
+    with monkeypatch.context() as patch:
+        patch.setattr(Serving, "save_version", keeping)
+        before_call(patch, Serving, "_serve", 5)
+        with pytest.raises(Killed):
+            run_stage(context, stage("*q_proj*"))
+    monkeypatch.setattr(Online, "resume", resuming)
+    run_stage(context, stage("*norm*", "*up_proj*"))
+    assert kept
+    assert_equal(resumed, kept)
+
+
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
     """A prompt is made when it is served, and once more for a check before the first one."""
     made, prompt = [], Corpus.prompt

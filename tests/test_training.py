@@ -627,6 +627,17 @@ def test_a_few_steps_that_are_not_finite_are_left_out(tmp_path, monkeypatch):
         more.fit()
 
 
+def test_a_training_without_a_finite_step_gives_no_drafter(tmp_path, monkeypatch):
+    """Also if it had ended before: it is the start, for all that is known."""
+    trainer = tiny_trainer(tmp_path, 2)
+    poison(monkeypatch, "loss", float("nan"), trainer)
+    assert trainer.fit().history == []
+    for ended in (trainer, tiny_trainer(tmp_path, 2)):
+        ended.fit()
+        with pytest.raises(UserError, match="no weight changed in 2 steps: the loss or the gradie"):
+            ended.drafter_weights()
+
+
 # --- the optimizer --------------------------------------------------------------------------------
 
 

@@ -277,6 +277,12 @@ class Trainer:
         if self._weights.changed() or not self.progress.step:
             return
         what = f"stage {self.task.label}: no weight changed in {self.progress.step} steps"
+        if self.progress.skipped == self.progress.step:
+            raise UserError(
+                f"{what}: the loss or the gradient of each was not finite, so the drafter would be "
+                "its start and is not written. Check the teacher and the samples that the lines "
+                "above name, and delete this stage's directory to train it again"
+            )
         if self._should_change:
             raise UserError(
                 f"{what}, although their gradients and learning rates are large enough, so the "

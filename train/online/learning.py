@@ -375,11 +375,11 @@ class Online:
     # A restart needs these besides the weights. The student saves the weights.
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state, by parameter and name."""
+        """The optimizer's state, by weight and name."""
         return {
-            f"{number} {name}": value
-            for number, state in self.optimizer.state_dict()["state"].items()
-            for name, value in state.items()
+            f"{name} {key}": value
+            for name, parameter in self.student.trained().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
     def state(self) -> dict[str, int]:
@@ -404,10 +404,13 @@ class Online:
         self.collector.requests = state["requests"]
         self.collector.rejections = state["rejections"]
         self._requests, self._rejections = state["requests_learnt"], state["rejections_learnt"]
-        stored = self.optimizer.state_dict()
+        # By name: in other groups of `optimizer.groups` a weight has another number.
+        names = {id(p): name for name, p in self.student.trained().items()}
+        numbered = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         state_by_number: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
-            number, _, name = key.partition(" ")
-            state_by_number.setdefault(int(number), {})[name] = value
-        self.optimizer.load_state_dict(stored | {"state": state_by_number})
+            name, _, of = key.rpartition(" ")
+            number = int(name) if name.isdecimal() else numbered.index(name)  # of earlier versions
+            state_by_number.setdefault(number, {})[of] = value
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state_by_number})
         self._kept = self._snapshot()
