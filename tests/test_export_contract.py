@@ -135,7 +135,7 @@ def test_an_export_says_that_the_newest_engine_does_not_read_it(
         make_heads(place / "drafter", target, options)
         export_drafter(place / "drafter", "vllm", place / "out", say=lines.append)
         assert lines == said
-    assert "vLLM up to 0.32:" in (tmp_path / "medusa" / "out" / "README.md").read_text()
+    assert "vLLM up to 0.32:" in (tmp_path / "medusa" / "out" / "README.md").read_text("utf-8")
 
 
 def test_every_layout_is_in_the_table_of_readers() -> None:
@@ -223,12 +223,12 @@ def nested(*keys: str, **changes: Any) -> Change:
     """Sets keys of config.json, or of an object within it."""
 
     def edit(directory: Path) -> None:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text("utf-8"))
         inner = config
         for key in keys:
             inner = inner[key]
         inner.update(changes)
-        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
 
     return edit
 
@@ -277,7 +277,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     "medusa": {
         "config.json is missing or is not JSON": lambda directory: (
             directory / "config.json"
-        ).write_text("{"),
+        ).write_text("{", "utf-8"),
         "has architectures, which is not expected": settings(architectures=["MedusaModel"]),
         "config.json has no medusa_num_heads": settings(medusa_num_heads=None),
         "tensor 3.0.linear.bias is missing": settings(medusa_num_heads=4),
