@@ -39,7 +39,7 @@ from draftsmith.learn.learn_state import BestVersion, CycleOutcome, LearnState, 
 from draftsmith.learn.record.kept_answers import Exchange
 from draftsmith.learn.record.records import LEARNT_FILE, Records, make_record
 from draftsmith.learn.swap import EngineProcesses, RecorderSwitch
-from draftsmith.learn.training_run import Gain, TrainingRun, split_by_time, usable
+from draftsmith.learn.training_run import FEWEST_PROMPTS, Gain, TrainingRun, split_by_time, usable
 from heads.heads_directory import read_heads
 from tests.export import SHAPE, make_heads, needs
 from tests.service import serving, until
@@ -466,8 +466,9 @@ def test_a_gain_is_certain_if_the_interval_of_all_prompts_says_so() -> None:
     few = np.array([[60, 10]] * 5)  # one prompt, or a few, show nothing for certain
     assert (Gain.of(few, few * [1, 6]).low, Gain.of(few[:1], few[:1] * [1, 6]).low) == (-1, -1)
     # Without a difference, few of many judges see one.
-    seen = sum(Gain.of(counts(0.5), counts(0.5)).low > 0 for _ in range(200))
-    assert seen <= 12
+    for some in (FEWEST_PROMPTS, 64):
+        pairs = [(counts(0.5)[:some], counts(0.5)[:some]) for _ in range(200)]
+        assert sum(Gain.of(*pair).low > 0 for pair in pairs) <= 12
 
 
 def test_a_gain_that_may_be_chance_swaps_nothing(
