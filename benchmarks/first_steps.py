@@ -62,14 +62,14 @@ def main(
     with empty_place(keep) as place:
         copy_sources(place / "clone")
         shutil.copyfile(data, place / "mine.jsonl")
-        held_out = (PROMPTS / "test.jsonl").read_text().splitlines(keepends=True)[::10]
-        (place / "held_out.jsonl").write_text("".join(held_out))
-        (place / "first.py").write_text(readme_python())
+        held_out = (PROMPTS / "test.jsonl").read_text("utf-8").splitlines(keepends=True)[::10]
+        (place / "held_out.jsonl").write_text("".join(held_out), "utf-8")
+        (place / "first.py").write_text(readme_python(), "utf-8")
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         env.pop("VIRTUAL_ENV", None)
         env["PIP_QUIET"] = "2"
         steps: list[Step] = []
-        for title, command in walk(PAGE.read_text(), python, quick):
+        for title, command in walk(PAGE.read_text("utf-8"), python, quick):
             reporter.say(f"$ {command}")
             # A step after the first is in the environment that the first one made.
             before = ". venv/bin/activate; " if (place / "venv").exists() else ""
@@ -78,7 +78,7 @@ def main(
     reporter.table(times_table("first steps from a wheel", steps))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
     if page is not None:
-        page.write_text(as_page(steps, opening(quick)))
+        page.write_text(as_page(steps, opening(quick)), "utf-8")
     if json_file is not None:
         machine = describe_machine()
         write_json(
@@ -92,7 +92,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
     page has a command that this walk does not know."""
     torch = next(
         line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
         if line.startswith("torch==")
     )
     replaced = {
@@ -123,7 +123,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
 
 def readme_python() -> str:
     """The README's example in Python."""
-    return (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    return (ROOT / "README.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
 
 
 def copy_sources(clone: Path) -> None:

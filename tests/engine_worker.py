@@ -143,7 +143,7 @@ def main() -> None:
     assert died == 9, died
     checkpoints = Path(stage, "checkpoints")
     kept = sorted(str(path.relative_to(checkpoints)) for path in checkpoints.glob("step-*/**/*"))
-    (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept))
+    (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept), "utf-8")
     # The launcher's store still knows the ranks that died.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     sys.argv[1:] = [config, "threads=1"]

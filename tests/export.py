@@ -228,9 +228,9 @@ def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
     """Sets these keys in a directory's JSON file; None takes one away."""
 
     def edit(directory: Path) -> None:
-        values = json.loads((directory / name).read_text()) | changes
+        values = json.loads((directory / name).read_text("utf-8")) | changes
         kept = {key: value for key, value in values.items() if value is not None}
-        (directory / name).write_text(json.dumps(kept))
+        (directory / name).write_text(json.dumps(kept), "utf-8")
 
     return edit
 

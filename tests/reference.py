@@ -226,7 +226,7 @@ def readers_reference() -> str:
 
 def engines_page() -> str:
     """A row for each behaviour in tests/engine_behaviours.toml, by engine in the file's order."""
-    rows = tomllib.loads((ROOT / "tests" / "engine_behaviours.toml").read_text())["row"]
+    rows = tomllib.loads((ROOT / "tests" / "engine_behaviours.toml").read_text("utf-8"))["row"]
     return "\n".join(
         [
             "# What engines and libraries do",

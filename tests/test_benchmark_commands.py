@@ -63,6 +63,6 @@ def test_a_command_runs_in_its_smallest_form(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(file)]
     if "--runs" in (ROOT / "benchmarks").joinpath(f"{name}.py").read_text(encoding="utf-8"):
         command += ["--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert json.loads(file.read_text(encoding="utf-8"))

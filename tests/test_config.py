@@ -36,7 +36,7 @@ stages:
 
 def load(tmp_path: Path, text: str, *overrides: str):
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     return load_config(path, overrides)
 
 
@@ -221,7 +221,9 @@ def test_heads_and_rules_of_a_stage_are_offered_too(tmp_path):
 
 def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     """Importing torch takes seconds."""
-    (tmp_path / "run.yaml").write_text(GOOD.replace("text: answers", "losses: {forward_lk: 1}"))
+    (tmp_path / "run.yaml").write_text(
+        GOOD.replace("text: answers", "losses: {forward_lk: 1}"), "utf-8"
+    )
     code = (
         "import sys\n"
         "from draftsmith.cli.main import app\n"
@@ -231,7 +233,9 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
         "    assert stop.code == 2\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout.strip() == "[]"
     assert "run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown." in done.stderr
     assert 'Did you mean "forward_kl"?' in done.stderr
@@ -291,7 +295,7 @@ def test_merge_keys_share_settings(tmp_path):
         "\n    optimizer: {<<: *shared, lr: 2e-3}\n"
     )
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     config = load_config(path, ["stages.two.optimizer.warmup_steps=7"])
     one, two, three = (stage.optimizer for stage in config.stages[1:])
     assert (one.lr, three.lr, three.clip) == (1e-3, 2e-3, one.clip)
@@ -318,7 +322,7 @@ def test_overrides_reach_every_level(tmp_path):
 def test_other_train_data_bring_their_own_test_and_dev(tmp_path: Path):
     """A recipe's dev and test hold prompts of another kind than the user's rows."""
     path = tmp_path / "run.yaml"
-    path.write_text(GOOD.replace("test: b.jsonl", "test: b.jsonl, dev: c.jsonl"))
+    path.write_text(GOOD.replace("test: b.jsonl", "test: b.jsonl, dev: c.jsonl"), "utf-8")
     for overrides, expected in (
         (["data.train=mine.jsonl"], (None, None)),
         (["data.train=[mine.jsonl, a.jsonl]"], ("c.jsonl", "b.jsonl")),
@@ -381,7 +385,7 @@ def test_wrong_overrides_are_refused(tmp_path, override: str, message: str):
 
 
 def test_data_paths_start_at_the_config(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.jsonl").write_text("{}", "utf-8")
     config = load(tmp_path, GOOD)
     assert config.data.train == str(tmp_path / "a.jsonl")
     assert config.data.test == "b.jsonl"  # not there: left for `datasets` or the error

@@ -352,7 +352,11 @@ def test_pytorchs_products_stay_where_there_is_no_library(
     elif why == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
-        (tmp_path / "c++").write_text("#!/bin/sh\necho it knows no -mavx2 >&2\nexit 1\n")
+        script = "#!/bin/sh
+echo it knows no -mavx2 >&2
+exit 1
+"
+        (tmp_path / "c++").write_text(script, "utf-8")
         os.chmod(tmp_path / "c++", 0o755)
         monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     few_rows.library.cache_clear()

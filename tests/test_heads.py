@@ -378,7 +378,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 
         def fill(path: Path) -> None:
             (path / "heads.safetensors").write_bytes(stored["heads.safetensors"])
-            (path / "config.json").write_text(json.dumps(config))
+            (path / "config.json").write_text(json.dumps(config), "utf-8")
 
         save_drafter(directory, "medusa", fill, target=target(), provenance={})
 

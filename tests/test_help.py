@@ -63,7 +63,11 @@ def test_an_option_that_a_command_lacks_cannot_come_first() -> None:
 @pytest.mark.parametrize("door", [["-m", "draftsmith"], ["-m", "draftsmith.cli.main"]])
 def test_the_module_is_the_command(door: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *door, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *door, "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert done.stdout == f"draftsmith {version('draftsmith')}\n"
 

@@ -544,11 +544,11 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     for number, (limit, used, droppable) in enumerate((version_2, version_1)):
         directory = tmp_path / str(number)
         directory.mkdir()
-        (directory / limit).write_text("5000\n")
-        (directory / used).write_text("3000\n")
-        (directory / "memory.stat").write_text(f"anon 10\n{droppable} 400\n")
+        (directory / limit).write_text("5000\n", "utf-8")
+        (directory / used).write_text("3000\n", "utf-8")
+        (directory / "memory.stat").write_text(f"anon 10\n{droppable} 400\n", "utf-8")
         places = [(directory, limit, used, droppable), (tmp_path, limit, used, droppable)]
         monkeypatch.setattr(memory, "CONTAINERS", places)
         assert memory.free_bytes(cpu) == 2400
-        (directory / limit).write_text("max\n")
+        (directory / limit).write_text("max\n", "utf-8")
         assert memory.free_bytes(cpu) > 1 << 20

@@ -489,8 +489,8 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
         for i in range(6)
     ]
     for split in ("train", "dev"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows), "utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path), "utf-8")
     config = load_config(tmp_path / "config.yaml")
     judged = []
     evaluate = measure.evaluate

@@ -276,7 +276,7 @@ def test_settings_are_checked(spec: str, said: str) -> None:
 
 # --- other methods by settings --------------------------------------------------------------------
 
-PAPERS = (Path(__file__).parents[1] / "docs" / "reference" / "papers.md").read_text()
+PAPERS = (Path(__file__).parents[1] / "docs" / "reference" / "papers.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

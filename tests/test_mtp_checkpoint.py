@@ -46,7 +46,7 @@ def in_shards(directory: Path) -> None:
     file.unlink()
     size = sum(x.nbytes for x in weights.values())
     (directory / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": places})
+        json.dumps({"metadata": {"total_size": size}, "weight_map": places}), "utf-8"
     )
 
 
@@ -107,9 +107,9 @@ def test_a_module_that_a_fine_tuning_lost_comes_back(sharded: bool, tmp_path: Pa
     tuned = save_mtp_target(tmp_path / "tuned", "qwen3_5_text")
     weight = "model.layers.1.mlp.down_proj.weight"
     change_tensors(tuned, {weight: load_file(tuned / "model.safetensors")[weight] * 1.1}, "mtp.")
-    config = json.loads((tuned / "config.json").read_text())
+    config = json.loads((tuned / "config.json").read_text("utf-8"))
     config["mtp_num_hidden_layers"] = 1
-    (tuned / "config.json").write_text(json.dumps(config))
+    (tuned / "config.json").write_text(json.dumps(config), "utf-8")
     if sharded:
         in_shards(tuned)
     target = load_target(str(tuned))

@@ -254,7 +254,7 @@ def test_a_round_that_was_written_is_read_and_a_damaged_one_named(context, targe
     text = text_of(context, student)
     assert text.round(0, student.weights) == first
     path = text.directory / "round-0" / "samples.jsonl"
-    path.write_text(path.read_text().replace("true", "false", 1))
+    path.write_text(path.read_text("utf-8").replace("true", "false", 1), "utf-8")
     with pytest.raises(CorruptArtifact, match=r"round-0.*samples\.jsonl"):
         text_of(context, student).round(0, student.weights)
 
@@ -296,7 +296,7 @@ def test_killed_within_a_round_it_ends_with_the_same_weights(context, monkeypatc
     assert killed.summary["training"]["history"] == history
     for number in range(rounds[-1] + 1):
         texts = [
-            json.dumps((d / "rounds" / f"round-{number}" / "samples.jsonl").read_text())
+            json.dumps((d / "rounds" / f"round-{number}" / "samples.jsonl").read_text("utf-8"))
             for d in (context.earlier["whole"], context.earlier["killed"])
         ]
         assert texts[0] == texts[1]
@@ -317,7 +317,7 @@ def test_the_first_round_is_of_the_start_and_later_ones_are_not(context, target)
             directory / "rounds" / f"round-{number}" / "samples.jsonl"
             for directory in (context.earlier["own"], elsewhere.directory)
         ]
-        same.append(files[0].read_text() == files[1].read_text())
+        same.append(files[0].read_text("utf-8") == files[1].read_text("utf-8"))
     assert same == [True, False]
     clock = outcome.summary["training"]["clock"]
     assert {"text", "teacher", "drafter", "data"} <= clock.keys()

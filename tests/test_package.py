@@ -61,7 +61,7 @@ def run(unpacked: Path, directory: Path, *arguments: str) -> subprocess.Complete
         [sys.executable, "-I", "-c", code],
         cwd=directory,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
         stdin=subprocess.DEVNULL,
@@ -97,8 +97,8 @@ def test_commands_run_outside_the_repository(unpacked: Path, tmp_path: Path):
 
 def test_one_version_everywhere():
     version = draftsmith.__version__
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def required(lines: list[str]) -> set[str]:
@@ -119,7 +119,7 @@ def required(lines: list[str]) -> set[str]:
 def optional_packages() -> set[str]:
     """The names to import what the extras install and the dependencies do not. `dev` and `docs` are
     for work on the repository."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"].items()
     lines = [line for name, lines in extras if name not in ("dev", "docs") for line in lines]
     optional = {canonicalize_name(Requirement(line).name) for line in lines}
@@ -134,7 +134,7 @@ def python(code: str, place: Path, *paths: Path) -> subprocess.CompletedProcess[
         [sys.executable, "-c", code],
         cwd=place,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
@@ -167,7 +167,7 @@ def test_imports_need_no_optional_package(tmp_path: Path):
 
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     mine = tmp_path / "train.py"
-    mine.write_text("from draftsmith import train\n")
+    mine.write_text("from draftsmith import train\n", "utf-8")
     done = python("import train", tmp_path, tmp_path, ROOT)
     assert done.returncode == 1
     assert f"ImportError: {mine} is what Python imports as train" in done.stderr
@@ -176,13 +176,13 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
 def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path):
     old = tmp_path / "python3"
     code = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[2])"
-    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", "utf-8")
     old.chmod(0o755)
     made = subprocess.run(
         ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "install"],
         cwd=ROOT,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=60,
         check=False,
     )

@@ -82,7 +82,7 @@ def test_no_link_is_dead(page: str) -> None:
 
 def test_a_dead_link_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.md").write_text(
-        "# One `b`: two\n[x](#one-b-two) [y](#one) [z](b.md) [w](https://x)"
+        "# One `b`: two\n[x](#one-b-two) [y](#one) [z](b.md) [w](https://x)", "utf-8"
     )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     assert list(dead_links("a.md")) == ["#one", "b.md"]

@@ -166,7 +166,7 @@ def _evaluated(path: Path, *options: str) -> dict[str, Any]:
     arguments += ["--json", str(path / "figures.json"), *options]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    (row,) = json.loads((path / "figures.json").read_text())["rows"]
+    (row,) = json.loads((path / "figures.json").read_text("utf-8"))["rows"]
     figures: dict[str, Any] = row["evaluation"]
     return figures
 
@@ -196,7 +196,7 @@ def test_a_target_is_loaded_by_a_device_map(tmp_path: Path) -> None:
 def test_commands_and_configs_spread_a_target(tmp_path: Path, fresh_accelerate: None) -> None:
     save_tiny(tmp_path / "model", tie=False)
     row = json.dumps({"prompt": "the fox sells", "response": "a dog sells the fox"})
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3, "utf-8")
     spread = ("--device-map", "auto", "--max-memory", '{"cpu": "90KB"}')
     one, several = (_evaluated(tmp_path, *options) for options in ((), spread))
     assert several["identical_to_plain"] == 1
@@ -326,14 +326,14 @@ def _save_float8(directory: Path) -> Path:
         weights[name] = (blocks / scale).view(rows, columns).to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = scale.view(rows // 16, columns // 16)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text("utf-8"))
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [16, 16],
         "modules_to_not_convert": ["lm_head"],
     }
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
     return directory
 
 

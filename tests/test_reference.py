@@ -11,7 +11,7 @@ from tests.reference import FILES, PAGES, ROOT, cli_reference, make_schema
 
 
 def pinned(package: str) -> str:
-    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
     return next(line for line in lines if line.startswith(f"{package}==")).partition("==")[2]
 
 
@@ -42,7 +42,7 @@ def test_every_drafter_shape_and_lossless_rule_is_in_a_joint_test_or_has_a_reaso
     assert not rules
     for test in ELSEWHERE:
         file, _, name = test.partition("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), test
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text("utf-8"), test
 
 
 # Commands without `--json`, and why.

@@ -292,14 +292,20 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
     return directory
 
 
-def save_small_lm(directory: Path, model: Any, target: Target, kind: str = "small_lm") -> Path:
+def save_small_lm(
+    directory: Path,
+    model: Any,
+    target: Target,
+    kind: str = "small_lm",
+    provenance: Mapping[str, Any] = {},
+) -> Path:
     """Writes a drafter directory with this model and the tiny tokenizer; returns the directory."""
 
     def write(path: Path) -> None:
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
 
-    save_drafter(directory, kind, write, target=target, provenance={})
+    save_drafter(directory, kind, write, target=target, provenance=dict(provenance))
     return directory
 
 

@@ -157,7 +157,7 @@ def contract_findings(
 ) -> list[Finding]:
     """The findings about the route that gives texts, and about the prompts of
     `/v1/chat/completions`. sampling: of the answers whose seed is given twice. level, repeats: see
-    `_seeds`. Raises UserError as `ask_texts`."""
+    `_seeds`. What cannot be asked is a finding, beside those that were found before."""
     findings: list[Finding] = []
     tokens = min(TOKENS, max_new_tokens)
 
