@@ -23,7 +23,7 @@ from draftsmith.diagnosis.explain import EQUAL, Explanation, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.export import teach
 from tests.tiny import VOCAB, tiny_target
 

@@ -40,8 +40,8 @@ from tests.request_fields import requests_reference
 from tests.structure import structure_reference
 from train.base.config_file import describe
 from train.base.exit_status import ExitStatus
-from train.base.schema import Untitled
 from train.run.config import RunConfig
+from train.settings.schema import Untitled
 
 ROOT = Path(__file__).parent.parent
 
@@ -79,7 +79,14 @@ def config_reference(schema: dict[str, Any]) -> str:
             # pydantic leaves out a description that repeats the class's.
             described = [field, *(classes[used] for used in _references(field)[:1])]
             meaning = next(filter(None, map(_paragraph, described)), "Always given.")
-            rows.append([f"`{key}`", " or ".join(links) or describe(field), default, meaning])
+            rows.append(
+                [
+                    f"`{key}`",
+                    " or ".join(links) or describe(field, schema["$defs"]),
+                    default,
+                    meaning,
+                ]
+            )
         lines += table(["setting", "values", "default", "meaning"], rows)
     return "\n".join(lines) + "\n"
 

@@ -15,8 +15,9 @@ from decode.draw.sampling import Sampling
 from decode.draw.sampling_config import SamplingConfig
 from decode.loop.parts import make_rule
 from train.base.config_file import REMOVED, read_config
-from train.data.training_text import OnPolicyConfig
-from train.run.config import build_config, differences, dump_config, load_config, validate_config
+from train.run.config import differences, dump_config
+from train.run.config_checks import build_config, load_config, validate_config
+from train.settings.training import OnPolicyConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 

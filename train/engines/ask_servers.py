@@ -16,7 +16,7 @@ import httpx2
 
 from decode.base.errors import UserError
 from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Row
-from train.engines.server_config import EngineServer, ServerConfig
+from train.settings.server_config import EngineServer, ServerConfig
 
 CONNECT_SECONDS = 10.0
 RETRIED = (408, 409, 429)

@@ -1,15 +1,13 @@
 """`feature_cache`: the target's hidden states of a text, for any number of trainings of heads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.errors import UserError
-from decode.model.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import Recorder
 from decode.model.pretrained import require_present
 from distill.teacher.cached_features import (
     CachedFeatures,
@@ -19,28 +17,19 @@ from distill.teacher.cached_features import (
 )
 from distill.teacher.feature_sources import LiveFeatures, split_rows
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheConfig, CacheStage
-
-
-class FeatureCacheConfig(CacheConfig):
-    """The target's hidden states of a text, for any number of trainings."""
-
-    kind: Literal["feature_cache"] = "feature_cache"
-    captured_layers: list[int] = Field([FINAL], min_length=1)
-    """The layers whose hidden states are captured, by number; −1 for the hidden states that the
-    output layer reads."""
+from train.settings.cache_configs import FeatureCacheConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import CacheStage
 
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.cached_features`)."""
 
-    Config = FeatureCacheConfig
     takes_device_map = True
 
     @classmethod
