@@ -12,7 +12,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from decode.base.errors import UserError, nearest
-from train.settings.schema import NO_NAME, OTHER_NAME, Untitled
+from train.settings.schema import NO_NAME, OTHER_NAME, json_schema
 
 # Settings of earlier versions: the value that switched each one off, and what to write instead. A
 # run that has one with that value goes on.
@@ -303,7 +303,7 @@ class Problems:
 
     @cached_property
     def _schema(self) -> Schema:
-        return self.kind.model_json_schema(schema_generator=Untitled)
+        return json_schema(self.kind)
 
     def of(self, error: ValidationError) -> list[tuple[Keys, str]]:
         """(keys, problem) of each value. A value that may have several types has an error for each

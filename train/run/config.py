@@ -1,6 +1,7 @@
 """Run configs: one YAML file. Nothing here imports torch, so a mistake is told within a second;
 `train.run.config_checks` then finds the settings that do not fit together."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -12,7 +13,7 @@ from decode.base.strict import Strict, kinds_of
 from decode.draw.sampling_config import SamplingConfig
 from train.base.config_file import REMOVED, ConfigSource
 from train.base.tracking.trackers import Tracker, TrackingConfig
-from train.settings.schema import NameIn, Seed, StageConfig, one_of, part_in
+from train.settings.schema import NameIn, Seed, StageConfig, json_schema, one_of, part_in
 
 if TYPE_CHECKING:
     from decode.settings import EvaluationProtocol
@@ -231,6 +232,12 @@ class RunConfig(Strict):
     @property
     def run_dir(self) -> Path:
         return Path(self.output_dir) / self.name
+
+
+def schema_text() -> str:
+    """The JSON schema of configs, for editors. The build of the package writes it into
+    `train/schema.json`."""
+    return json.dumps(json_schema(RunConfig), indent=1, ensure_ascii=False) + "\n"
 
 
 def parse_config(source: ConfigSource) -> RunConfig:

@@ -74,6 +74,14 @@ def part_in(package: str) -> NameIn:
     return NameIn(registered_names(package), with_options=True)
 
 
+def json_schema(kind: type[BaseModel]) -> dict[str, Any]:
+    """The JSON schema of a class of settings, without titles made of the names of classes."""
+    made = kind.model_json_schema(schema_generator=Untitled)
+    for part in [made, *made.setdefault("$defs", {}).values()]:
+        del part["title"]
+    return made
+
+
 def one_of(classes: Iterable[type[BaseModel]], tag: str) -> Any:
     """The type of a setting that is one of these classes. Its value of `tag` selects the class."""
     return Annotated[reduce(or_, classes), Field(discriminator=tag)]
