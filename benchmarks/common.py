@@ -27,7 +27,7 @@ from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
 from train.base.provenance import describe_process, version_of
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
 from train.run.run import Run, make_directory
 
 if TYPE_CHECKING:

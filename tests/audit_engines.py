@@ -41,7 +41,7 @@ from train.base.console import quieten
 from train.engines.child_process import package_version, python_of, serving
 from train.engines.launch import launched
 from train.engines.programs import find_vllm
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 GAMMA, LONGEST = 3, 200
 OPTIONS = AuditOptions(samples=8, max_new_tokens=32, exact=1024)

@@ -30,11 +30,11 @@ from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.export import teach
 from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 GAMMA, TOKENS = 3, 5
 KINDS: dict[str, dict[str, Any]] = {

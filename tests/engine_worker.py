@@ -23,10 +23,10 @@ from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
 from train.loop import parallel
-from train.loop.optimizer import OptimizerConfig
 from train.loop.optimizer_step import take_step
 from train.loop.rank_weights import RankWeights
 from train.loop.trainer import Trainer
+from train.settings.optimizer_config import OptimizerConfig
 
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from draftsmith.export.verify_export import ExportVerification, count_drafts
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import Heads
+from heads.options import HeadOptions
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import VOCAB, save_tiny
 

@@ -1,9 +1,10 @@
 """The files that are generated from the code; `python -m tests.reference --write` writes them.
 
 Under git:
-train/schema.json          the schema of all configs: the early check reads it before torch is
-                           imported, and editors
 README.md                  its table of kinds and engines; the rest is written by hand
+
+Not under git, since the build of the package makes it (`setup.py`):
+train/schema.json          the schema of all configs, for editors
 
 Not under git, since the build of the site makes them (`docs/site_hooks.py`):
 docs/reference/config.md   every setting of a config
@@ -40,17 +41,10 @@ from tests.request_fields import requests_reference
 from tests.structure import structure_reference
 from train.base.config_file import describe
 from train.base.exit_status import ExitStatus
-from train.base.schema import Untitled
-from train.run.config import RunConfig
+from train.run.config import RunConfig, schema_text
+from train.settings.schema import json_schema
 
 ROOT = Path(__file__).parent.parent
-
-
-def make_schema() -> dict[str, Any]:
-    made = RunConfig.model_json_schema(schema_generator=Untitled)
-    for part in [made, *made["$defs"].values()]:
-        del part["title"]
-    return made
 
 
 def config_reference(schema: dict[str, Any]) -> str:
@@ -79,7 +73,14 @@ def config_reference(schema: dict[str, Any]) -> str:
             # pydantic leaves out a description that repeats the class's.
             described = [field, *(classes[used] for used in _references(field)[:1])]
             meaning = next(filter(None, map(_paragraph, described)), "Always given.")
-            rows.append([f"`{key}`", " or ".join(links) or describe(field), default, meaning])
+            rows.append(
+                [
+                    f"`{key}`",
+                    " or ".join(links) or describe(field, schema["$defs"]),
+                    default,
+                    meaning,
+                ]
+            )
         lines += table(["setting", "values", "default", "meaning"], rows)
     return "\n".join(lines) + "\n"
 
@@ -250,7 +251,7 @@ BEHAVIOUR = ("engine", "version", "does", "act", "source")
 SCHEMA = ROOT / "train" / "schema.json"
 # By their place in docs/.
 PAGES: dict[str, Callable[[], str]] = {
-    "reference/config.md": lambda: config_reference(make_schema()),
+    "reference/config.md": lambda: config_reference(json_schema(RunConfig)),
     "reference/cli.md": cli_reference,
     "reference/requests.md": requests_reference,
     "reference/lossless.md": pairings_reference,
@@ -262,13 +263,8 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
-def schema_text() -> str:
-    """The text of train/schema.json."""
-    return json.dumps(make_schema(), indent=1, ensure_ascii=False) + "\n"
-
-
 # What is under git.
-FILES: dict[Path, Callable[[], str]] = {SCHEMA: schema_text, README: readme}
+FILES: dict[Path, Callable[[], str]] = {README: readme}
 
 
 def write_pages(docs: Path) -> None:
@@ -281,6 +277,6 @@ if __name__ == "__main__":
     if sys.argv[1:] not in (["--write"], ["--pages"]):
         sys.exit("usage: python -m tests.reference --write, or --pages for the pages alone")
     if sys.argv[1] == "--write":
-        for file, make in FILES.items():
+        for file, make in (FILES | {SCHEMA: schema_text}).items():
             file.write_text(make(), encoding="utf-8")
     write_pages(ROOT / "docs")

@@ -27,7 +27,7 @@ from tests.mutants import StaleCache
 from tests.service import serving
 from tests.tiny import tiny_target
 from tests.upstream import served
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 TARGET = tiny_target()
 LETTERS = sorted(set(TARGET.tokenizer("she sells sea shells by the shore")["input_ids"]))

@@ -33,7 +33,7 @@ from tests.test_audit_law import START, TABLE, VOCAB, bigrams
 from tests.tiny import tiny_target
 from tests.upstream import served
 from train.engines.counters import DraftCounts
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 TARGET = tiny_target()
 EPS = torch.finfo(torch.bfloat16).eps

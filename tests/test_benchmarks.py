@@ -73,18 +73,17 @@ from decode.opening.directory import open_drafter
 from decode.opening.shipped import SHIPPED
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
-from heads import HEADS
 from heads.heads_directory import new_heads, save_heads, stored_options
-from heads.heads_module import HeadOptions
-from heads.mtp_heads import MtpOptions
+from heads.kinds import HEADS
+from heads.options import HeadOptions, MtpOptions
 from tests.export import needs
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
-from train.engines.server_config import EngineServer
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
+from train.settings.server_config import EngineServer
 
 
 def test_a_row_is_named_after_its_run_only_if_its_kind_does_not_tell_it_apart():

@@ -33,7 +33,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.tiny import moved, save_tiny, tiny_target, tiny_tokenizer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples

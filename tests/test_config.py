@@ -11,12 +11,24 @@ import pytest
 import yaml
 
 from decode.base.errors import UserError
+from decode.base.registry import registered_names
+from decode.base.strict import kinds_of
+from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.draw.sampling_config import SamplingConfig
+from decode.lengths import POLICIES
 from decode.loop.parts import make_rule
+from decode.rules import RULES
+from decode.shapes import SHAPES
+from distill.losses import LOSSES
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from train.base.config_file import REMOVED, read_config
-from train.data.training_text import OnPolicyConfig
-from train.run.config import build_config, differences, dump_config, load_config, validate_config
+from train.run.config import UNTRAINED, differences, dump_config
+from train.run.config_checks import build_config, load_config, validate_config
+from train.settings.schema import StageConfig
+from train.settings.training import OnPolicyConfig
+from train.stages import STAGES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -231,6 +243,7 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
         f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 2\n"
+        "import train.run.config, heads.options, distill.settings\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
     done = subprocess.run(
@@ -239,6 +252,19 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     assert done.stdout.strip() == "[]"
     assert "run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown." in done.stderr
     assert 'Did you mean "forward_kl"?' in done.stderr
+
+
+def test_names_that_are_read_from_files_are_those_of_the_registries():
+    for registry, package in (
+        (RULES, "decode.rules"),
+        (POLICIES, "decode.lengths"),
+        (SHAPES, "decode.shapes"),
+        (LOSSES, "distill.losses"),
+    ):
+        assert registered_names(package) == (*registry,)
+    assert (*UNTRAINED,) == (*(name for name in DRAFTERS if not DRAFTERS[name].trained),)
+    assert [*kinds_of(HeadOptions, "type")] == [*HEADS]
+    assert [*kinds_of(StageConfig, "kind")] == [*STAGES]
 
 
 JUDGED = """

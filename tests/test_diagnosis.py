@@ -33,7 +33,7 @@ from tests.tiny import VOCAB, moved, tiny_target
 from tests.upstream import served
 from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 PROMPTS = 40
 

@@ -20,7 +20,8 @@ from torch import nn
 
 from decode.base.errors import UserError
 from decode.model.loading import load_target
-from distill.trainable_model import LoraConfig, Trainable
+from distill.settings import LoraConfig
+from distill.trainable_model import Trainable
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_world_size import FSDP
 from tests.tiny import save_tiny, tiny_llama

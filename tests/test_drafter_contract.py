@@ -21,7 +21,7 @@ from decode.drafters.pard import mark_parallel
 from decode.model.loading import Target
 from decode.opening.combinations import COMBINATIONS
 from decode.opening.directory import open_drafter, save_drafter
-from heads import HEADS
+from heads.kinds import HEADS
 from tests.contract import (
     CASES,
     HEAD_OPTIONS,

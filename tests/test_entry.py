@@ -23,7 +23,7 @@ from tests.tiny import save_tiny
 from tests.training import begin_anew
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
-from train.run.config import load_config, validate_config
+from train.run.config_checks import load_config, validate_config
 from train.run.entry import begun
 
 STAGE = {

@@ -352,10 +352,7 @@ def test_pytorchs_products_stay_where_there_is_no_library(
     elif why == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
-        script = "#!/bin/sh
-echo it knows no -mavx2 >&2
-exit 1
-"
+        script = "#!/bin/sh\necho it knows no -mavx2 >&2\nexit 1\n"
         (tmp_path / "c++").write_text(script, "utf-8")
         os.chmod(tmp_path / "c++", 0o755)
         monkeypatch.setenv("CXX", str(tmp_path / "c++"))

@@ -22,8 +22,8 @@ from decode.model.forward.packed_alone import keep_packed_alone
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes import SHAPES
-from heads import HEADS
 from heads.heads_directory import save_heads
+from heads.kinds import HEADS
 from tests.contract import (
     HEAD_OPTIONS,
     WINDOW,

@@ -20,13 +20,14 @@ from draftsmith.cli.main import app
 from draftsmith.cli.plan import plan_target
 from draftsmith.starter_config import GOALS, MACHINES, Starter
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.test_run import CONFIG, WORDS
 from tests.tiny import save_tiny
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
-from train.run.config import RunConfig, load_config
+from train.run.config import RunConfig
+from train.run.config_checks import load_config
 from train.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")

@@ -39,8 +39,8 @@ from tests.lossless import longer_model
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import tiny_target
 from tests.training import Killed
-from train.run.config import validate_config
-from train.stages.generate import GenerateConfig
+from train.run.config_checks import validate_config
+from train.settings.generate_config import GenerateConfig
 
 GREEDY = Sampling()
 NO_RNG: Any = None  # these drafters draw nothing

@@ -24,7 +24,7 @@ from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.meters.profiler import WARM_UP
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.trainer import Trainer
-from train.loop.training_task import LoopConfig
+from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

@@ -22,10 +22,11 @@ from draftsmith.export.formats import FORMATS
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.verify_export import verify_export
 from heads.heads_directory import new_heads, read_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
 from heads.layers.family_layer import run_layer
 from heads.mtp_checkpoint import INDEX
 from heads.mtp_heads import MtpHeads
+from heads.options import HeadOptions
 from tests.export import assert_same_counts, needs, task
 from tests.mtp_targets import change_tensors, save_mtp_target, write_qwen_gguf
 from tests.stages import make_stage, run_stage, stage_context

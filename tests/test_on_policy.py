@@ -31,7 +31,8 @@ from train.base.stage import StageInputs
 from train.data import training_text
 from train.data.batches import permutation
 from train.data.chat_tokens import Sample, prompt_tokens
-from train.data.training_text import OnPolicyConfig, OnPolicyText
+from train.data.training_text import OnPolicyText
+from train.settings.training import OnPolicyConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}

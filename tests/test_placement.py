@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, TorchAoConfig
 from typer.testing import CliRunner
 
-import heads  # noqa: F401  (registers its kinds)
+import heads.kinds  # noqa: F401  (registers its kinds)
 from decode.base.errors import UserError
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
@@ -39,10 +39,10 @@ from distill.teacher.linear_logits import split_model
 from distill.untrained_student import student_from_layers
 from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.tiny import as_target, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from train.base.console import Reporter
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
 from train.run.run import Run
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]

@@ -23,7 +23,7 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
 from train.data.read import Example
 from train.data.usable_rows import UsableRows
-from train.run.config import load_config
+from train.run.config_checks import load_config
 from train.run.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -34,7 +34,7 @@ from train.base.tracking.curve_file import CURVES_FILE, CurveReader
 from train.data.corpus import read_answers
 from train.loop.trainer import Trainer
 from train.report.report_summary import footnotes
-from train.run.config import load_config
+from train.run.config_checks import load_config
 from train.run.run import Run
 from train.stages.generate import GenerateStage
 

@@ -30,7 +30,7 @@ from train.base.stage import StageInputs
 from train.engines import ask_servers
 from train.engines.answers.journal import Journal
 from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,8 @@ from tests.tiny import save_tiny
 from tests.training import forked, in_new_process, status_of, two_ranks
 from train.base.console import Reporter
 from train.data.read import spread
-from train.run.config import RunConfig, load_config, validate_config
+from train.run.config import RunConfig
+from train.run.config_checks import load_config, validate_config
 from train.run.run import Run
 
 LEARNING = """

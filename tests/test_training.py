@@ -67,10 +67,12 @@ from tests.training import (
 from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
-from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import EMA, learning_rate_factor
 from train.loop.trainer import Clock, Trainer
-from train.loop.training_task import LoopConfig, steps_in
+from train.loop.training_task import steps_in
+from train.settings.optimizer_config import GroupConfig, OptimizerConfig
+from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent

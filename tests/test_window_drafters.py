@@ -25,9 +25,9 @@ from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import HeadOptions
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.dense_attention import dense_attention
 from tests.test_long_context import assert_close, drawn, gradients

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
-from distill.masked_copies import ParallelConfig
 from distill.row_numbers import row_numbers
+from distill.settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.test_block_drafters import target
 from tests.test_distill import batch_of
 from tests.test_pard import MASK, masked

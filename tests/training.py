@@ -40,9 +40,10 @@ from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText
 from train.loop.checkpoint import Stopped
-from train.loop.optimizer import GroupConfig, OptimizerConfig
 from train.loop.trainer import Trainer
-from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.loop.training_task import TrainingProgress, TrainingTask
+from train.settings.optimizer_config import GroupConfig, OptimizerConfig
+from train.settings.training import LoopConfig
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 40

@@ -39,7 +39,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import heads  # noqa: F401  (registers its drafters)
+import heads.kinds  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import heads  # noqa: F401  (registers its drafters)
+import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.model.loading import EMBEDDED_PREFIX

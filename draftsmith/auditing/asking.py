@@ -29,7 +29,7 @@ from train.engines.ask_servers import (
     run_apart,
 )
 from train.engines.counters import DraftCounts
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # Of AnswerReader: an answer with these is no answer of the target's, whatever its tokens.
 NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")

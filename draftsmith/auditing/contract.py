@@ -22,7 +22,7 @@ from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, Row, token_ids
 from train.engines.ask_servers import ServerLost
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 GROUP = "contract"
 PROMPTS, TOKENS = 6, 32  # of the texts that are asked for again

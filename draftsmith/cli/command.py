@@ -114,7 +114,7 @@ class Loading:
     ) -> "Target":
         """Load the target. drafters: names that are looked up before. encoder: the target may have
         an encoder. only_decodes: nothing will train it, so one copy of its layers is enough."""
-        import heads  # noqa: F401  (registers its drafters)
+        import heads.kinds  # noqa: F401  (registers its drafters)
         from decode.model.forward.packed_alone import keep_packed_alone
         from decode.model.loading import load_target
         from decode.opening.directory import require_findable

@@ -10,6 +10,7 @@ from decode.base.errors import UserError
 from draftsmith.cli.command import numbers, require_writable, table, write_json
 from train.base.config_file import read_config
 from train.base.console import quieten
+from train.run.config import parse_config
 
 
 def forecast(
@@ -27,6 +28,7 @@ def forecast(
     """
     require_writable(json_file)
     source = read_config(config, overrides or [])
+    parse_config(source)  # before anything heavy is imported
     loads, sizes = _positive(load, "--load"), _positive(lengths, "--lengths")
     if not minutes > 0:
         raise UserError(f"--minutes is {minutes}; expected a number above 0")
@@ -34,7 +36,7 @@ def forecast(
     from draftsmith.forecast.entry import forecast as run
     from train.base.console import Reporter
     from train.report.format_figures import format_duration
-    from train.run.config import build_config
+    from train.run.config_checks import build_config
 
     quieten()
     reporter = Reporter()

@@ -19,7 +19,7 @@ from draftsmith.diagnosis.explain import EQUAL, NONE, SEEN, Explanation, as_keys
 from draftsmith.diagnosis.mistakes import MISTAKES
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3

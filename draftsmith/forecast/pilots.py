@@ -17,7 +17,8 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from draftsmith.forecast.curve import Point, spread_of
 from train.data.read import Example, spread
-from train.run.config import RunConfig, dump_config, validate_config
+from train.run.config import RunConfig, dump_config
+from train.run.config_checks import validate_config
 from train.run.run import Run, Splits
 
 # Rows of the smallest training, at least; and the share of the data that the largest may have.

@@ -23,7 +23,8 @@ from draftsmith.learn.learn_config import LearnConfig
 from train.base.config_file import read_config
 from train.base.console import Reporter
 from train.data.read import Example, read_examples
-from train.run.config import RunConfig, build_config
+from train.run.config import RunConfig
+from train.run.config_checks import build_config
 from train.run.run import Run
 
 SERVING = "{serving}"

@@ -16,8 +16,8 @@ from decode.base.registry import Registry
 from decode.model.hidden_states import layer_list_name
 from decode.model.loading import Target
 from train.base.console import Reporter
-from train.base.schema import StageConfig
 from train.data.corpus import Corpus
+from train.settings.schema import StageConfig
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,6 @@ class Stage(ABC, Generic[C]):
     where a killed run stopped.
     """
 
-    Config: ClassVar[type[StageConfig]]
     # Whether the target may have an encoder.
     with_encoder: ClassVar[bool] = False
     # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).

@@ -21,6 +21,7 @@ from train.data.self_prompts import read_prompts
 from train.data.stored_samples import sizes
 from train.data.turns import TURN, turn
 from train.data.usable_rows import UsableRows
+from train.settings.text_settings import stages_of
 
 PART = "part-"
 ANSWERS = "answers.jsonl"  # in a part
@@ -204,11 +205,6 @@ def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:
             "answers again"
         )
     return found[0]
-
-
-def stages_of(text: str | list[str]) -> list[str]:
-    """The generate stages whose answers are the text. Empty for the data's own responses."""
-    return [] if text == "data" else [text] if isinstance(text, str) else text
 
 
 def write_answers(

@@ -22,7 +22,7 @@ from train.engines.answers.protocols import (
     Protocol,
     Row,
 )
-from train.engines.server_config import EngineServer, ServerConfig
+from train.settings.server_config import EngineServer, ServerConfig
 
 CONNECT_SECONDS = 10.0
 RETRIED = (408, 409, 429)

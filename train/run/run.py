@@ -34,7 +34,6 @@ from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
 from train.base.run_files import stage_directory
-from train.base.schema import StageConfig
 from train.base.shared_disk import require_shared
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.base.tracking.trackers import start_trackers
@@ -47,8 +46,10 @@ from train.data.usable_rows import UsableRows
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
-from train.run.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.run.config import SPLITS, RunConfig, differences, dump_config
+from train.run.config_checks import validate_config
 from train.run.run_evaluation import RunEvaluation
+from train.settings.schema import StageConfig
 from train.stages import STAGES
 
 Splits = dict[str, Sequence[Example]]

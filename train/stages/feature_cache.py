@@ -2,17 +2,16 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
-from decode.model.hidden_states import FINAL, Recorder
+from decode.model.hidden_states import Recorder
 from decode.model.pretrained import require_present
 from distill.teacher.cache_parts import check_parts, parts_of
 from distill.teacher.cached_features import (
@@ -23,30 +22,21 @@ from distill.teacher.cached_features import (
 )
 from distill.teacher.feature_sources import LiveFeatures, split_rows
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheConfig, CacheStage
+from train.settings.cache_configs import FeatureCacheConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import CacheStage
 
 STATES = "states"  # in a generate stage's directory: those that it kept
-
-
-class FeatureCacheConfig(CacheConfig):
-    """The target's hidden states of a text, for any number of trainings."""
-
-    kind: Literal["feature_cache"] = "feature_cache"
-    captured_layers: list[int] = Field([FINAL], min_length=1)
-    """The layers whose hidden states are captured, by number; −1 for the hidden states that the
-    output layer reads."""
 
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.cached_features`)."""
 
-    Config = FeatureCacheConfig
     takes_device_map = True
 
     @classmethod

@@ -9,15 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
 from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
-from decode.draw.sampling_config import SamplingConfig
 from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
 from decode.loop.rows import RowSettings
@@ -34,7 +32,6 @@ from distill.teacher.cache_parts import check_parts, note_checked, parts_of, tex
 from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
 from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.console import Bar
-from train.base.schema import Seed, StageConfig
 from train.base.stage import STAGES, Memory, Outcome, Stage, StagePlan
 from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
 from train.data.read import Example, id_key, select, spread
@@ -45,72 +42,12 @@ from train.data.write_samples import fit
 from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
-from train.engines.server_config import ServerConfig
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
-from train.stages.feature_cache import STATES, FeatureCacheConfig
-
-
-class SelfPromptSampling(SamplingConfig):
-    """How prompts are drawn, with temperature 1 as the default."""
-
-    temperature: float = Field(1.0, gt=0)
-    """Divides the logits."""
-
+from train.settings.cache_configs import FeatureCacheConfig
+from train.settings.generate_config import GenerateConfig
+from train.stages.feature_cache import STATES
 
 ID_BYTES = 7  # of a token id in JSON, for the plan
-
-
-class GenerateConfig(StageConfig):
-    """The target answers prompts. No stage trains on answers to the test split."""
-
-    kind: Literal["generate"] = "generate"
-    split: Literal["train", "dev", "test"] = "train"
-    """The split whose prompts are answered."""
-    prompts: int | None = Field(None, ge=1)
-    """The number of prompts, spread evenly over the split. None: all."""
-    turns: Literal["last", "every"] = "last"
-    """The turns of a chat that are answered: the last one, or each turn of the assistant, after the
-    chat's own messages before it."""
-    self_prompts: int | None = Field(None, ge=1)
-    """The number of prompts that the target writes itself (Magpie, 2406.08464) and then answers, in
-    place of those of a split. None: the split's prompts."""
-    prompt_sampling: SelfPromptSampling = SelfPromptSampling()
-    """How the target draws its own prompts."""
-    max_prompt_tokens: int = Field(96, ge=1)
-    """The length limit of a prompt that the target writes. A longer one is left out."""
-    max_new_tokens: int = Field(128, ge=1)
-    """The length limit of an answer in tokens."""
-    batch_size: int = Field(16, ge=1)
-    """The number of prompts that a process answers together."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How answers are drawn."""
-    samples: int = Field(1, ge=1)
-    """Answers per prompt. They differ if the temperature is above 0."""
-    num_beams: int = Field(1, ge=1)
-    """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
-    part_prompts: int = Field(64, ge=1)
-    """The number of answers per saved part. A killed stage loses at most one part."""
-    seed: Seed = 0
-    """The seed of the draws."""
-    server: ServerConfig | None = None
-    """A server that answers in place of our own loop. None: our own loop."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "GenerateConfig":
-        if self.sampling.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                "samples > 1 needs sampling.temperature > 0; without it all answers are the same"
-            )
-        if self.num_beams > 1 and self.sampling.temperature > 0:
-            raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
-        if self.num_beams > 1 and self.server:
-            raise ValueError("a server draws answers, it does not search beams; leave one out")
-        if self.self_prompts and (self.prompts or self.split != "train" or self.turns != "last"):
-            raise ValueError(
-                "self_prompts takes the place of a split's prompts; leave split, prompts and turns "
-                "out"
-            )
-        return self
 
 
 @STAGES.register("generate")
@@ -118,7 +55,6 @@ class GenerateStage(Stage[GenerateConfig]):
     """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
     at most one part of each rank."""
 
-    Config = GenerateConfig
     takes_device_map = True
     with_encoder = True
 

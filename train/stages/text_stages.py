@@ -5,17 +5,15 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.artifact import recover, remove_directory, require_space
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.choose_vocabulary import most_frequent
-from distill.losses import WeightedLoss
 from distill.teacher.cache_parts import (
     check_parts,
     free_numbers,
@@ -26,87 +24,27 @@ from distill.teacher.cache_parts import (
     text_sha256,
 )
 from distill.teacher.feature_sources import LiveFeatures
-from train.base.schema import Losses, StageConfig, closest_stage
 from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
 from train.data.chat_tokens import Sample
-from train.data.corpus import stages_of
 from train.data.read import spread
 from train.data.splits import require_same
 from train.data.stored_samples import StoredSamples, sample_part
 from train.data.write_samples import require_kept, write_samples
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
-from train.loop.optimizer import OptimizerConfig
 from train.loop.teachers import lost_mass
 from train.loop.trainer import Clock, Trainer
-from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.loop.training_task import TrainingProgress, TrainingTask
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
+from train.settings.optimizer_config import OptimizerConfig
+from train.settings.schema import StageConfig, closest_stage
+from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
+from train.settings.training import LoopConfig
 
 TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
-
-
-class TextConfig(StageConfig):
-    """The settings of a stage that reads a text."""
-
-    text: str | list[str] = "data"
-    """The name of a generate stage, or several, or `data` for the responses in the training
-    data."""
-    max_length: int = Field(1024, ge=2)
-    """The maximum length of a sample in tokens, prompt included."""
-    on_long: Literal["truncate", "drop"] = "truncate"
-    """Cut longer samples from the right, or drop them."""
-
-    @property
-    def text_stages(self) -> list[str]:
-        """The generate stages whose answers are the text. Empty for the data's own responses."""
-        return stages_of(self.text)
-
-
-class LossConfig(TextConfig):
-    """The settings of a stage that learns from the target's distribution."""
-
-    losses: Losses
-    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
-    `distill.losses`."""
-    teacher_temperature: float = Field(1.0, gt=0)
-    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
-    drafter_temperature: float = Field(1.0, gt=0)
-    """Divides the drafter's logits before a loss compares the distributions."""
-    tokens_per_pass: int | None = Field(None, ge=1)
-    """The live target runs over the samples of the next batches together, in passes of this size on
-    each rank: rows times the longest row's length. The states of at most four passes are in memory,
-    or of one batch, if that is more. None: one pass for each batch of the training."""
-
-    @property
-    def weighted_loss(self) -> WeightedLoss:
-        return WeightedLoss(
-            self.losses,
-            teacher_temperature=self.teacher_temperature,
-            drafter_temperature=self.drafter_temperature,
-        )
-
-    @property
-    def losses_in_words(self) -> str:
-        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
-        parts = []
-        for name, given in self.losses.items():
-            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-            weight = options.pop("weight", 1)
-            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
-            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
-        return " + ".join(parts)
-
-
-class CacheConfig(TextConfig):
-    """The settings of a stage that stores the target's results for a text."""
-
-    tokens_per_batch: int = Field(2048, ge=1)
-    """The size of a batch on each rank: rows times the longest row's length."""
-    part_samples: int = Field(256, ge=1)
-    """The number of samples per written part. A killed stage loses at most one part."""
 
 
 T = TypeVar("T", bound=TextConfig)

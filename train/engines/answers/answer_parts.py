@@ -15,7 +15,7 @@ from train.engines.answers.known_parts import Part
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 class PartWriter:
