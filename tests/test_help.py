@@ -86,6 +86,7 @@ def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "1.00 tokens per step" in result.output
     assert "acceptance rate –" in result.output
+    assert "no drafts to compare with plain decoding" in result.output
 
 
 def test_the_package_explains_itself() -> None:
