@@ -5,8 +5,8 @@
 
 The commands are those in the page's own blocks. An environment is made in an empty directory, the
 wheel is built from a copy of the sources and installed there with the embedded target, and all else
-runs beside that copy, from the wheel. --quick trains on fewer prompts. --page writes the commands
-with what they printed, as Markdown.
+runs beside that copy, from the wheel. --quick trains on fewer prompts and measures less. --page
+writes the commands with what they printed, as Markdown.
 """
 
 import os
@@ -46,10 +46,17 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 PAGE = ROOT / "docs" / "tutorial.md"
 # How the commands of the page begin that are run as they stand, or by a rule of `walk`.
 KNOWN = ("python", "pip", "echo", "draftsmith", "accelerate")
+# What --quick sets in the runs: the path is the same, and most of the time goes into measuring.
+QUICK = (
+    " data.limit=60 stages.answers.max_new_tokens=40 evaluation.max_new_tokens=24"
+    " evaluation.timed_prompts=2 evaluation.timed_tokens=16"
+)
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="train on fewer prompts")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="train on fewer prompts, and measure less")
+    ] = False,
     json_file: JsonOption = None,
     page: PageOption = None,
     data: Annotated[Path, typer.Option(help="the user's prompts, JSON lines")] = PROMPTS
@@ -115,7 +122,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
         limited = quick and ("draftsmith train" in written or "-m train" in written)
         words = re.sub(r"^.*\| ", "", written).split()
         name = " ".join(words[: 4 if words[0] == "accelerate" else 2])
-        steps.append((f"{title}: {name}", command + " data.limit=60" * limited))
+        steps.append((f"{title}: {name}", command + QUICK * limited))
     if unused := replaced.keys() - used:
         raise UserError(f"{PAGE.name} does not have {', '.join(sorted(unused))} any more")
     return steps

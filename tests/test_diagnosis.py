@@ -192,7 +192,7 @@ def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path)
     """The target is not there: were it loaded first, that would be said."""
     drafter, few = tmp_path / "drafter", tmp_path / "few.jsonl"
     make_heads(drafter, target(), KINDS["medusa"])
-    few.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    few.write_text('{"prompt": "one"}\n{"prompt": "two"}\n', "utf-8")
     app = AnswerEngine(target=target()).app()
     text = page("vllm", 0, *[0] * GAMMA)
     app.router.routes.append(Route("/metrics", lambda _: PlainTextResponse(text)))

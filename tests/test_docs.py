@@ -105,10 +105,10 @@ def test_every_figure_stands_with_its_command_machine_and_date() -> None:
     assert not missing
 
 
-def test_every_finding_says_what_it_shows_and_is_on_the_page() -> None:
+def test_every_finding_says_what_it_shows_and_is_in_the_table() -> None:
     scripts = list((ROOT / "findings").glob("*.sh"))
-    page = (ROOT / "docs" / "findings.md").read_text("utf-8")
-    assert set(re.findall(r"\(\.\./findings/(\w+\.sh)\)", page)) == {path.name for path in scripts}
+    page = (ROOT / "findings" / "README.md").read_text("utf-8")
+    assert set(re.findall(r"\((\w+\.sh)\)", page)) == {path.name for path in scripts}
     for path in scripts:
         head = path.read_text("utf-8").split("\nset -euo pipefail\n")[0]
         for word in ("Versions", "Behaviour", "Guess", "Seen"):

@@ -398,7 +398,7 @@ def test_a_library_that_is_of_no_use_is_compiled_again(
     before = few_rows.library(dtype)
     assert before is not None
     compiler, kept = tmp_path / "compiler", tmp_path / "draftsmith" / Path(before._name).name
-    compiler.write_text(f'for last; do :; done; cp "{before._name}" "$last"\n')
+    compiler.write_text(f'for last; do :; done; cp "{before._name}" "$last"\n', "utf-8")
     monkeypatch.setenv("CXX", f"sh {compiler}")
     if cache == "broken":
         kept.parent.mkdir(0o700)

@@ -135,7 +135,7 @@ def test_a_forecast_stands_beside_what_comes_out(
     base: Path,  # noqa: F811
 ) -> None:
     rows = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(230)]
-    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     run = settings(base, data={"train": "rows.jsonl", "held_out": 4, "duplicates": "keep"})
     file = base / "run.yaml"
     file.write_text(json.dumps(dump_config(resolve(run))), encoding="utf-8")

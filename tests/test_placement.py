@@ -197,7 +197,7 @@ def test_commands_and_configs_spread_a_target(tmp_path: Path, fresh_accelerate: 
     save_tiny(tmp_path / "model", tie=False)
     row = json.dumps({"prompt": "the fox sells", "response": "a dog sells the fox"})
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3, "utf-8")
-    spread = ("--device-map", "auto", "--max-memory", '{"cpu": "90KB"}')
+    spread = ("--device-map", 'auto:max_memory={"cpu":"90KB"}')
     one, several = (_evaluated(tmp_path, *options) for options in ((), spread))
     assert several["identical_to_plain"] == 1
     for figures in (one, several):

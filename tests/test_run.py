@@ -600,7 +600,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
     varied = command(
         *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
         *("--max-new-tokens", "8", "--timed-prompts", "1", "--temperature", "0.9"),
-        *("--min-p", "0.01", "--repetition-penalty", "1.1", "--draft-temperature", "0.7"),
+        *("--sampling", "min_p=0.01,repetition_penalty=1.1", "--draft-temperature", "0.7"),
         *("--rule", "lenience:lenience=0.7", "--policy", "heuristic:max_depth=6,first=2"),
         *("--shape", "chain", "--steps", str(steps)),
     )
@@ -630,7 +630,15 @@ def test_the_command_line_from_plan_to_text(base, finished):
     assert loose > strict
     assert f"θ = {found['threshold']:g}" in calibrated.stdout
     assert "LOSSY" in calibrated.stdout
-    options = ("a dog", "--max-new-tokens", "9", "--repetition-penalty", "1.1", "--stop", "zz")
+    options = (
+        "a dog",
+        "--max-new-tokens",
+        "9",
+        "--sampling",
+        "repetition_penalty=1.1",
+        "--stop",
+        "zz",
+    )
     plain = command("generate", *target, "--drafter", "none", *options)
     fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""
