@@ -269,10 +269,13 @@ def stage_directories(run: Path) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("engine", "few"),
     [
-        ("fsdp2", False),
+        # `test_world_size` goes on under FSDP2 in `make test`, `test_doors` ends there.
         ("zero3", True),
         pytest.param("zero2", True, marks=pytest.mark.thorough),
-        *(pytest.param(name, False, marks=pytest.mark.thorough) for name in ("ddp", "zero3")),
+        *(
+            pytest.param(name, False, marks=pytest.mark.thorough)
+            for name in ("ddp", "fsdp2", "zero3")
+        ),
     ],
 )
 def test_two_ranks_train_as_one_and_go_on_after_a_kill(base, engine, few):

@@ -91,14 +91,10 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
         ("exact", "fixed tree"),
         ("coupled", "drawn chain"),
         ("block", "drawn chain"),
-        ("multi_round", "independent"),
         ("multi_round", "distinct"),
-        ("multi_round", "chosen"),
         ("traversal", "independent"),
-        ("traversal", "distinct"),
         ("spectr", "independent"),
         ("speculative", "self-drafted chain"),
-        ("multi_round", "self-drafted tree"),
         *(
             pytest.param(*pair, marks=pytest.mark.thorough)
             for pair in (
@@ -106,6 +102,10 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
                 ("coupled", "fixed tree"),
                 ("block", "fixed chain"),
                 ("multi_round", "drawn chain"),
+                ("multi_round", "independent"),
+                ("multi_round", "chosen"),
+                ("multi_round", "self-drafted tree"),
+                ("traversal", "distinct"),
                 ("traversal", "chosen"),
                 ("spectr", "drawn chain"),
             )
