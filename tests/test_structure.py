@@ -66,7 +66,8 @@ def test_a_reader_of_a_typical_step_opens_few_lines(
 def _calls(name: str) -> Iterator[tuple[str, ast.Call]]:
     """The calls of methods of this name in the packages, each with its place."""
     for file in tracked(*PACKAGES):
-        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        text = (ROOT / file).read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if f".{name}(" in text else ():
             if isinstance(node, ast.Call) and getattr(node.func, "attr", None) == name:
                 yield f"{file}:{node.lineno}", node
 
