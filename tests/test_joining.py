@@ -249,7 +249,14 @@ def test_slots_are_used_again_and_hold_nothing_of_the_row_before() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    ["none", "chain", "tree", "hydra_plus", "eagle1", "kangaroo", "dflash", "heads with windows"],
+    [
+        "none",
+        "tree",
+        "hydra_plus",
+        "dflash",
+        "heads with windows",
+        *(pytest.param(x, marks=pytest.mark.thorough) for x in ("chain", "eagle1", "kangaroo")),
+    ],
 )
 def test_the_size_of_passes_changes_no_text(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fed_rows, "PADDING", 1 << 20)

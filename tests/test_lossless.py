@@ -1,8 +1,8 @@
 """Promises 21 and 22: sampled text has exactly the target's distribution, and these tests can tell.
 
-The rules alone are enumerated in `test_rules`; here the whole loop is sampled, once for each rule
-and each kind of draft that it judges. `python -m tests.controls` prints how surely errors are
-found.
+The rules alone are enumerated in `test_rules`; here the whole loop is sampled, for each rule, and
+for each kind of draft that it judges in `make test-thorough`. `python -m tests.controls` prints how
+surely errors are found.
 """
 
 import copy

@@ -46,12 +46,13 @@ from tests.tiny import VOCAB, finish, near_drafter, tiny_model, tiny_tokenizer
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        ("chain", "exact"),
         ("chain", "block"),
         ("tree", "traversal"),
         ("tree", "typical"),
-        ("chain", "top_k"),
-        ("chain", "threshold"),
+        *(
+            pytest.param("chain", rule, marks=pytest.mark.thorough)
+            for rule in ("exact", "top_k", "threshold")
+        ),
     ],
 )
 def test_rules_see_each_row_with_its_settings(kind: str, rule: str) -> None:

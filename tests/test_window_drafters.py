@@ -133,7 +133,9 @@ def test_what_is_drafted_is_what_was_trained(kind: str, window: SlidingWindow) -
     assert beyond > 2
 
 
-@pytest.mark.parametrize("shape", ["chain", "static:widths=[2,1,2]"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("chain", marks=pytest.mark.thorough), "static:widths=[2,1,2]"]
+)
 @kinds
 def test_slots_that_are_left_out_change_nothing(
     kind: str, shape: str, monkeypatch: pytest.MonkeyPatch
