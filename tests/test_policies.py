@@ -52,7 +52,7 @@ def step(
         drafted=drawn,
         reached=np.minimum(kept + 1, drawn),
         emitted=kept + 1,
-        width=1 + max_depth if width is None else width,
+        fed=len(kept) * (1 + max_depth if width is None else width),
         draft_steps=max_depth,
         seconds=Seconds(draft_s, pass_s),
         signals=signals or {},
