@@ -381,12 +381,13 @@ def finish(decoding: Decoding) -> dict[int, list[int]]:
 
 
 def tokens_fed(lm: Any) -> list[int]:
-    """How many tokens each pass of a model feeds from now on."""
+    """How many tokens each pass of a model feeds from now on, over all rows."""
     forward, fed = lm.forward, []
 
     def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        fed.append(ids.numel())
-        return forward(ids, *args, **more)
+        logits: torch.Tensor = forward(ids, *args, **more)
+        fed.append(lm.fed)
+        return logits
 
     lm.forward = counted
     return fed
