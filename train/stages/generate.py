@@ -116,7 +116,8 @@ class GenerateConfig(StageConfig):
 @STAGES.register("generate")
 class GenerateStage(Stage[GenerateConfig]):
     """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
-    at most one part of each rank."""
+    at most one part of each rank. Beside them are, in parts of the same numbers, the hidden states
+    that later stages ask for (`distill.teacher.cached_features`)."""
 
     Config = GenerateConfig
     takes_device_map = True
