@@ -345,7 +345,8 @@ def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_pat
 
 def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: Path) -> None:
     """The other rows have the answers that they have without schemas; a schema that changes asks
-    its row again, and no other."""
+    its row again, and no other. A later cache reads the texts whose last token was never fed, as a
+    grammar ended them, and has the states of all others."""
     schemas = ({"enum": ["red", "green"]}, None, {"type": "boolean"}, {"type": "null"})
     settings: Any = {"max_new_tokens": 9, "sampling": {"temperature": 1.0}, "samples": 2}
 
@@ -353,10 +354,11 @@ def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: P
         texts = [None if schema is None else json.dumps(schema) for schema in schemas]
         return [replace(x, schema=y) for x, y in zip(examples("train", 4), texts, strict=True)]
 
+    cache = make_stage("feature_cache", "c", make_stage("generate", "answers"), text="answers")
+
     def texts(schemas: Sequence[Any], name: str) -> list[str]:
-        run_stage(
-            with_examples(context, train=rows(schemas)), make_stage("generate", name, **settings)
-        )
+        stage = make_stage("generate", name, **settings)
+        run_stage(replace(with_examples(context, train=rows(schemas)), later=[cache]), stage)
         answers = read_answers(context.directory / name)
         return [text_of(context.target.tokenizer, answer["tokens"]) for answer in answers]
 
@@ -365,6 +367,12 @@ def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: P
     assert {*found[::4]} <= {'"red"', '"green"'}
     assert {*found[2::4]} <= {"true", "false"}
     assert [found[3], found[1], found[5]] == ["null", plain[1], plain[5]]
+    samples, ends = context.corpus.samples("answers"), {*context.target.eos_token_ids}
+    held = [x for x, schema in zip(samples, schemas * 2, strict=True) if schema]
+    read = [x for x in held if x.tokens[-1] in ends]
+    assert len(read) > 2
+    summary = run_stage(context, cache).summary
+    assert summary["tokens_scored"] == sum(len(x.tokens) for x in read) < summary["tokens"]
     again = texts(({"enum": ["blue"]}, *schemas[1:]), "answers")
     assert again == ['"blue"', *found[1:4], '"blue"', *found[5:]]
 

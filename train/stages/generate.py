@@ -53,7 +53,8 @@ ID_BYTES = 7  # of a token id in JSON, for the plan
 @STAGES.register("generate")
 class GenerateStage(Stage[GenerateConfig]):
     """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
-    at most one part of each rank."""
+    at most one part of each rank. Beside them are, in parts of the same numbers, the hidden states
+    that later stages ask for (`distill.teacher.cached_features`)."""
 
     takes_device_map = True
     with_encoder = True
