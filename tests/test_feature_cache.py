@@ -1,6 +1,7 @@
 """The offline cache of hidden states: what a live target shows, and nothing that does not fit."""
 
 import errno
+import json
 import os
 import shutil
 from collections.abc import Sequence
@@ -250,7 +251,9 @@ def test_each_part_is_hashed_once_and_again_after_a_change(
     os.utime(directory / "part-2" / "cache.safetensors", ns=(1, 1))
     assert tensors_hashed() == ["part-2/cache.safetensors"]
     assert tensors_hashed() == []
-    said = CliRunner().invoke(app, ["verify-cache", str(directory)])
+    counts = directory.with_suffix(".json")
+    said = CliRunner().invoke(app, ["verify-cache", str(directory), "--json", str(counts)])
+    assert json.loads(counts.read_text("utf-8"))["parts"] == 3
     assert (said.exit_code, said.stdout) == (0, f"{directory}: 3 parts, all sound\n")
     file = directory / "part-1" / "cache.safetensors"
     stamp = file.stat().st_mtime_ns

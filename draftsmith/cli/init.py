@@ -116,13 +116,16 @@ def quickstart(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="print the resolved plan and stop")
     ] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="for --dry-run, write the plan's figures here")
+    ] = None,
 ) -> None:
     """Train a first drafter with the shipped config, into ./runs/quickstart."""
     import configs
     from draftsmith.cli.train import train
 
     shipped = Path(configs.__file__).parent / "quickstart.yaml"
-    train(shipped, overrides, dry_run=dry_run)
+    train(shipped, overrides, dry_run=dry_run, json_file=json_file)
 
 
 def _write(out: Path, text: str) -> None:

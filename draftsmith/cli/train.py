@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import require_packages, says_stops, table
+from draftsmith.cli.command import require_packages, says_stops, table, write_json
 from train.base.config_file import read_config
 from train.run.config import parse_config
 
@@ -97,12 +97,16 @@ def train(
 
 def verify_cache(
     directory: Annotated[Path, typer.Argument(help="of a teacher_cache or feature_cache stage")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="write the number of parts here")
+    ] = None,
 ) -> None:
     """Hash all files of a cache, also those that did not change since they were hashed."""
     from train.loop.open_caches import check_directory
 
     count = check_directory(directory, "cache", again=True)
     typer.echo(f"{directory}: {count} parts, all sound")
+    write_json(json_file, {"directory": str(directory), "parts": count})
 
 
 def watch(
