@@ -105,7 +105,8 @@ smoke-newest: newest
 	$(ONE_THREAD) $(NEWEST)/bin/python -m pytest -n logical --maxprocesses 8 --dist worksteal -m smoke
 
 # What a cheaper test in `make test` proves, on more kinds or with more power.
-test-thorough: install
+test-thorough: install engine-speculators
+	$(VENV)/bin/pip install --quiet --constraint constraints.txt --editable ".[benchmarks]"
 	$(ONE_THREAD) $(VENV)/bin/python $(PYTEST) -m "thorough and not engine and not client"
 
 # torchao is in a folder of its own: where it is installed, transformers imports it in every process.

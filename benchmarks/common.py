@@ -27,7 +27,7 @@ from draftsmith.cli.command import shows_errors, table
 from train.base.console import Reporter, quieten
 from train.base.launcher import cores
 from train.base.provenance import describe_process, version_of
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
 from train.run.run import Run, make_directory
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def execute_run(config: dict[str, Any], reporter: Reporter) -> tuple[Run, dict[s
 
 def read_summary(run: Run, stage: str) -> dict[str, Any]:
     """Return the summary of a finished stage."""
-    record = json.loads((run.stage_directory(stage) / "done.json").read_text())
+    record = json.loads((run.stage_directory(stage) / "done.json").read_text("utf-8"))
     summary: dict[str, Any] = record["summary"]
     return summary
 
@@ -240,12 +240,15 @@ def in_fresh_process(function: str, **arguments: Any) -> Any:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "benchmarks.common", function, json.dumps(arguments)]
         process = subprocess.run(
-            [*command, str(result)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [*command, str(result)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
         )
         if process.returncode or not result.exists():
             output = process.stdout[-OUTPUT_CHARACTERS:]
             raise RuntimeError(f"{function} ended with status {process.returncode}:\n{output}")
-        answer = json.loads(result.read_text())
+        answer = json.loads(result.read_text("utf-8"))
     if "error" in answer:
         raise UserError(answer["error"])
     return answer["value"]

@@ -5,8 +5,8 @@
 
 The commands are those in the page's own blocks. An environment is made in an empty directory, the
 wheel is built from a copy of the sources and installed there with the embedded target, and all else
-runs beside that copy, from the wheel. --quick trains on fewer prompts. --page writes the commands
-with what they printed, as Markdown.
+runs beside that copy, from the wheel. --quick trains on fewer prompts and measures less. --page
+writes the commands with what they printed, as Markdown.
 """
 
 import os
@@ -46,10 +46,17 @@ FILES = ("pyproject.toml", "README.md", "LICENSE")
 PAGE = ROOT / "docs" / "tutorial.md"
 # How the commands of the page begin that are run as they stand, or by a rule of `walk`.
 KNOWN = ("python", "pip", "echo", "draftsmith", "accelerate")
+# What --quick sets in the runs: the path is the same, and most of the time goes into measuring.
+QUICK = (
+    " data.limit=60 stages.answers.max_new_tokens=40 evaluation.max_new_tokens=24"
+    " evaluation.timed_prompts=2 evaluation.timed_tokens=16"
+)
 
 
 def main(
-    quick: Annotated[bool, typer.Option("--quick", help="train on fewer prompts")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="train on fewer prompts, and measure less")
+    ] = False,
     json_file: JsonOption = None,
     page: PageOption = None,
     data: Annotated[Path, typer.Option(help="the user's prompts, JSON lines")] = PROMPTS
@@ -62,14 +69,14 @@ def main(
     with empty_place(keep) as place:
         copy_sources(place / "clone")
         shutil.copyfile(data, place / "mine.jsonl")
-        held_out = (PROMPTS / "test.jsonl").read_text().splitlines(keepends=True)[::10]
-        (place / "held_out.jsonl").write_text("".join(held_out))
-        (place / "first.py").write_text(readme_python())
+        held_out = (PROMPTS / "test.jsonl").read_text("utf-8").splitlines(keepends=True)[::10]
+        (place / "held_out.jsonl").write_text("".join(held_out), "utf-8")
+        (place / "first.py").write_text(readme_python(), "utf-8")
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
         env.pop("VIRTUAL_ENV", None)
         env["PIP_QUIET"] = "2"
         steps: list[Step] = []
-        for title, command in walk(PAGE.read_text(), python, quick):
+        for title, command in walk(PAGE.read_text("utf-8"), python, quick):
             reporter.say(f"$ {command}")
             # A step after the first is in the environment that the first one made.
             before = ". venv/bin/activate; " if (place / "venv").exists() else ""
@@ -78,7 +85,7 @@ def main(
     reporter.table(times_table("first steps from a wheel", steps))
     ratios = {"first_answer_speedup": first_speedup(drafted.output)}
     if page is not None:
-        page.write_text(as_page(steps, opening(quick)))
+        page.write_text(as_page(steps, opening(quick)), "utf-8")
     if json_file is not None:
         machine = describe_machine()
         write_json(
@@ -92,7 +99,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
     page has a command that this walk does not know."""
     torch = next(
         line
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines()
         if line.startswith("torch==")
     )
     replaced = {
@@ -115,7 +122,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
         limited = quick and ("draftsmith train" in written or "-m train" in written)
         words = re.sub(r"^.*\| ", "", written).split()
         name = " ".join(words[: 4 if words[0] == "accelerate" else 2])
-        steps.append((f"{title}: {name}", command + " data.limit=60" * limited))
+        steps.append((f"{title}: {name}", command + QUICK * limited))
     if unused := replaced.keys() - used:
         raise UserError(f"{PAGE.name} does not have {', '.join(sorted(unused))} any more")
     return steps
@@ -123,7 +130,7 @@ def walk(text: str, python: str, quick: bool = False) -> list[tuple[str, str]]:
 
 def readme_python() -> str:
     """The README's example in Python."""
-    return (ROOT / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    return (ROOT / "README.md").read_text("utf-8").split("```python\n")[1].split("```")[0]
 
 
 def copy_sources(clone: Path) -> None:

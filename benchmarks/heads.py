@@ -213,7 +213,7 @@ def heads_config(settings: Settings) -> dict[str, Any]:
     quick = settings.quick
     train, limit = ["train.jsonl"], None
     if settings.more is not None:
-        shipped = len((PROMPTS / train[0]).read_text().splitlines())
+        shipped = len((PROMPTS / train[0]).read_text("utf-8").splitlines())
         train, limit = [*train, str(settings.more.absolute())], shipped + settings.more_prompts
     answer = {"kind": "generate", "max_new_tokens": 80, "batch_size": 32, "part_prompts": 96}
     loop: dict[str, Any] = {"epochs": 1 if quick else 3, "tokens_per_batch": 1024, "log_every": 40}

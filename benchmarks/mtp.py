@@ -109,7 +109,7 @@ def main(
 
 def _read(pattern: str) -> list[str]:
     """The texts of the repository's files with names of this pattern."""
-    return [file.read_text() for file in sorted(ROOT.glob(pattern))]
+    return [file.read_text("utf-8") for file in sorted(ROOT.glob(pattern))]
 
 
 def _write_rows(directory: Path, files: Sequence[str]) -> None:
@@ -122,7 +122,7 @@ def _write_rows(directory: Path, files: Sequence[str]) -> None:
         split = {0: "dev", 5: "test"}.get(number % 10, "train")
         rows[split].append(json.dumps({"prompt": piece}))
     for split, lines in rows.items():
-        (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
+        (directory / f"{split}.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
 
 
 def _pieces(files: Sequence[str]) -> list[str]:
@@ -227,7 +227,7 @@ def _trained(
 
 def restore_stages(starts: dict[str, str | None], quick: bool) -> list[dict[str, Any]]:
     """The stages of the recipe with sizes for a small target, and its last stage for each start."""
-    answers, dev, module = yaml.safe_load(RECIPE.read_text())["stages"]
+    answers, dev, module = yaml.safe_load(RECIPE.read_text("utf-8"))["stages"]
     assert (dev["name"], module["name"]) == ("dev-answers", "module")
     del answers["server"]
     answers |= {"max_new_tokens": 64, "batch_size": 32, "part_prompts": 96}
@@ -242,7 +242,9 @@ def restore_stages(starts: dict[str, str | None], quick: bool) -> list[dict[str,
 
 def measure(target: Target, drafter: str, text: Path) -> dict[str, Any]:
     """Steps and emitted tokens by prompt, greedy and at T = 1, on the text's test prompts."""
-    rows = [json.loads(line)["prompt"] for line in (text / "test.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)["prompt"] for line in (text / "test.jsonl").read_text("utf-8").splitlines()
+    ]
     prompts = [target.tokenizer(row)["input_ids"] for row in rows[:48]]
     return count_tokens(target, drafter, prompts, 64, DEPTH)
 

@@ -84,14 +84,14 @@ def main(
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         }
         steps = []
-        for title, command in walk(PAGE.read_text(), python.absolute(), quick):
+        for title, command in walk(PAGE.read_text("utf-8"), python.absolute(), quick):
             reporter.say(f"$ {command}")
             steps.append(run_step(title, command, place, env, ""))
             reporter.say(as_time(steps[-1].seconds))
     reporter.table(times_table("docs/serve_8b.md on a small model", steps))
     if page is not None:
         written = as_page(steps, opening(quick)).replace(str(ROOT), "~/clone")
-        page.write_text(written.replace(str(python.absolute()), "~/vllm/bin/python"))
+        page.write_text(written.replace(str(python.absolute()), "~/vllm/bin/python"), "utf-8")
     if json_file is not None:
         found = {"machine": describe_machine(), "steps": [asdict(step) for step in steps]}
         write_json(json_file, found)
@@ -101,8 +101,8 @@ def _prepare(place: Path, quick: bool) -> None:
     """The user's chats, prompts that are held out, and the target as the directory that vLLM
     takes."""
     for name, source, every in (("mine", "train", 6 if quick else 2), ("held_out", "test", 4)):
-        lines = (PROMPTS / f"{source}.jsonl").read_text().splitlines(keepends=True)
-        (place / f"{name}.jsonl").write_text("".join(lines[::every]))
+        lines = (PROMPTS / f"{source}.jsonl").read_text("utf-8").splitlines(keepends=True)
+        (place / f"{name}.jsonl").write_text("".join(lines[::every]), "utf-8")
     target = load_target(TARGET, dtype="float32", device="cpu")
     target.model.save_pretrained(place / "target")
     target.tokenizer.save_pretrained(place / "target")

@@ -49,9 +49,9 @@ from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.command import tokenized_prompts
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
-from heads.eagle3_heads import Eagle3Options
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
+from heads.options import Eagle3Options
 from train.data.read import read_examples
 from train.engines.child_process import model_directory, package_version, run_job
 

@@ -118,7 +118,7 @@ class Timing:
     draft_prefill: float = 0.0
     steps: int = 0  # verification passes
     draft_steps: int = 0  # sum over all verification passes of the depth of the draft
-    tokens_fed: int = 0  # sum over all verification passes of the tokens fed per row
+    tokens_fed: float = 0  # sum over all verification passes of the tokens fed per row
 
     @property
     def total(self) -> float:

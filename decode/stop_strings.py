@@ -15,8 +15,8 @@ class AnswerText:
     """The text of one growing sequence, in pieces, without the stop string that ends it. What may
     be the beginning of a stop string is held back.
 
-    stops: none of them is empty. The other arguments are those of `TextStream`. stopped: a stop
-    string has ended the text.
+    stops: none of them is empty. The other arguments are those of `TextStream`. stopped: the stop
+    string that has ended the text.
     """
 
     def __init__(
@@ -30,20 +30,20 @@ class AnswerText:
         self._stream = TextStream(tokenizer, skip_special_tokens=skip_special_tokens, shown=shown)
         self._stops = stops
         self._held = ""
-        self.stopped = False
+        self.stopped: str | None = None
 
     def add(self, tokens: Sequence[int], *, ended: bool) -> str:
         """The next piece, or ''. ended: these are the last tokens."""
-        if self.stopped:
+        if self.stopped is not None:
             return ""
         text = self._held + self._stream.add(tokens)
         if ended:
             text += self._stream.end()
         whole = text + self._stream.held
-        ends = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
+        ends = [(at, stop) for stop in self._stops if (at := whole.find(stop)) >= 0]
         if ends:
-            self.stopped, self._held = True, ""
-            return whole[: min(ends)]
+            (end, self.stopped), self._held = min(ends), ""
+            return whole[:end]
         kept = 0 if ended else max((begun(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - kept :]
         return text[: len(text) - kept]
@@ -100,6 +100,6 @@ class StopStrings(Stop):
         for count, token in enumerate(tokens, 1):
             for text in texts:
                 text.add([token], ended=False)
-            if any(text.stopped for text in texts):
+            if any(text.stopped is not None for text in texts):
                 return count
         return None

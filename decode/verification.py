@@ -113,7 +113,8 @@ class Verification(Outcome, Verdict):
     number: the number of the pass. 0 is the prefill: the verification of an empty draft.
     depths: int [B], the max depth allowed for each draft. drafted: int [B], nodes drafted.
         nodes_by_depth: int [B, D'], how many of them at depth 1, 2, ….
-    width: tokens fed per row, with the probes of the drafter. draft_steps: how deep the drafter
+    fed: tokens that the target computed, of all rows, with the probes of the drafter, and with
+        padding where its forward pads. draft_steps: how deep the drafter
         went. A small language model takes this number of passes; other drafters may take fewer.
     features: the target's hidden states of the tokens fed and kept, if the drafter captures layers.
         previous_features: those of the pass before. They end with the text's second-to-last token,
@@ -132,7 +133,7 @@ class Verification(Outcome, Verdict):
     depths: np.ndarray
     drafted: np.ndarray
     nodes_by_depth: np.ndarray
-    width: int
+    fed: int
     draft_steps: int
     features: Features | None
     previous_features: Features | None
@@ -150,14 +151,14 @@ class Verification(Outcome, Verdict):
         lengths: np.ndarray | None = None,
         number: int = 0,
         depths: np.ndarray | None = None,
-        probes: int = 0,
+        fed: int | None = None,
         features: Features | None = None,
         previous_features: Features | None = None,
         seconds: Seconds | None = None,
         signals: dict[str, np.ndarray] | None = None,
     ) -> "Verification":
-        """The record of a pass. lengths: None: those of the contexts. depths: None: 0. probes: how
-        many probes each row was fed. The other arguments have their names as attributes."""
+        """The record of a pass. lengths: None: those of the contexts. depths: None: 0. fed: None: a
+        token of each row, and its draft. The other arguments have their names as attributes."""
         draft, signals = verdict.draft, signals or {}
         by_depth = draft.nodes_by_depth()
         # A policy that stopped a draft has seen the logits of one more token.
@@ -171,7 +172,7 @@ class Verification(Outcome, Verdict):
             depths=np.zeros(len(rows), dtype=np.int64) if depths is None else depths,
             drafted=draft.sizes,
             nodes_by_depth=by_depth,
-            width=1 + draft.tokens.shape[1] + probes,
+            fed=len(rows) + int(draft.sizes.sum()) if fed is None else fed,
             draft_steps=max([int(by_depth.any(0).sum()), *looked]),
             features=features,
             previous_features=previous_features,
@@ -193,6 +194,11 @@ class Verification(Outcome, Verdict):
         zeros, no = verdict.accepted, verdict.broken
         outcome = Outcome(accepted=zeros, reached=zeros, emitted=zeros, ended=no, broken=no)
         return cls.of(verdict, outcome, contexts, rows=rows, features=features)
+
+    @property
+    def width(self) -> float:
+        """The tokens fed per row."""
+        return self.fed / max(len(self.rows), 1)
 
     @property
     def draft_s(self) -> float:
@@ -240,7 +246,7 @@ class Verification(Outcome, Verdict):
             "accepted": self.accepted.tolist(),
             "emitted": self.emitted.tolist(),
             "la_k": [None if np.isnan(share) else float(share) for share in shares],
-            "width": self.width,
+            "fed": self.fed,
             "draft_steps": self.draft_steps,
             "draft_ms": 1000 * self.draft_s,
             "verify_ms": 1000 * self.verify_s,

@@ -14,57 +14,15 @@ Shapes: B rows, T tokens of the text, M mask tokens of a row, N = T + M.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.model.kinds.layer_kinds import layer_windows, recurrent_layers
 from distill.row_numbers import row_numbers
-
-
-class ParallelConfig(Strict):
-    """A drafter that drafts all tokens in one pass (PARD, 2504.18583)."""
-
-    tokens: int = Field(8, ge=2)
-    """K, the number of tokens that one pass predicts in training. A draft may be deeper."""
-    keep: float = Field(0.7, gt=0, le=1)
-    """r; copy i of a text keeps rⁱ of its predictions."""
-    keep_min: float = Field(0.2, ge=0, le=1)
-    """r_min; each copy keeps at least this share."""
-    mask_token: int | str | None = None
-    """The mask token: an id that no text contains, or the text of an unused special token. None:
-    that of the stage that this stage continues, or the first row of the embeddings that is no
-    token."""
-    place_smoothing: float | None = Field(None, ge=0, le=1)
-    """a of D-PACE (2605.18810; the paper's is 0.5): each place of a draft is weighted by how likely
-    the drafter now gets all places before it right. null: the same weight for all places."""
-    confidence: bool = False
-    """The weights of PARD-2 (2605.08632), as its authors' code computes them: a prediction is
-    weighted by the target's probability of the tokens that are masked before it. The losses must
-    compare with the target."""
-
-    @model_validator(mode="after")
-    def _one_weight(self) -> Self:
-        if self.confidence and self.place_smoothing is not None:
-            raise ValueError(
-                "place_smoothing and confidence both set the weights of the places; choose one"
-            )
-        return self
-
-    @property
-    def tokens_per_text_token(self) -> float:
-        """The tokens that all copies have, at most, for each token of a text."""
-        return sum(kept_share(copy, self.keep, self.keep_min) for copy in range(self.tokens))
-
-
-def kept_share(copy: int, keep: float, keep_min: float) -> float:
-    """The share of its predictions that copy i keeps: max(rⁱ, r_min)."""
-    return max(keep**copy, keep_min)
+from distill.settings import ParallelConfig, kept_share
 
 
 @dataclass

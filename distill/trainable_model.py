@@ -1,7 +1,6 @@
 """A model in training, with or without adapters, and the plain models made of its weights."""
 
 import copy
-import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,40 +8,13 @@ from typing import Any
 import peft
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
-from pydantic import Field
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary
 from distill.merging import merged
-
-
-class LoraConfig(Strict):
-    """Low-rank adapters (LoRA, 2106.09685), built with peft."""
-
-    r: int = Field(16, ge=1)
-    """The rank of an adapter."""
-    alpha: float = Field(32.0, gt=0)
-    """The scale of an adapter is alpha / r."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """The dropout rate of an adapter's input."""
-    targets: str | list[str] = "all-linear"
-    """The linear layers that get an adapter: the ends of their names, an expression for their whole
-    names, or `all-linear` for all except the output layer."""
-
-    def layers(self, sizes: Mapping[str, Any]) -> list[str]:
-        """Those of the linear layers with these names that get an adapter."""
-        if self.targets == "all-linear":
-            return list(sizes)
-        if isinstance(self.targets, str):
-            return [x for x in sizes if re.fullmatch(self.targets, x)]
-        return [x for x in sizes if any(f".{x}".endswith(f".{end}") for end in self.targets)]
-
-    def parameters(self, sizes: Mapping[str, tuple[int, int]]) -> int:
-        """The number of weights of the adapters on a model with these linear layers."""
-        return sum(self.r * sum(sizes[name]) for name in self.layers(sizes))
+from distill.settings import DrafterLora, LoraConfig
 
 
 def linear_sizes(model: nn.Module, left_out: Sequence[str] = ()) -> dict[str, tuple[int, int]]:
@@ -58,14 +30,6 @@ def linear_sizes(model: nn.Module, left_out: Sequence[str] = ()) -> dict[str, tu
             )
             sizes[name] = (inputs, outputs)
     return sizes
-
-
-class DrafterLora(LoraConfig):
-    """Low-rank adapters of a drafter."""
-
-    merge: bool = True
-    """Write the drafter with its adapters merged in. false: write the adapters alone, as a small
-    directory that names its base (`decode.opening.adapters`)."""
 
 
 class Trainable:

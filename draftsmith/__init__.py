@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used (PEP 562)."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import_module("heads")  # registers the drafters that read the target's hidden states
+    import_module("heads.kinds")  # registers the drafters that read the target's hidden states
     value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value

@@ -3,44 +3,13 @@
 Shapes: F features of a token, H hidden size.
 """
 
-from typing import Self
+from typing import Any
 
-from pydantic import Field
 from torch import Tensor
 
-from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.loading import Target
-from heads.heads_module import HeadBatch, HeadOptions, Heads
-
-
-class AttendingOptions(HeadOptions):
-    """Options of heads with layers that attend to the text."""
-
-    window: int | None = Field(None, ge=1)
-    """The number of tokens that the heads' layers see, in training and in drafts: the last ones,
-    the token itself included. At least the length of a draft. None: all of the text."""
-    sinks: int = Field(0, ge=0)
-    """With `window`, the first tokens of the text that they see besides (2309.17453)."""
-
-    @property
-    def longest_draft(self) -> int:
-        """The max number of tokens of a draft. A window must hold them."""
-        return 1
-
-    def for_target(self, target: Target) -> Self:
-        self.require_window()
-        return self
-
-    def require_window(self) -> None:
-        """Raise UserError for a window that does not hold a draft, or sinks without a window."""
-        if self.window is None and self.sinks:
-            raise UserError(f"sinks is {self.sinks}, but there is no window; set window")
-        if self.window is not None and self.window < self.longest_draft:
-            raise UserError(
-                f"a window of {self.window} tokens is shorter than the longest draft of these "
-                f"{self.type} heads; expected at least {self.longest_draft}"
-            )
+from heads.heads_module import HeadBatch, Heads
 
 
 class AttendingHeads(Heads):
@@ -54,6 +23,11 @@ class AttendingHeads(Heads):
     attending_layers: int = 1
     stacked_layers: int = 1
     spare_slots: int = 0
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        options.require_window()
+        return options
 
     @property
     def window(self) -> SlidingWindow | None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads
 from heads.heads_module import HeadBatch, Prediction, TokenHeads, shift_left, trained_positions
-from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Attend, Rotary
 from heads.layers.unrolled_attention import UnrolledAttention
 
@@ -61,13 +61,6 @@ class AutoregressiveHeads(TokenHeads, AttendingHeads):
             if depth in depths:
                 trained = trained_positions(batch.loss_mask, depth)
                 yield Prediction(depth, trained, self.readout(states[trained]))
-
-
-class EagleOptions(AttendingOptions):
-    """Options of EAGLE-1 and EAGLE-3."""
-
-    layer: LayerSettings | None = None
-    """Settings of the decoder layer that differ from the target's. None: it has the target's."""
 
 
 class EagleHeads(AutoregressiveHeads):

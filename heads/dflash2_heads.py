@@ -15,10 +15,9 @@ groups of channels, R rank, K candidates, V vocabulary, V' draft vocabulary.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, linear, pad
 from transformers import LlamaConfig, PreTrainedModel
@@ -32,36 +31,16 @@ from decode.model.forward.attention_mask import Attend
 from decode.shapes import Growth
 from distill.choose_vocabulary import rows_of_tokens
 from distill.chunked_loss import at_least_float32
-from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
-from heads.heads_module import HEADS, HeadOptions, Prediction, shift_left
+from heads.dflash_heads import DFlashDrafter, DFlashHeads
+from heads.heads_module import HEADS, Prediction, shift_left
 from heads.layers.block_layer import BlockLayer, Turns
+from heads.options import DFlash2Options
 
 # The predictions whose logits exist at once when candidates are chosen in training.
 CHUNK = 256
 # What the logits of tokens that are no candidates lose. Their q is 0. If a constraint forbids all
 # candidates, the likeliest of the others is drafted.
 FAR = 1e4
-
-
-class DFlash2Options(DFlashOptions):
-    """Options of DFlash2 heads. The defaults are those of the published drafters."""
-
-    type: Literal["dflash2"] = "dflash2"  # type: ignore[assignment]
-    block: int = Field(8, ge=2)
-    """S, the tokens of a block: the last token of the text, then mask tokens. A draft has at most
-    S − 1 tokens."""
-    decay: float = Field(4.0, gt=0)
-    """γ; the loss weight of place k is exp(−(k − 1)/γ)."""
-    kernel: int = Field(2, ge=1)
-    """The tokens that a convolution mixes: a token and those before it in its block."""
-    group: int = Field(16, ge=1)
-    """The channels that share what a convolution adds to its kernel. It divides the hidden size."""
-    rank: int = Field(256, ge=1)
-    """R, the rank of the selector."""
-    candidates: int = Field(16, ge=1)
-    """K, the likeliest tokens of a place, among which the selector chooses."""
-    selector_weight: float = Field(1.0, gt=0)
-    """The weight of the selector's cross-entropy beside the stage's losses."""
 
 
 class BlockConvolution(nn.Module):
@@ -155,7 +134,6 @@ class DFlash2Heads(DFlashHeads):
     Raises UserError for a group that does not divide H, and more candidates than V'.
     """
 
-    Options: ClassVar[type[HeadOptions]] = DFlash2Options
     # The selector learns the text's tokens. Of a draft it would learn the rejected ones.
     replayed_from = ""
 

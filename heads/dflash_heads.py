@@ -11,11 +11,10 @@ text, S tokens of a block, D depth, V' draft vocabulary.
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import ClassVar, Literal, Self
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -31,58 +30,14 @@ from decode.model.forward.attention_mask import Attend
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.row_numbers import row_numbers
-from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import (
-    HEADS,
-    HeadBatch,
-    HeadOptions,
-    Prediction,
-    Replayed,
-    TokenHeads,
-    shift_left,
-)
+from heads.heads_module import HEADS, HeadBatch, Prediction, Replayed, TokenHeads, shift_left
 from heads.layers.block_layer import BlockLayer, BlockMask, draw_anchors
-from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from heads.layers.target_layers import copy_norm, require_layers
-
-
-class DFlashOptions(AttendingOptions):
-    """Options of DFlash heads (2602.06036)."""
-
-    type: Literal["dflash"] = "dflash"
-    output: Literal["target"] = "target"
-    """The output layer: the target's, frozen and not stored."""
-    layers: int = Field(5, ge=1)
-    """m, the number of the drafter's layers."""
-    block: int = Field(16, ge=2)
-    """S, the tokens of a block: the last token of the text, then mask tokens. A draft has at most
-    S − 1 tokens."""
-    taps: list[int] | None = None
-    """The target's layers whose outputs are read, counted from 0 and ascending. None: m layers,
-    spread evenly from the second to the fourth from the end, as in the paper."""
-    mask_token: int | None = Field(None, ge=0)
-    """The id of the mask token. Its embedding is the target's. Texts must never contain it. None:
-    the highest id that the tokenizer does not use in texts."""
-    anchors: int = Field(512, ge=1)
-    """The number of blocks per text and visit in training, at places drawn anew each time."""
-    decay: float = Field(7.0, gt=0)
-    """γ; the loss weight of place k is exp(−(k − 1)/γ). 7 suits blocks of 16, 4 suits blocks
-    of 8."""
-    layer: LayerSettings | None = None
-    """Settings of the layers that differ from the target's, as imports set them. None: the
-    target's."""
-
-    @property
-    def longest_draft(self) -> int:
-        return self.block
-
-    def for_target(self, target: Target) -> Self:
-        self.require_window()
-        taps = self.taps or even_taps(self.layers, _layer_count(target.model))
-        require_layers("taps", taps, _layer_count(target.model))
-        return self.model_copy(update={"mask_token": mask_token(self, target), "taps": taps})
+from heads.options import DFlashOptions
 
 
 def even_taps(count: int, layers: int) -> list[int]:
@@ -164,9 +119,15 @@ class DFlashHeads(TokenHeads, AttendingHeads):
     the layers. mask_token: its id. captured_layers: the taps.
     """
 
-    Options: ClassVar[type[HeadOptions]] = DFlashOptions
     replayed_from: ClassVar[Replayed] = "text"
     first_slot = 1
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        options.require_window()
+        taps = options.taps or even_taps(options.layers, _layer_count(target.model))
+        require_layers("taps", taps, _layer_count(target.model))
+        return options.model_copy(update={"mask_token": mask_token(options, target), "taps": taps})
 
     def __init__(
         self, options: DFlashOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -8,10 +8,7 @@ end where it says, and the text keeps the target's distribution.
 Shapes: B rows, n tokens, d depths, H hidden size, R rank, V vocabulary, V' draft vocabulary.
 """
 
-from typing import ClassVar, Literal
-
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -20,25 +17,9 @@ from decode.drafters import DRAFTERS
 from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
-from heads.dflash_heads import DFlashDrafter, DFlashHeads, DFlashOptions
-from heads.heads_module import HEADS, HeadOptions, Prediction, shift_left
-
-
-class DSparkOptions(DFlashOptions):
-    """Options of DSpark heads (2607.05147). The paper's loss is `cross_entropy: 0.1` and
-    `total_variation: 1.8` in the stage's `losses`; the confidence is added to it."""
-
-    type: Literal["dspark"] = "dspark"  # type: ignore[assignment]
-    block: int = Field(7, ge=2)
-    """S, the tokens of a block: the last token of the text, then mask tokens. Each predicts the
-    token after it, so a draft has at most S tokens."""
-    decay: float = Field(4.0, gt=0)
-    """γ; the loss weight of place k is exp(−(k − 1)/γ)."""
-    rank: int = Field(256, ge=1)
-    """R, the rank of the Markov head."""
-    confidence: bool = True
-    """Learn the confidence head. The losses must then contain `total_variation`, from which it
-    learns. The draft-length policy `reach` reads it."""
+from heads.dflash_heads import DFlashDrafter, DFlashHeads
+from heads.heads_module import HEADS, Prediction, shift_left
+from heads.options import DSparkOptions
 
 
 class MarkovHead(nn.Module):
@@ -65,7 +46,6 @@ class DSparkHeads(DFlashHeads):
     At first the Markov head adds nothing and the confidence is ½.
     """
 
-    Options: ClassVar[type[HeadOptions]] = DSparkOptions
     read_directly = ("output", "markov_head.markov_w2")
     first_slot = 0
 

@@ -4,10 +4,8 @@ Shapes: B rows, n tokens, H hidden size.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import smooth_l1_loss
 from transformers import PreTrainedModel
@@ -15,32 +13,10 @@ from transformers import PreTrainedModel
 from decode.model.hidden_states import FINAL
 from distill.chunked_loss import at_least_float32
 from distill.row_numbers import row_numbers
-from heads.autoregressive_heads import EagleHeads, EagleOptions
+from heads.autoregressive_heads import EagleHeads
 from heads.heads_module import HEADS, HeadBatch, Prediction, shift_left
 from heads.layers.llama_layer import Attend, DraftLayer, init_layer
-
-
-class Eagle1Options(EagleOptions):
-    """Options of EAGLE-1 heads (2401.15077). The token loss is one of the stage's `losses` (the
-    paper's w_cls: `forward_kl: 0.1`)."""
-
-    type: Literal["eagle1"] = "eagle1"
-    output: Literal["target"] = "target"
-    """The output layer: the target's, frozen and not stored."""
-    depth: int = Field(7, ge=1)
-    """The max depth of a draft, also used to evaluate on dev text. At least `steps`."""
-    steps: int = Field(1, ge=1)
-    """The steps that are trained, each on the states of the one before. HASS (2408.15766) has 3."""
-    regression: float = Field(1.0, ge=0)
-    """w_reg, the loss weight of the feature loss."""
-    noise: float = Field(0.1, ge=0)
-    """a; training adds noise from U(−a, a) to the features."""
-    bias: bool = False
-    """A bias in `fc`. vLLM reads no drafter with one; SGLang reads only those."""
-
-    @property
-    def longest_draft(self) -> int:
-        return max(self.depth, self.steps)
+from heads.options import Eagle1Options
 
 
 @HEADS.register("eagle1")
@@ -58,7 +34,6 @@ class Eagle1Heads(EagleHeads):
     names that engines use.
     """
 
-    Options = Eagle1Options
     computed_once = ""
 
     def __init__(

@@ -3,49 +3,18 @@
 Shapes: B rows, n tokens, F features of a token, H hidden size.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from heads.autoregressive_heads import EagleHeads, EagleOptions
+from heads.autoregressive_heads import EagleHeads
 from heads.heads_module import HEADS
 from heads.layers.llama_layer import Attend, DraftLayer, init_layer
 from heads.layers.target_layers import captured_outputs, copy_norm
-
-
-class Eagle3Options(EagleOptions):
-    """Options of EAGLE-3 heads (2503.01840). The losses are the stage's `losses`; the paper trains
-    on the target's distribution, `forward_kl: 1`."""
-
-    type: Literal["eagle3"] = "eagle3"
-    output: Literal["shared", "target"] = "shared"
-    """The output layer. `shared`: one separate layer that starts as a copy of the target's and is
-    trained. `target`: the target's output layer itself, frozen and not stored."""
-    steps: int = Field(7, ge=1)
-    """The number of steps of the training-time test, and the max depth of a draft. Each step reads
-    the states of the previous step."""
-    decay: float = Field(0.8, gt=0, le=1)
-    """The loss weight of step k is decay^(k − 1)."""
-    fc_norm: bool = False
-    """Of EAGLE-3.1 (2605.09992): a norm for each of the three features before `fc`."""
-    norm_output: bool = False
-    """Of EAGLE-3.1: the next step reads the state after the final norm. EAGLE-3: before it."""
-    norm_before_fc: bool = False
-    """One norm for the concatenated features before `fc`, as in drafters published for gpt-oss."""
-    norm_before_residual: bool = False
-    """The residual stream of the layer starts with the normed state, as in drafters that the
-    library speculators trained. EAGLE-3: with the state itself."""
-    captured_layers: list[int] | None = Field(None, min_length=1)
-    """The layers of the target whose outputs are read, counted from 0. None: the outputs of 1,
-    n // 2 − 1 and n − 4, which engines read by default."""
-
-    @property
-    def longest_draft(self) -> int:
-        return self.steps
+from heads.options import Eagle3Options
 
 
 class Eagle3Layer(DraftLayer):
@@ -73,8 +42,6 @@ class Eagle3Heads(EagleHeads):
     EAGLE-3.1 is `fc_norm` and `norm_output`: the scale of the states then stays the same from step
     to step.
     """
-
-    Options = Eagle3Options
 
     def __init__(
         self, options: Eagle3Options, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -25,8 +25,9 @@ from decode.model.pretrained import require_finite
 from decode.opening.directory import save_drafter
 from decode.shapes.static import TREE, Static, stored_shape
 from decode.shapes.structure import Structure
-from heads.heads_module import HEADS, HeadOptions, Heads, output_layer
+from heads.heads_module import HEADS, Heads, output_layer
 from heads.layers.llama_layer import DraftLayer
+from heads.options import HeadOptions
 
 CONFIG, WEIGHTS = "config.json", "heads.safetensors"
 # Stored in the weights file, next to the weights.
@@ -45,7 +46,7 @@ def build_heads(
     kind: Any = HEADS[options.type]
     if target.has_encoder:
         require_no_encoder(DRAFTERS[options.type], f"a drafter with {options.type} heads")
-    options = options.for_target(target)  # may try the target, on its own device
+    options = kind.for_target(options, target)  # may try the target, on its own device
     with torch.device(device):
         heads: Heads = kind(options, target.model, vocabulary)
     if heads.depth + 1 >= target.max_positions:

@@ -13,74 +13,26 @@ Shapes: B rows, T tokens, H hidden size, D heads (the depth), V vocabulary, V' �
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field, ValidationError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry
-from decode.base.strict import Strict
 from decode.model.hidden_states import FINAL
 from decode.model.loading import Target
 from distill.flops import TextFlops, products_flops
 from heads.layers.target_layers import (
     BorrowedEmbeddings,
     HeadOutput,
-    OutputKind,
     output_layer,
     require_embeddings,
 )
 
 # What heads need of a text to repeat their drafts; see `Heads.replayed_from`.
 Replayed = Literal["draft", "text", ""]
-
-
-class HeadOptions(Strict):
-    """Settings of a kind of heads."""
-
-    type: str
-    """The kind of heads."""
-    output: OutputKind = "own"
-    """The output layer. `own`: one per head. `shared`: one for all heads. Both start as a copy of
-    the target's output layer and are trained. `target`: the target's output layer itself, frozen
-    and not stored."""
-    output_rank: int | None = Field(None, ge=1)
-    """r; an output layer is then two trained factors, [r, H] and [V', r] (SlimSpec, 2605.10453),
-    which start as near to the target's as that rank can be. With `output: target` all heads share
-    them. None: full output layers."""
-
-    def for_target(self, target: Target) -> Self:
-        """The options with all that depends on the target. Raises UserError for what does not fit
-        it."""
-        return self
-
-    @classmethod
-    def of(cls, settings: Any) -> "HeadOptions":
-        """Build options from a mapping with a `type` key. Raises UserError if it is not valid."""
-        if isinstance(settings, HeadOptions):
-            return settings
-        if not isinstance(settings, Mapping) or not isinstance(settings.get("type"), str):
-            raise UserError(
-                f"heads are {settings!r}; expected their type and its options, such as "
-                f"{{type: {next(iter(HEADS))}}}; known types: {', '.join(HEADS)}"
-            )
-        kind = HEADS[settings["type"]].Options
-        try:
-            return kind.model_validate(dict(settings))
-        except ValidationError as error:
-            item = error.errors()[0]
-            key = ".".join(str(part) for part in item["loc"])
-            if item["type"] == "extra_forbidden":
-                raise UserError(
-                    f"heads of type {settings['type']} have no option {key!r}; they have "
-                    f"{', '.join(kind.model_fields)}.{nearest(key, kind.model_fields)}"
-                ) from None
-            reason = item["msg"].replace("Input should be", "expected")
-            raise UserError(f"heads: {key} is {item['input']!r}; {reason}") from None
 
 
 @dataclass
@@ -140,7 +92,6 @@ class Heads(nn.Module, ABC):
     dict. All trained weights are float32.
     """
 
-    Options: ClassVar[type[HeadOptions]]
     captured_layers: tuple[int, ...] = (FINAL,)
     reserved_tokens: tuple[int, ...] = ()
     estimates: bool = False
@@ -153,6 +104,12 @@ class Heads(nn.Module, ABC):
     # λ₀: the loss weight of the heads when the target is trained too. None: this kind supports
     # only a frozen target.
     joint_weight: float | None = None
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        """The options with all that depends on the target. Raises UserError for what does not fit
+        it."""
+        return options
 
     def __init__(
         self, options: Any, depth: int, model: PreTrainedModel, vocabulary: Tensor | None

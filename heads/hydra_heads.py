@@ -8,11 +8,10 @@ D heads.
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedModel
@@ -24,12 +23,11 @@ from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads
 from heads.heads_drafter import AttendingDrafter, HeadsDrafter
 from heads.heads_module import (
     HEADS,
     HeadBatch,
-    HeadOptions,
     Prediction,
     Replayed,
     TokenHeads,
@@ -39,18 +37,7 @@ from heads.heads_module import (
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Attend, DraftLayer, Rotary, init_layer
 from heads.layers.unrolled_attention import causal_attention
-
-
-class HydraOptions(HeadOptions):
-    """Options of Hydra heads (2402.05109)."""
-
-    type: Literal["hydra"] = "hydra"
-    heads: int = Field(4, ge=1)
-    """The number of heads."""
-    layers: int = Field(1, ge=1)
-    """The number of layers of each head's MLP."""
-    decay: float = Field(1.0, gt=0, le=1)
-    """The loss weight of head k is decay^(k − 1). In the paper all heads have the same weight."""
+from heads.options import HydraOptions, HydraPlusOptions
 
 
 class _Block(nn.Module):
@@ -88,7 +75,6 @@ class HydraHeads(TokenHeads):
     layer starts at random.)
     """
 
-    Options: ClassVar[type[HeadOptions]] = HydraOptions
     replayed_from: ClassVar[Replayed] = "draft"
 
     def __init__(
@@ -182,15 +168,6 @@ class HydraGrowth(Growth):
         return self.heads.output.at(tokens.shape[1], states)
 
 
-class HydraPlusOptions(HydraOptions, AttendingOptions):
-    """Options of Hydra++ heads (2402.05109). The paper trains them on the target's distribution:
-    set the stage's `losses` to `forward_kl: 1`."""
-
-    type: Literal["hydra_plus"] = "hydra_plus"  # type: ignore[assignment]
-    layers: int = Field(4, ge=1)
-    """The number of layers of each head's MLP; four in the paper."""
-
-
 class PrefixLayer(nn.Module):
     """A decoder layer after the target's last layer. It reads the target's features."""
 
@@ -224,7 +201,6 @@ class HydraPlusHeads(HydraHeads, AttendingHeads):
     trained with the heads.
     """
 
-    Options = HydraPlusOptions
     replayed_from = "text"
 
     def __init__(

@@ -8,11 +8,10 @@ Shapes: B rows, n tokens fed, T tokens of a text, H hidden size, V' draft vocabu
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -29,36 +28,14 @@ from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.loading import Target
 from decode.shapes import Growth
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.attending_heads import AttendingHeads, AttendingOptions
+from heads.attending_heads import AttendingHeads
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, shift_left, trained_positions
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Attend, Attention, Rotary
 from heads.layers.target_layers import copy_norm
 from heads.layers.unrolled_attention import causal_attention
-
-
-class KangarooOptions(AttendingOptions):
-    """Options of Kangaroo's adapter (2404.18911). The paper trains it on the target's distribution:
-    set the stage's `losses` to `forward_kl: 1`."""
-
-    type: Literal["kangaroo"] = "kangaroo"
-    output: Literal["target"] = "target"
-    """The output layer: the target's, frozen and not stored."""
-    exit_layer: int = Field(2, ge=1)
-    """The number of the target's layers that a draft runs through, from the first on. The paper has
-    2 of 32 and 3 of 40 layers."""
-    depth: int = Field(6, ge=1)
-    """The max depth of a draft, also used to evaluate on dev text. Training uses one step, because
-    all steps are alike."""
-
-    @property
-    def longest_draft(self) -> int:
-        return self.depth
-
-    def for_target(self, target: Target) -> Self:
-        require_no_states(target.model)
-        return super().for_target(target)
+from heads.options import KangarooOptions
 
 
 class Adapter(nn.Module):
@@ -107,8 +84,12 @@ class KangarooHeads(AttendingHeads):
     later layers. Raises UserError for an `exit_layer` that leaves no later layer.
     """
 
-    Options = KangarooOptions
     replayed_from = "text"
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        require_no_states(target.model)
+        return super().for_target(options, target)
 
     def __init__(
         self, options: KangarooOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

@@ -22,9 +22,9 @@ from decode.base.errors import UserError
 from decode.model.loading import Target, stored_directory
 from decode.model.pretrained import explained, no_progress_bars
 from heads.heads_directory import build_heads
-from heads.heads_module import HeadOptions
 from heads.layers.family_layer import mtp_config
 from heads.mtp_heads import MtpHeads
+from heads.options import HeadOptions
 
 INDEX = "model.safetensors.index.json"
 # Dtypes of weights that are numbers themselves, as safetensors names them.

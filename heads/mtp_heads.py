@@ -11,51 +11,21 @@ Shapes: B rows, n tokens, T tokens of a text, H hidden size.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from decode.base.errors import UserError
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.forward.attention_mask import Attend
 from distill.flops import TextFlops, attention_flops, products_flops
-from heads.attending_heads import AttendingOptions
 from heads.autoregressive_heads import AutoregressiveHeads
 from heads.heads_module import HEADS
 from heads.layers.family_layer import FamilyRotary, family_layers, mtp_config, run_layer
 from heads.layers.target_layers import copy_norm
 from heads.layers.unrolled_attention import UnrolledAttention, causal_attention
-
-
-class MtpOptions(AttendingOptions):
-    """Options of heads of multi-token prediction."""
-
-    type: Literal["mtp"] = "mtp"
-    output: Literal["target"] = "target"
-    """The output layer: the target's, frozen and not stored."""
-    layers: int = Field(1, ge=1)
-    """The number of layers. One layer drafts all tokens, and reads its own state after the first.
-    Of several, each drafts one token, in chains."""
-    depth: int = Field(3, ge=1)
-    """The max depth of a draft, and the number of steps that are trained. With several layers it is
-    at most their number."""
-    decay: float = Field(0.6, gt=0, le=1)
-    """The loss weight of step k is decay^(k − 1) (FastMTP's β)."""
-
-    @property
-    def longest_draft(self) -> int:
-        return self.depth
-
-    def require_window(self) -> None:
-        super().require_window()
-        if 1 < self.layers < self.depth:
-            raise UserError(
-                f"depth is {self.depth}, but each of the {self.layers} layers of these mtp heads "
-                f"drafts one token; set depth to at most {self.layers}"
-            )
+from heads.options import MtpOptions
 
 
 @HEADS.register("mtp")
@@ -67,8 +37,6 @@ class MtpHeads(AutoregressiveHeads):
     changes nothing, and the last norm gives the states their size back. So each step starts as the
     target's distribution one token earlier.
     """
-
-    Options = MtpOptions
 
     def __init__(
         self, options: MtpOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

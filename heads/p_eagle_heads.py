@@ -10,11 +10,10 @@ H hidden size.
 
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 from transformers import LlamaConfig, PreTrainedModel
@@ -30,60 +29,16 @@ from decode.draw.sampling import Sampling
 from decode.model.forward.attention_mask import AttentionMask
 from decode.model.loading import Target
 from decode.shapes import Growth
-from distill.masked_copies import copies_of_anchors, copies_of_depths, kept_share
-from heads.attending_heads import AttendingHeads, AttendingOptions
+from distill.masked_copies import copies_of_anchors, copies_of_depths
+from distill.settings import kept_share
+from heads.attending_heads import AttendingHeads
 from heads.eagle3_heads import Eagle3Layer
 from heads.heads_drafter import AttendingDrafter
 from heads.heads_module import HEADS, HeadBatch, Prediction, TokenHeads, shift_left
-from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Attend, DraftLayer, Rotary, init_layer
 from heads.layers.target_layers import captured_outputs, copy_norm
-
-
-class PEagleOptions(AttendingOptions):
-    """Options of P-EAGLE heads (2602.01469)."""
-
-    type: Literal["p_eagle"] = "p_eagle"
-    output: Literal["shared", "target"] = "shared"
-    """The output layer. `shared`: one separate layer that starts as a copy of the target's and is
-    trained. `target`: the target's output layer itself, frozen and not stored."""
-    tokens: int = Field(8, ge=2)
-    """K, the number of tokens that one pass predicts, and the max depth of a draft."""
-    layers: int = Field(4, ge=1)
-    """The number of decoder layers. The first one reads the token and the target's features."""
-    keep: float = Field(0.7, gt=0, le=1)
-    """r; place i of a draft is trained for rⁱ of the text's drafts."""
-    keep_min: float = Field(0.2, ge=0, le=1)
-    """r_min; each place is trained for at least this share."""
-    embeddings: Literal["target", "trained"] = "target"
-    """The token embeddings. `target`: the target's, frozen and not stored; only the stand-in's is
-    trained. `trained`: a separate table that starts as a copy of the target's, as in the paper."""
-    mask_token: int | None = Field(None, ge=0)
-    """The id of the token whose embedding is the stand-in, in trained embeddings and in exports.
-    Texts must never contain it. None: an unused token."""
-    norm_before_residual: bool = False
-    """The residual stream of the first layer starts with the normed state, as the library
-    speculators can train it."""
-    captured_layers: list[int] | None = Field(None, min_length=1)
-    """The layers of the target whose outputs are read, counted from 0. None: those of EAGLE-3."""
-    layer: LayerSettings | None = None
-    """Settings of the layers that differ from the target's, as imports set them. None: the
-    target's."""
-
-    def for_target(self, target: Target) -> Self:
-        self.require_window()
-        if self.mask_token is not None and self.mask_token >= target.vocab_size:
-            raise UserError(
-                f"mask_token is {self.mask_token}, but {target.name} has embeddings of "
-                f"{target.vocab_size} ids; expected an id that no text contains"
-            )
-        if self.embeddings == "target" or self.mask_token is not None:
-            return self
-        return self.model_copy(update={"mask_token": free_token(target)})
-
-    @property
-    def longest_draft(self) -> int:
-        return self.tokens
+from heads.options import PEagleOptions
 
 
 class _Layer(DraftLayer):
@@ -108,9 +63,20 @@ class PEagleHeads(TokenHeads, AttendingHeads):
     embeddings.
     """
 
-    Options = PEagleOptions
     replayed_from = "text"
     read_directly = ("output", "fc")
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        options.require_window()
+        if options.mask_token is not None and options.mask_token >= target.vocab_size:
+            raise UserError(
+                f"mask_token is {options.mask_token}, but {target.name} has embeddings of "
+                f"{target.vocab_size} ids; expected an id that no text contains"
+            )
+        if options.embeddings == "target" or options.mask_token is not None:
+            return options
+        return options.model_copy(update={"mask_token": free_token(target)})
 
     def __init__(
         self, options: PEagleOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

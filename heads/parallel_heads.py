@@ -9,10 +9,8 @@ Shapes: B rows, F features of a token, D heads, d ≤ D of them, H hidden size, 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import Literal
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -23,8 +21,9 @@ from decode.drafters.trained import ParallelGrowth
 from decode.draw.sampling import Sampling
 from decode.shapes import Growth
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, trained_positions
+from heads.heads_module import HEADS, HeadBatch, Heads, Prediction, trained_positions
 from heads.layers.layer_config import feed_forward_size
+from heads.options import BlockwiseOptions, MedusaOptions
 
 
 class ParallelHeads(Heads):
@@ -62,18 +61,6 @@ class ParallelHeadsDrafter(HeadsDrafter):
         return ParallelGrowth(contexts, sampling, self.vocab_size, heads.vocabulary, logits)
 
 
-class MedusaOptions(HeadOptions):
-    """Options of Medusa heads (2401.10774)."""
-
-    type: Literal["medusa"] = "medusa"
-    heads: int = Field(5, ge=1)
-    """K, the number of heads."""
-    layers: int = Field(1, ge=1)
-    """The number of residual blocks per head."""
-    decay: float = Field(0.8, gt=0, le=1)
-    """λ; the loss weight of head k is λᵏ."""
-
-
 class _Block(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -91,7 +78,6 @@ class MedusaHeads(ParallelHeads):
     next-token distribution.
     """
 
-    Options = MedusaOptions
     joint_weight = 0.2
 
     def __init__(
@@ -122,23 +108,6 @@ class MedusaDrafter(ParallelHeadsDrafter):
     """Drafts with Medusa heads, in any shape. The paper calibrates a static tree on a dev set."""
 
 
-class BlockwiseOptions(HeadOptions):
-    """Options of blockwise heads (1811.03115)."""
-
-    type: Literal["blockwise"] = "blockwise"
-    output: Literal["shared", "target"] = "target"
-    """The output layer of all heads. `shared`: starts as a copy of the target's output layer and is
-    trained. `target`: the target's output layer itself, frozen and not stored."""
-    k: int = Field(8, ge=2)
-    """The block size. p₁ is the target itself, so there are k − 1 heads."""
-    hidden: int | None = Field(None, ge=1)
-    """The width of the hidden layer per head. None: the width of the target's feed-forward
-    layers."""
-    sub_loss: Literal["random", "mean"] = "random"
-    """The loss of a minibatch. `random`: the loss of one head, drawn uniformly, as in the paper.
-    `mean`: the mean over all heads."""
-
-
 @HEADS.register("blockwise")
 class BlockwiseHeads(ParallelHeads):
     """p₂ … p_k: one feed-forward network maps the target's state to (k − 1)·H numbers.
@@ -146,8 +115,6 @@ class BlockwiseHeads(ParallelHeads):
     The state itself is added to each part of size H. All heads share the vocabulary projection. The
     second linear layer starts as 0, so all heads start as p₁, the target.
     """
-
-    Options = BlockwiseOptions
 
     def __init__(
         self, options: BlockwiseOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

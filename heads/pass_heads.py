@@ -10,10 +10,9 @@ draft, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
@@ -31,40 +30,12 @@ from decode.model.hidden_states import FINAL
 from decode.model.kinds.layer_kinds import require_no_states
 from decode.model.loading import DTYPES, Target
 from decode.shapes import Growth, Shape
-from distill.masked_copies import (
-    MaskedCopies,
-    copies_of_depths,
-    kept_share,
-    require_full_attention,
-    taken_mask,
-)
+from distill.masked_copies import MaskedCopies, copies_of_depths, require_full_attention, taken_mask
+from distill.settings import kept_share
 from heads.heads_directory import load_heads
 from heads.heads_drafter import require_depth
-from heads.heads_module import HEADS, HeadBatch, HeadOptions, Heads, Prediction, shift_left
-
-
-class PassOptions(HeadOptions):
-    """Options of PaSS's look-ahead embeddings (2311.13581)."""
-
-    type: Literal["pass"] = "pass"
-    output: Literal["target"] = "target"
-    """The output layer: the target's, frozen and not stored."""
-    output_rank: None = None
-    """None, because the target itself drafts."""
-    tokens: int = Field(6, ge=1)
-    """k, the number of look-ahead tokens. A draft has at most k + 1 tokens: the first one is the
-    target's own."""
-    keep: float = Field(0.7, gt=0, le=1)
-    """r; look-ahead token i is trained for rⁱ of the text's drafts."""
-    keep_min: float = Field(0.2, ge=0, le=1)
-    """r_min; each look-ahead token is trained for at least this share."""
-
-    def for_target(self, target: Target) -> Self:
-        require_no_states(target.model)
-        require_full_attention(target.model, "train other heads")
-        if target.has_weights:
-            require_trees(target.model)  # training feeds masks and positions of the same kind
-        return self
+from heads.heads_module import HEADS, HeadBatch, Heads, Prediction, shift_left
+from heads.options import PassOptions
 
 
 @HEADS.register("pass")
@@ -83,8 +54,15 @@ class PassHeads(Heads):
     lookahead: [k, H], as the target's layer of embeddings would return them.
     """
 
-    Options = PassOptions
     captured_layers = (FINAL,)  # head 1 predicts from it
+
+    @classmethod
+    def for_target(cls, options: Any, target: Target) -> Any:
+        require_no_states(target.model)
+        require_full_attention(target.model, "train other heads")
+        if target.has_weights:
+            require_trees(target.model)  # training feeds masks and positions of the same kind
+        return options
 
     def __init__(
         self, options: PassOptions, model: PreTrainedModel, vocabulary: Tensor | None = None

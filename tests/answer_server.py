@@ -32,12 +32,15 @@ SERVER = {"concurrency": 3, "retries": 2, "probe_prompts": 2}
 class AnswerEngine:
     """Answers `/v1/completions` and llama-server's `/completion`.
 
-    faults: responses to the next requests, in place of answers. change: of a reply, with the number
-    of the request. bodies: what was asked, without what a fault took. seconds: when.
+    faults: responses to the next requests, in place of answers. never: prompts that get this status
+    each time; None: a broken connection. change: of a reply, with the number of the request.
+    bodies: what was asked, without what a fault took. seconds: when.
     """
 
     target: Target = field(default_factory=tiny_target)
     faults: list[Response | float] = field(default_factory=list)
+    never: list[list[int]] = field(default_factory=list)
+    status: int | None = 500
     change: Callable[[dict[str, Any], int], None] = lambda reply, number: None
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: set[str | None] = field(default_factory=set)
@@ -60,7 +63,10 @@ class AnswerEngine:
         self.seconds.append(time.monotonic())
         self.keys.add(request.headers.get("authorization"))
         if not self.faults:
-            self.bodies.append(await request.json())
+            body = await request.json()
+            if body["prompt"] in self.never:
+                return Response("it failed", self.status) if self.status else broken_answer()
+            self.bodies.append(body)
             return None
         fault = self.faults.pop(0)
         if isinstance(fault, Response):

@@ -41,7 +41,7 @@ from train.base.console import quieten
 from train.engines.child_process import package_version, python_of, serving
 from train.engines.launch import launched
 from train.engines.programs import find_vllm
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 GAMMA, LONGEST = 3, 200
 OPTIONS = AuditOptions(samples=8, max_new_tokens=32, exact=1024)
@@ -102,9 +102,9 @@ def write_models(place: Path) -> None:
     save_mtp_target(place / "with-mtp", "mellum")
     plugin = place / "modules" / "repair-1.0.dist-info"
     plugin.mkdir(parents=True)
-    (plugin / "entry_points.txt").write_text(ENTRY)
-    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: repair\nVersion: 1.0\n")
-    (plugin.parent / "repair.py").write_text(REPAIR)
+    (plugin / "entry_points.txt").write_text(ENTRY, "utf-8")
+    (plugin / "METADATA").write_text("Metadata-Version: 2.1\nName: repair\nVersion: 1.0\n", "utf-8")
+    (plugin.parent / "repair.py").write_text(REPAIR, "utf-8")
 
 
 def _target(place: Path, name: str) -> Target:

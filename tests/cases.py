@@ -186,7 +186,7 @@ def judged(case: Path, project: Path) -> tuple[str, list[str], str]:
 
 def happens(case: Path) -> str | None:
     """What the README says happens, if it has a line for that."""
-    found = re.search(r"^Happens: (.*)", (case / "README.md").read_text(), re.MULTILINE)
+    found = re.search(r"^Happens: (.*)", (case / "README.md").read_text("utf-8"), re.MULTILINE)
     return found[1] if found else None
 
 
@@ -200,13 +200,15 @@ def quotes(case: Path) -> list[str]:
 
 def wanted(case: Path) -> str:
     """What the README wants."""
-    found = re.search(r"^(?:Right|Expected): (.*)", (case / "README.md").read_text(), re.MULTILINE)
+    found = re.search(
+        r"^(?:Right|Expected): (.*)", (case / "README.md").read_text("utf-8"), re.MULTILINE
+    )
     return found[1] if found else "see its README.md"
 
 
 def source(case: Path) -> str:
     script = case / "case.py"
-    return script.read_text() if script.exists() else ""
+    return script.read_text("utf-8") if script.exists() else ""
 
 
 def ran(case: Path, project: Path) -> tuple[int, str]:
@@ -244,7 +246,7 @@ def ran(case: Path, project: Path) -> tuple[int, str]:
 def tried(case: Path) -> str:
     """The command in a training case's README, without a remark in brackets behind it; then what
     shows its result."""
-    readme = (case / "README.md").read_text()
+    readme = (case / "README.md").read_text("utf-8")
     found = re.search(r"^Try .*?`([^`]+?)(?: \([^`]*)?`", readme, re.MULTILINE)
     words = found[1] if found else "false"
     return " && ".join([words, *([AFTERWARDS[case.name]] if case.name in AFTERWARDS else [])])

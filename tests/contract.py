@@ -38,10 +38,10 @@ from decode.model.loading import Target
 from decode.rules import RULES
 from decode.shapes import SHAPES, Chain, Shape
 from decode.shapes.static import Static
-from heads import HEADS
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from tests.lossless import (
     CONSTRAINED,
     DEEPER,

@@ -30,11 +30,11 @@ from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
 from draftsmith.export.engines import Counting
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.export import teach
 from tests.service import serving
 from tests.tiny import VOCAB, tiny_target
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 GAMMA, TOKENS = 3, 5
 KINDS: dict[str, dict[str, Any]] = {
@@ -83,8 +83,7 @@ def prompts(count: int, seed: int) -> list[list[int]]:
 
 @functools.cache
 def taught(kind: str, seed: int = 0) -> Drafter:
-    """A drafter of this kind that learnt some texts of the target by heart. Copies of it decode: a
-    small model cannot be copied any more once its weights are packed."""
+    """A drafter of this kind that learnt some texts of the target by heart."""
     return taught_on(known(), kind, seed)
 
 
@@ -122,12 +121,21 @@ def with_mistakes(drafter: Drafter) -> dict[str, Drafter]:
 
 def in_bfloat16(drafter: Drafter) -> Drafter:
     """The same drafter with weights that were stored in bfloat16: no mistake."""
+    if isinstance(drafter, SmallLMDrafter):  # its packed weights cannot be copied
+        model = copy.deepcopy(drafter.lm.model)
+        round_weights(model)
+        return SmallLMDrafter(model)
     rounded = copy.deepcopy(drafter)
     assert rounded.module is not None
-    with torch.no_grad():
-        for weight in rounded.module.parameters():
-            weight.copy_(weight.bfloat16())
+    round_weights(rounded.module)
     return rounded
+
+
+@torch.no_grad()
+def round_weights(module: torch.nn.Module) -> None:
+    """To bfloat16, in place."""
+    for weight in module.parameters():
+        weight.copy_(weight.bfloat16())
 
 
 def counted(drafter: Drafter, asked: Sequence[Sequence[int]]) -> np.ndarray:
@@ -152,14 +160,14 @@ def named(kind: str) -> dict[str, Planted]:
     asked = prompts(10**6, 0)
     for seed in range(SEEDS):
         drafter = taught(kind, seed)
-        made = {EQUAL: copy.deepcopy(drafter)} | with_mistakes(drafter)
-        served = made | {ROUNDED: in_bfloat16(drafter)}
+        made = {EQUAL: drafter} | with_mistakes(drafter)
         drafts = drafts_along(target(), [*made.values()], asked, GAMMA, TOKENS, first_drafted=False)
         eos = target().eos_token_ids
         said = [
             accepted_by_place(drafts, member, Counting(), eos, TOKENS)[1]
             for member in range(len(made))
         ]
+        served = made | {ROUNDED: in_bfloat16(drafter)}
         there = {name: counted(one, asked) for name, one in served.items()}
         for name, counts in there.items():
             one = planted.setdefault(name, Planted([], []))
@@ -175,14 +183,7 @@ def through_service(kind: str, served: Drafter, count: int) -> Diagnosis:
     """Our service drafts with `served`; the diagnosis is given the drafter as it is."""
     with serving(target(), served, DecodeSettings(gamma=GAMMA)) as running:
         config = ServerConfig(url=[running.url], concurrency=1)
-        return diagnose(
-            running.url,
-            target(),
-            copy.deepcopy(taught(kind)),
-            prompts(count, 0),
-            config,
-            gamma=GAMMA,
-        )
+        return diagnose(running.url, target(), taught(kind), prompts(count, 0), config, gamma=GAMMA)
 
 
 def main(kinds: Sequence[str]) -> None:
@@ -217,8 +218,7 @@ def main_of_service(kinds: Sequence[str], count: int = 60) -> None:
     print("| kind | planted | accepted a text there | said |")
     print("|---|---|---|---|")
     for kind in kinds:
-        own = {EQUAL: copy.deepcopy(taught(kind))}
-        for name, served in (own | with_mistakes(taught(kind))).items():
+        for name, served in ({EQUAL: taught(kind)} | with_mistakes(taught(kind))).items():
             found = through_service(kind, served, count)
             said = ", ".join(found.explanation.names) or found.explanation.verdict
             print(f"| {kind} | {name} | {sum(found.there):.2f} | {said} |", flush=True)

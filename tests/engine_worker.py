@@ -23,10 +23,10 @@ from draftsmith.cli.main import app
 from tests.tiny import tiny_llama
 from tests.training import forked, status_of
 from train.loop import parallel
-from train.loop.optimizer import OptimizerConfig
 from train.loop.optimizer_step import take_step
 from train.loop.rank_weights import RankWeights
 from train.loop.trainer import Trainer
+from train.settings.optimizer_config import OptimizerConfig
 
 
 def probe(accelerator: Accelerator) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def main() -> None:
     assert died == 9, died
     checkpoints = Path(stage, "checkpoints")
     kept = sorted(str(path.relative_to(checkpoints)) for path in checkpoints.glob("step-*/**/*"))
-    (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept))
+    (Path(found) / f"kept-{os.environ['RANK']}.json").write_text(json.dumps(kept), "utf-8")
     # The launcher's store still knows the ranks that died.
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": port}
     sys.argv[1:] = [config, "threads=1"]

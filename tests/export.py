@@ -31,7 +31,8 @@ from draftsmith.export.verify_export import ExportVerification, count_drafts
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions, Heads
+from heads.heads_module import Heads
+from heads.options import HeadOptions
 from tests.stages import make_stage, run_stage, stage_context
 from tests.tiny import VOCAB, save_tiny
 
@@ -228,9 +229,9 @@ def edit_json(name: str, **changes: Any) -> Callable[[Path], None]:
     """Sets these keys in a directory's JSON file; None takes one away."""
 
     def edit(directory: Path) -> None:
-        values = json.loads((directory / name).read_text()) | changes
+        values = json.loads((directory / name).read_text("utf-8")) | changes
         kept = {key: value for key, value in values.items() if value is not None}
-        (directory / name).write_text(json.dumps(kept))
+        (directory / name).write_text(json.dumps(kept), "utf-8")
 
     return edit
 

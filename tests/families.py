@@ -249,7 +249,7 @@ def main() -> int:
     torch.set_grad_enabled(False)
     bad = 0
     kept = given.results if given.results and given.results.exists() else None
-    results = json.loads(kept.read_text()) if kept else {}
+    results = json.loads(kept.read_text("utf-8")) if kept else {}
     for name in given.names or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         if name in results:
             continue
@@ -258,9 +258,9 @@ def main() -> int:
         print(name, odd or SAME if results[name] else "not made", flush=True)
         bad += sum(not v.startswith("refused: ") for v in odd.values())
         if given.results:
-            given.results.write_text(json.dumps(results))
+            given.results.write_text(json.dumps(results), "utf-8")
     if given.write:
-        PAGE.write_text(page(results))
+        PAGE.write_text(page(results), "utf-8")
     return bad
 
 

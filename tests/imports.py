@@ -21,7 +21,7 @@ PACKAGES = ("decode", "distill", "heads", "train", "draftsmith")
 def tracked(*folders: str) -> tuple[str, ...]:
     """The tracked Python files of these folders, as paths from the root, sorted."""
     command = ["git", "ls-files", "--", *(f"{folder}/*.py" for folder in folders)]
-    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True)
+    listed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, encoding="utf-8")
     return tuple(sorted(file for file in listed.stdout.splitlines() if (ROOT / file).exists()))
 
 
@@ -42,7 +42,7 @@ def imports() -> dict[str, set[str]]:
 
 def _imported(module: str, file: str, known: set[str]) -> Iterator[str]:
     own_folder = f"{module}." if file.endswith("/__init__.py") else "no folder"
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+    for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8"))):
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]

@@ -6,7 +6,7 @@ It is made from the registries and from `draftsmith/export/formats/readers.py`.
 from decode.drafters import DRAFTERS
 from draftsmith.export.formats import FORMATS
 from draftsmith.export.formats.readers import KNOWN, READERS
-from heads import HEADS
+from heads.kinds import HEADS
 from tests.imports import ROOT
 from tests.markdown import table
 from tests.pairings import UNPAIRED

@@ -16,7 +16,7 @@ from decode.shapes import SHAPES
 from distill.losses import LOSSES
 from draftsmith.export.engines import ENGINES
 from draftsmith.export.formats import FORMATS
-from heads import HEADS
+from heads.kinds import HEADS
 from tests.imports import ROOT
 from tests.markdown import table
 from train.stages import STAGES

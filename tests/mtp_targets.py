@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from decode.model.loading import load_target
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
 from heads.mtp_checkpoint import named_as_stored
+from heads.options import HeadOptions
 from tests.tiny import finish_gguf, gguf_writer, save_tiny
 
 _EXPERTS: dict[str, Any] = {

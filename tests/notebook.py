@@ -36,12 +36,12 @@ def run_notebook(
     cells[0] += "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
     parts = [f"cell = {i}\n{code}\nprint({MARK!r}, flush=True)" for i, code in enumerate(cells)]
     script = directory / "notebook.py"
-    script.write_text("\n".join([PREAMBLE, *parts]))
+    script.write_text("\n".join([PREAMBLE, *parts]), "utf-8")
     done = subprocess.run(
         [sys.executable, str(script)],
         cwd=directory,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=280,
         check=False,
         # DeepSpeed prints which accelerator it sees, unless it is told.
@@ -66,13 +66,13 @@ def _outputs(printed: str, plot: Path) -> list[Output]:
 
 def write_outputs() -> None:
     """Run the notebook and store its outputs in it."""
-    notebook = json.loads(NOTEBOOK.read_text())
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     with tempfile.TemporaryDirectory() as place:
         outputs = run_notebook(notebook, Path(place))
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     for count, (cell, found) in enumerate(zip(code, outputs, strict=True), start=1):
         cell |= {"execution_count": count, "outputs": found}
-    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+    NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

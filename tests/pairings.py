@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import heads  # noqa: F401  (registers its drafters)
+import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.drafters import DRAFTERS, Drafter
 from decode.opening.combinations import COMBINATIONS
 from decode.rules import RULES

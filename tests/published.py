@@ -33,9 +33,9 @@ class Published:
 
     def save(self, directory: Path) -> Path:
         directory.mkdir(parents=True)
-        (directory / "config.json").write_text(json.dumps(self.config))
+        (directory / "config.json").write_text(json.dumps(self.config), "utf-8")
         for name, text in self.texts.items():
-            (directory / name).write_text(text)
+            (directory / name).write_text(text, "utf-8")
         if self.file.endswith(".safetensors"):
             tensors = {name: x.contiguous() for name, x in self.tensors.items()}
             save_file(tensors, directory / self.file)

@@ -4,6 +4,7 @@ of a service."""
 import json
 from typing import Any
 
+from draftsmith.serve.anthropic.messages_request import MESSAGES
 from draftsmith.serve.batching.metrics import Metrics
 from draftsmith.serve.openai.asked import OUR_OPTIONS, REASONING, STREAM_OPTIONS
 from draftsmith.serve.openai.contract import Contract, expected_of
@@ -23,6 +24,7 @@ _SERVED: dict[str, Contract] = {
     "POST /v1/chat/completions": CHAT,
     "POST /v1/completions": COMPLETION,
     "POST /v1/responses": RESPONSES,
+    "POST /v1/messages": MESSAGES,
     "POST /admin/settings": SETTINGS,
     "POST /v1/load_lora_adapter": ADAPTER_LOAD,
     "POST /v1/unload_lora_adapter": ADAPTER_UNLOAD,

@@ -9,12 +9,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from decode.base.strict import kinds_of
 from decode.model.loading import Target
 from tests.training import Killed, Lines
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
 from train.loop.trainer import Trainer
+from train.settings.schema import StageConfig
 from train.stages import STAGES
 
 WORDS = ("the", "a", "dog", "fox", "sea", "shell", "token", "sells", "jumps", "of", "it", "two")
@@ -57,7 +59,9 @@ def with_examples(context: StageInputs, **splits: list[Example]) -> StageInputs:
 
 def make_stage(kind: str, name: str, *earlier: Any, **settings: Any) -> Any:
     """A stage's config, checked as in a run. Raises UserError."""
-    config = STAGES[kind].Config.model_validate({"name": name, "kind": kind} | settings)
+    config = kinds_of(StageConfig, "kind")[kind].model_validate(
+        {"name": name, "kind": kind} | settings
+    )
     STAGES[kind].check(config, earlier)
     return config
 

@@ -30,7 +30,7 @@ from tests.training import Lines
 
 def count_lines(files: list[str] | tuple[str, ...]) -> int:
     """All lines of some files of the repository."""
-    return sum(len((ROOT / file).read_text().splitlines()) for file in files)
+    return sum(len((ROOT / file).read_text("utf-8").splitlines()) for file in files)
 
 
 def repeated_names() -> list[str]:
@@ -138,7 +138,7 @@ WALKS: dict[str, Callable[[], list[str]]] = {
 def purpose(file: str) -> str:
     """What a file is for: the first sentence of its docstring, or the docstring's first paragraph
     if that has no end of a sentence."""
-    text = ast.get_docstring(ast.parse((ROOT / file).read_text())) or ""
+    text = ast.get_docstring(ast.parse((ROOT / file).read_text("utf-8"))) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     sentence, end, _ = paragraph.partition(". ")
     return (sentence + end).strip()

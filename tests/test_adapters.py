@@ -22,7 +22,8 @@ from decode.model.loading import Target
 from decode.opening.adapters import WEIGHTS
 from decode.opening.directory import describe_drafter, open_drafter
 from distill.adapter_directory import save_adapter
-from distill.trainable_model import DrafterLora, LoraConfig, Trainable, linear_sizes
+from distill.settings import DrafterLora, LoraConfig
+from distill.trainable_model import Trainable, linear_sizes
 from draftsmith.cli.main import app
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.export.merged import write_merged
@@ -250,7 +251,16 @@ def test_a_heads_stage_trains_an_adapter(context: StageInputs) -> None:
         make_stage("heads", "next", start=str(found["apart"]), **loop)
 
 
-@pytest.mark.parametrize("kind", [x for x in HEAD_OPTIONS if x not in ("in_tree", "pass")])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("medusa", "hydra_plus", "eagle3", "dflash", "kangaroo")
+        else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in HEAD_OPTIONS
+        if kind not in ("in_tree", "pass")
+    ],
+)
 def test_adapted_heads_of_every_kind_are_the_merged_heads(kind: str, tmp_path: Path) -> None:
     """In training and while they draft."""
     target = tiny_target(vocab=VOCAB + 4, layers=7)

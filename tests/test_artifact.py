@@ -53,11 +53,11 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     """Change the manifest and its own hash with it, as somebody who means harm would."""
-    body = json.loads((directory / "manifest.json").read_text())
+    body = json.loads((directory / "manifest.json").read_text("utf-8"))
     del body["sha256"]
     edit(body)
     body["sha256"] = artifact._body_sha256(body)
-    (directory / "manifest.json").write_text(json.dumps(body))
+    (directory / "manifest.json").write_text(json.dumps(body), "utf-8")
 
 
 # --- writing and reading back ---------------------------------------------------------------------
@@ -87,14 +87,14 @@ def test_meta_comes_back_as_json_values(tmp_path: Path) -> None:
 
 def test_additional_files_are_ignored(tmp_path: Path) -> None:
     write(tmp_path / "a")
-    (tmp_path / "a" / ".gitattributes").write_text("added by a hub")
+    (tmp_path / "a" / ".gitattributes").write_text("added by a hub", "utf-8")
     verify_directory(tmp_path / "a")
 
 
 def test_what_we_did_not_write_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter").write_text("years of work")
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "thesis" / "chapter").write_text("years of work", "utf-8")
+    (tmp_path / "file").write_text("x", "utf-8")
     write(tmp_path / "real")
     (tmp_path / "link").symlink_to("real")
     before = sorted(tmp_path.rglob("*"))
@@ -186,7 +186,7 @@ def test_a_flip_of_any_byte_of_the_manifest_is_found(tmp_path: Path) -> None:
 
 
 def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
+    (tmp_path / "file").write_text("x", "utf-8")
     (tmp_path / "empty").mkdir()
     for name, said in [
         ("none", "does not exist"),
@@ -201,7 +201,7 @@ def test_what_is_no_artifact_is_refused(tmp_path: Path) -> None:
     "name", ["../secret", "a/../../secret", "/etc/passwd", "", ".", "a//b", "./model.bin", "a\0b"]
 )
 def test_paths_out_of_the_directory_are_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "secret").write_text("x")
+    (tmp_path / "secret").write_text("x", "utf-8")
     write(tmp_path / "a")
     edit_manifest(
         tmp_path / "a", lambda body: body["files"].update({name: {"size": 1, "sha256": ""}})
@@ -444,7 +444,7 @@ from tests.test_artifact import check_kills
 check_kills(Path({str(tmp_path / "run")!r}), {previous})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60
     )
     assert done.returncode == 0, done.stderr
     # A first write makes 11 changes; replacing adds a rename and the removal of the old directory.

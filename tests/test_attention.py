@@ -25,7 +25,7 @@ from decode.model.forward.prepare_model import can_pack, pack_layers, prepare
 from decode.model.forward.transformers_forward import TransformersForward
 from decode.model.loading import Target
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.tiny import FAMILIES, VOCAB, real_target, tiny_model
 
 bfloat16_kernels = pytest.mark.skipif(

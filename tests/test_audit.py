@@ -1,6 +1,5 @@
 """`draftsmith audit`: honest servers pass, and servers with an error are found, over HTTP."""
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -9,7 +8,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from starlette.requests import Request
 from starlette.responses import Response
 from typer.testing import CliRunner
 
@@ -44,7 +42,7 @@ def test_an_honest_server_passes_and_its_report_says_so(server: Running, tmp_pat
     TARGET.model.save_pretrained(tmp_path / "target")
     TARGET.tokenizer.save_pretrained(tmp_path / "target")
     rows = [json.dumps({"prompt": text}) for text in ("the dog", "12 and 30", "sea shells")]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows), "utf-8")
     files = {kind: tmp_path / f"report.{kind}" for kind in ("json", "html", "junit")}
     result = CliRunner().invoke(
         app,
@@ -57,14 +55,14 @@ def test_an_honest_server_passes_and_its_report_says_so(server: Running, tmp_pat
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "equal: nothing was found" in result.output
-    found = json.loads(files["json"].read_text())
+    found = json.loads(files["json"].read_text("utf-8"))
     assert found["verdict"] == "equal"
     assert {x["group"] for x in found["findings"]} == {"greedy", "drafts", "contract", "sampled"}
     assert found["subject"]["level"] == 1e-3
     suite = ElementTree.parse(files["junit"]).getroot()
     assert suite.get("failures") == "0"
     assert len(suite) == len(found["findings"])
-    page = files["html"].read_text()
+    page = files["html"].read_text("utf-8")
     assert server.url in page
     assert "http://" not in page.replace(server.url, "")
 
@@ -163,20 +161,12 @@ def test_one_odd_answer_costs_that_answer_only(
 
 @pytest.mark.parametrize("status", [500, 503, None])
 def test_a_prompt_that_is_never_answered_costs_its_answers_only(status: int | None) -> None:
-    """The server fails at it, or takes too long; a server that answers nothing is given up."""
+    """The server fails at it, or ends the connection."""
 
-    class Failing(AnswerEngine):
-        async def _fault(self, request: Request) -> Response | None:
-            body = await request.json()
-            if body["prompt"] in poison:
-                await asyncio.sleep(0 if status else 5)
-                return Response("it failed", status or 200)
-            return await super()._fault(request)
-
-    poison = [list(PROMPTS[1])]
+    engine = AnswerEngine(never=[list(PROMPTS[1])], status=status)
     options = AuditOptions(samples=4, max_new_tokens=8)
-    limits: Any = {"timeout_seconds": 0.5, "retries": 0}
-    with served(Failing().app()) as url:
+    limits: Any = {"retries": 0}
+    with served(engine.app()) as url:
         found = draftsmith.audit(url, TARGET, PROMPTS[:4], options, **limits)
         ends = [x.detail for x in found.findings if x.name == "ends and usage"]
         assert [re.findall(r"; (\d+) cannot be judged", detail) for detail in ends] == [
@@ -185,7 +175,7 @@ def test_a_prompt_that_is_never_answered_costs_its_answers_only(status: int | No
         ]
         assert all("did not answer in 1 attempts" in detail for detail in ends)
         assert "greedy tokens" in names(found, Verdict.EQUAL)
-        poison = list(map(list, PROMPTS))
+        engine.never = list(map(list, PROMPTS))
         with pytest.raises(UserError, match="did not answer in 1 attempts"):
             draftsmith.audit(url, TARGET, PROMPTS[:4], options, **limits)
 

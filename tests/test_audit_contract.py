@@ -2,6 +2,8 @@
 
 import json
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
-from draftsmith.auditing.findings import Verdict
+from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.export.engines import Counting
 from draftsmith.export.verify_export import OwnLoop, count_drafts
 from tests.audit_controls import PROMPTS
@@ -25,17 +27,23 @@ from tests.mutants import StaleCache
 from tests.service import serving
 from tests.tiny import tiny_target
 from tests.upstream import served
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 TARGET = tiny_target()
 LETTERS = sorted(set(TARGET.tokenizer("she sells sea shells by the shore")["input_ids"]))
 
 
 class Letters:
-    """Answers letters that depend on the prompt and the seed. fault: what it does wrong."""
+    """Answers letters that depend on the prompt and the seed. fault: what it does wrong. never:
+    which requests get a status 5xx, or another."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(
+        self,
+        fault: str = "",
+        never: Callable[[dict[str, Any]], bool] = lambda body: False,
+        status: int = 500,
+    ) -> None:
+        self.fault, self.never, self.status = fault, never, status
 
     def app(self) -> Starlette:
         return Starlette(
@@ -49,6 +57,8 @@ class Letters:
 
     async def completions(self, request: Request) -> Response:
         body = await request.json()
+        if self.never(body):
+            return Response("it failed", self.status)
         seed = body["seed"] if body["temperature"] else 0
         if self.fault == "seeds" and seed:
             seed = random.getrandbits(30)
@@ -88,6 +98,15 @@ class Letters:
         return JSONResponse({"choices": [{}], "usage": {"prompt_tokens": len(ids)}})
 
 
+def found_in(letters: Letters, protocol: Any = "completions") -> list[Finding]:
+    with served(letters.app()) as url:
+        return contract_findings(
+            url, TARGET, PROMPTS, Sampling(1.0),
+            ServerConfig(url=url, protocol=protocol, retries=0),
+            max_new_tokens=24, seed=1, level=1e-4, repeats=True,
+        )  # fmt: skip
+
+
 FAULTS = ["tokenizer", "streams", "stop strings", "seeds", "chat template"]
 
 
@@ -100,21 +119,47 @@ FAULTS = ["tokenizer", "streams", "stop strings", "seeds", "chat template"]
     ],
 )
 def test_each_fault_of_the_contract_is_named(fault: str, protocol: Any) -> None:
-    with served(Letters(fault).app()) as url:
-        config = ServerConfig(url=url, protocol=protocol)
-        findings = contract_findings(
-            url,
-            TARGET,
-            PROMPTS,
-            Sampling(1.0),
-            config,
-            max_new_tokens=24,
-            seed=1,
-            level=1e-4,
-            repeats=True,
-        )
+    findings = found_in(Letters(fault), protocol)
     assert len(findings) == 5
     assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == {fault} - {""}
+
+
+def poison(body: dict[str, Any]) -> bool:
+    return bool(body["prompt"] == PROMPTS[1])
+
+
+@pytest.mark.parametrize("status", [500, 400])
+@pytest.mark.parametrize(
+    ("never", "unjudged", "said"),
+    [
+        (poison, set(), {"answers": 1}),
+        (lambda body: poison(body) and "stop" in body, set(), {"stop strings": 3}),
+        (lambda body: poison(body) and body["stream"], set(), {"streams": 1}),
+        (lambda body: body["stream"], {"streams"}, {"streams": 6}),
+        (lambda body: bool(body["temperature"]), {"seeds"}, {"seeds": 12}),
+    ],
+)
+def test_what_is_never_answered_costs_its_own_comparison_only(
+    never: Any, unjudged: set[str], said: dict[str, int], status: int
+) -> None:
+    findings = found_in(Letters("", never, status))
+    assert {"tokenizer", "streams", "stop strings", "seeds"} <= {x.name for x in findings}
+    assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == unjudged
+    lost = {x.name: re.findall(r"(\d+) cannot be judged and are left", x.detail) for x in findings}
+    assert {name: int(count[0]) for name, count in lost.items() if count} == said
+
+
+def test_what_was_compared_before_a_server_is_lost_is_kept() -> None:
+    lost: list[bool] = []
+
+    def never(body: dict[str, Any]) -> bool:
+        lost.extend([True] * ("stop" in body))
+        return bool(lost)
+
+    findings = found_in(Letters("streams", never))
+    verdicts = {x.name: x.verdict for x in findings}
+    assert verdicts["streams"] is Verdict.WRONG
+    assert verdicts["asked"] is Verdict.UNJUDGED
 
 
 def test_draft_tokens_are_counted_as_the_engine_picks_them() -> None:

@@ -33,7 +33,7 @@ from tests.test_audit_law import START, TABLE, VOCAB, bigrams
 from tests.tiny import tiny_target
 from tests.upstream import served
 from train.engines.counters import DraftCounts
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 TARGET = tiny_target()
 EPS = torch.finfo(torch.bfloat16).eps
@@ -275,11 +275,14 @@ def test_nothing_that_a_server_says_ends_a_report(tmp_path: Path) -> None:
     console.print(report.headline(found), markup=False)
     for write in (report.write_json, report.write_page, report.write_junit):
         write(found, tmp_path / write.__name__)
-    assert json.loads((tmp_path / "write_json").read_text())["findings"][0]["verdict"] == "wrong"
+    assert (
+        json.loads((tmp_path / "write_json").read_text("utf-8"))["findings"][0]["verdict"]
+        == "wrong"
+    )
     suite = ElementTree.parse(tmp_path / "write_junit").getroot()
     (failure,) = suite.iter("failure")
     assert failure.get("message", "").startswith("[/INST] [bold red \\x1b[31m \\x00 \\u2028 \\x85")
-    assert "&lt;/table&gt;" in (tmp_path / "write_page").read_text()
+    assert "&lt;/table&gt;" in (tmp_path / "write_page").read_text("utf-8")
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])

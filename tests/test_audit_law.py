@@ -110,7 +110,13 @@ SAMPLINGS = (
 )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(len(SAMPLINGS)),
+        *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(len(SAMPLINGS), 20)),
+    ],
+)
 def test_honest_draws_pass(seed: int) -> None:
     sampling = SAMPLINGS[seed % len(SAMPLINGS)]
     findings = sampled_findings(judged(honest(sampling), sampling, seed), level=1e-3)

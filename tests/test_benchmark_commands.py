@@ -5,10 +5,13 @@ import json
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from benchmarks.speculators import missing_library
+from tests.export import require_environment
 from tests.reference import ROOT
 from tests.tiny import save_tiny
 
@@ -28,6 +31,11 @@ SMALL = {
     "device": ["--quick"],
     "first_steps": ["--quick"],
 }
+# What a command compares with. `make test-thorough` installs it.
+MISSING = {
+    "distill": lambda: None if find_spec("trl") else "TRL is not installed",
+    "speculators": missing_library,
+}
 # It needs vLLM: tests/test_serve_8b.py runs it.
 IN_AN_ENGINE = {"serve_8b"}
 
@@ -45,6 +53,8 @@ def test_every_command_of_the_page_is_here() -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", SMALL)
 def test_a_command_runs_in_its_smallest_form(name: str, tmp_path: Path) -> None:
+    if name in MISSING:
+        require_environment(MISSING[name](), "make test-thorough")
     places = {"TINY": tmp_path / "target", "DRAFTER": tmp_path / "drafter"}
     save_tiny(places["TINY"], max_positions=512)
     save_tiny(places["DRAFTER"], layers=1, max_positions=512)
@@ -53,6 +63,6 @@ def test_a_command_runs_in_its_smallest_form(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", *options, "--json", str(file)]
     if "--runs" in (ROOT / "benchmarks").joinpath(f"{name}.py").read_text(encoding="utf-8"):
         command += ["--runs", str(tmp_path / "runs")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     assert json.loads(file.read_text(encoding="utf-8"))

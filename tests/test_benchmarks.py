@@ -73,18 +73,17 @@ from decode.opening.directory import open_drafter
 from decode.opening.shipped import SHIPPED
 from decode.settings import DecodeSettings, EvaluationProtocol
 from decode.text import prompt_ids
-from heads import HEADS
 from heads.heads_directory import new_heads, save_heads, stored_options
-from heads.heads_module import HeadOptions
-from heads.mtp_heads import MtpOptions
+from heads.kinds import HEADS
+from heads.options import HeadOptions, MtpOptions
 from tests.export import needs
 from tests.service import MODEL, serving
 from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, save_tiny, tiny_llama, tiny_target
 from train.base.console import Reporter
 from train.data.read import Example, spread
-from train.engines.server_config import EngineServer
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
+from train.settings.server_config import EngineServer
 
 
 def test_a_row_is_named_after_its_run_only_if_its_kind_does_not_tell_it_apart():
@@ -211,7 +210,7 @@ def test_modules_are_restored_and_trained_anew_by_the_recipe(tmp_path):
 )
 def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path):
     more = tmp_path / "more.jsonl"
-    more.write_text('{"prompt": "Why?"}\n')
+    more.write_text('{"prompt": "Why?"}\n', "utf-8")
     plain, with_more = (
         validate_config(
             heads.heads_config(heads.Settings(False, arms, minutes, file, 1, tmp_path)),
@@ -229,7 +228,9 @@ def test_the_heads_are_one_sound_run_with_any_arms_and_more_text(arms, tmp_path)
         name.startswith(("eagle3", "p_eagle")) for name in arms
     )
     # The shipped prompts, and one more.
-    assert with_more.data.limit == len((PROMPTS / "train.jsonl").read_text().splitlines()) + 1
+    assert (
+        with_more.data.limit == len((PROMPTS / "train.jsonl").read_text("utf-8").splitlines()) + 1
+    )
 
 
 def test_arms_change_one_thing_of_the_training_and_draft_alike_without_times(tmp_path):
@@ -497,7 +498,7 @@ def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypa
     monkeypatch.setattr(device_parts, "require", lambda *_: None)
     file = tmp_path / "device.json"
     device.main(quick=True, json_file=file, device="cpu")
-    written = json.loads(file.read_text())
+    written = json.loads(file.read_text("utf-8"))
     assert written["errors"] == {"train_trl": "OutOfMemoryError: too much"}
     assert set(written["results"]) == {
         *("decode", "decode_batch", "texts", "passes", "forwards", "draft_costs"),

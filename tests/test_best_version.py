@@ -140,7 +140,7 @@ def test_a_stages_drafter_is_that_of_a_training_that_stops_at_the_best_step(tmp_
     second = run_stage(context, make_stage(kind, "second", **(settings | {"loop": loop})))
     assert_equal(drafter_weights(first), drafter_weights(second))
     assert first.drafter is not None
-    described = json.loads((first.drafter / "drafter.json").read_text())
+    described = json.loads((first.drafter / "drafter.json").read_text("utf-8"))
     assert described["provenance"]["best"] == best
 
 

@@ -30,10 +30,11 @@ from distill.teacher.feature_sources import LiveFeatures
 from heads.dflash_heads import even_taps
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadBatch, HeadOptions, Prediction, shift_left
+from heads.heads_module import HeadBatch, Prediction, shift_left
 from heads.layers import block_layer
 from heads.layers.block_layer import BlockMask, draw_anchors, part_mask
 from heads.layers.llama_layer import Rotary
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.stages import (
     make_stage,

@@ -15,7 +15,7 @@ from decode.measure.ranks import Ranks
 from decode.opening.directory import open_drafter
 from distill.distillation_loss import Distillation
 from distill.losses import WeightedLoss
-from distill.masked_copies import ParallelConfig
+from distill.settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from tests.stages import (
     DRAFTER,
@@ -32,7 +32,8 @@ from tests.tiny import VOCAB, tiny_llama, tiny_target
 from train.data.chat_tokens import Sample
 from train.data.read import Example
 from train.loop import boosting
-from train.loop.boosting import BoostConfig, Reading, TokenWeights, guesses
+from train.loop.boosting import Reading, TokenWeights, guesses
+from train.settings.training import BoostConfig
 
 NOUNS = ("dog", "fox", "sea", "shell")
 # What follows a noun: the first in three of five cases, the second in the others.

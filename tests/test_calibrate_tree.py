@@ -33,7 +33,7 @@ from distill.teacher.feature_sources import LiveFeatures
 from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.tiny import moved, save_tiny, tiny_target, tiny_tokenizer
 from train.data.chat_tokens import prompt_tokens
 from train.data.read import read_examples
@@ -51,7 +51,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target with noise, and heads that were shown its answers."""
     base = tmp_path_factory.mktemp("trees")
     rows = [json.dumps({"prompt": words}) + "\n" for words in WORDS]
-    (base / "dev.jsonl").write_text("".join(rows))
+    (base / "dev.jsonl").write_text("".join(rows), "utf-8")
     save_tiny(base / "target")
     target = load_target(str(base / "target"), dtype="float32", device="cpu")
     noisy = copy.deepcopy(target.model)
@@ -133,7 +133,7 @@ def test_a_tree_is_measured_stored_and_then_the_default(
     more = ("--method", method, "--nodes", "9", "--json", str(figures))
     found = calibrate(base, path, *more)
     assert found.exit_code == 0, found.output
-    told = json.loads(figures.read_text())
+    told = json.loads(figures.read_text("utf-8"))
 
     # Everything else is as it was, and the manifest knows the new file.
     verify_directory(path)
@@ -232,12 +232,12 @@ def test_evaluate_and_generate_use_and_name_the_stored_tree(base: Path, drafters
     assert sampled.exit_code == 0, sampled.stderr
     figures = base / "answer.json"
     command("generate", base, path, *few, "--json", str(figures))
-    stored = json.loads(figures.read_text())
+    stored = json.loads(figures.read_text("utf-8"))
     assert stored["text"] == answer.stdout.removesuffix("\n")
     assert stored["tokens_per_step"] >= 1
     assert len(stored["outputs"][0]) > 1
     shown = CliRunner().invoke(app, ["inspect", str(path), "--json", str(figures)])
-    assert json.loads(figures.read_text())["bytes"] > 0
+    assert json.loads(figures.read_text("utf-8"))["bytes"] > 0
     assert "drafts in a tree of 7 nodes, 3 deep by default" in shown.output
 
 

@@ -504,7 +504,7 @@ def test_combinations_are_opened_by_name(tmp_path: Path) -> None:
     assert isinstance(timed, MeasuredComposite)
     assert sum(timed.costs[1]) > 0
     for domain, text in (("one", "The quick brown fox"), ("two", "What is the sum of 12 and 30?")):
-        (tmp_path / domain).write_text(text)
+        (tmp_path / domain).write_text(text, "utf-8")
     files = f'["{tmp_path}/one","{tmp_path}/two"]'
     routed = open_drafter(f"routed:{named},examples={files}", target)
     assert isinstance(routed, RoutedDrafter)

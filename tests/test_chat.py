@@ -232,7 +232,7 @@ def test_colours_mark_exactly_the_accepted_draft_tokens(target: Target, tmp_path
     lines = answer.plain.split("\n")
     assert spaced(on_screen(shown)[: len(lines)]) == spaced(lines)
     write_svg(tmp_path / "chat.svg", terminal.transcript, "a <title>")
-    picture = (tmp_path / "chat.svg").read_text()
+    picture = (tmp_path / "chat.svg").read_text("utf-8")
     assert "url(" not in picture.replace("url(#", "")
     assert "&gt;&#160;The&#160;dog" in picture
 
@@ -380,8 +380,8 @@ def test_through_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "error: a line has the byte 0xe9, which is not utf-8" in result.stderr
     assert result.stderr.count("tokens per step") == 2
     assert "\x1b" not in result.stderr
-    assert (tmp_path / "chat.svg").read_text().startswith("<svg")
-    stored = json.loads((tmp_path / "chat.json").read_text())
+    assert (tmp_path / "chat.svg").read_text("utf-8").startswith("<svg")
+    stored = json.loads((tmp_path / "chat.json").read_text("utf-8"))
     assert [answer["text"] for answer in stored] == texts
     assert stored[1]["steps"] > 0
 
@@ -396,7 +396,7 @@ def test_bfloat16_is_taken_where_the_processor_multiplies_in_it(
         (True, {"dtype": "auto"}, torch.float32),
     ):
         flags = tmp_path / "cpuinfo"
-        flags.write_text("flags : amx_bf16" if computes else "flags : avx2")
+        flags.write_text("flags : amx_bf16" if computes else "flags : avx2", "utf-8")
         monkeypatch.setattr("decode.base.processor.CPU_FLAGS", flags)
         assert ChatTarget(target=path, device="cpu", **named).load().dtype == dtype
 
@@ -432,7 +432,7 @@ def test_the_default_drafter_is_the_newest_that_fits(
 def test_each_answer_fits_a_schema(tmp_path: Path) -> None:
     path = save_tiny(tmp_path / "target", max_positions=512)
     schema = {"type": "array", "items": {"enum": [1, 2]}, "minItems": 2, "maxItems": 3}
-    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    (tmp_path / "schema.json").write_text(json.dumps(schema), "utf-8")
     command = ["chat", "--target", str(path), "--device", "cpu", "--drafter", "ngram"]
     command += ["--schema", str(tmp_path / "schema.json"), "--max-new-tokens", "40"]
     result = CliRunner().invoke(app, command, input="hello\nagain\n")

@@ -55,7 +55,7 @@ def test_default_use(client: Client, service: tuple[str, str], tmp_path: Path) -
         env={**inherited, **settings, **quiet, **home},
         cwd=tmp_path,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=240,
     )
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-4000:]
@@ -66,8 +66,10 @@ def test_default_use(client: Client, service: tuple[str, str], tmp_path: Path) -
 def pinned(client: Client) -> str:
     """The version that the client's environment pins."""
     if client.environment == "node":
-        return json.loads((PLACE / "package.json").read_text())["dependencies"][client.package]
-    pins = (PLACE / f"{client.environment}.txt").read_text()
+        return json.loads((PLACE / "package.json").read_text("utf-8"))["dependencies"][
+            client.package
+        ]
+    pins = (PLACE / f"{client.environment}.txt").read_text("utf-8")
     found = re.search(rf"^{re.escape(client.package)}==(\S+)$", pins, re.MULTILINE)
     assert found, f"{client.package} is not pinned in {client.environment}.txt"
     return found[1]

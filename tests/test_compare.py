@@ -21,9 +21,9 @@ def write_runs(tmp_path: Path, **changes: Any) -> list[Path]:
         path = tmp_path / name
         rows = [("before", "ngram", figures(1.1, 0.3)), ("two", "small_lm", figures(speed, 0.6))]
         write_run(path, rows)
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text("utf-8"))
         config |= {"name": name, "output_dir": str(tmp_path)} | (changes if paths else {})
-        (path / "config.json").write_text(json.dumps(config))
+        (path / "config.json").write_text(json.dumps(config), "utf-8")
         make_report(path)
         paths.append(path)
     return paths
@@ -53,9 +53,9 @@ def test_runs_that_were_measured_alike(tmp_path: Path) -> None:
 
 def test_intervals_that_overlap_name_no_fastest_run(tmp_path: Path) -> None:
     paths = write_runs(tmp_path)
-    report = json.loads((paths[1] / "report.json").read_text())
+    report = json.loads((paths[1] / "report.json").read_text("utf-8"))
     report["rows"][1]["evaluation"]["speedup"] = {"value": 1.3, "low": 1.2, "high": 1.4}
-    (paths[1] / "report.json").write_text(json.dumps(report))
+    (paths[1] / "report.json").write_text(json.dumps(report), "utf-8")
     assert "not clearly faster" in read_runs(paths).verdict
 
 
@@ -74,11 +74,11 @@ def test_the_command_and_its_files(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in ("run first", "run second", "1.60× [1.55, 1.66]", "seed", "is faster than"):
         assert text in result.output
-    stored = json.loads(figures_file.read_text())
+    stored = json.loads(figures_file.read_text("utf-8"))
     assert [run["run"] for run in stored["runs"]] == ["first", "second"]
     assert stored["runs"][1]["rows"][1]["evaluation"]["speedup"]["value"] == 1.6
     assert stored["settings"] == {"seed": [None, EVIL]}
-    text = page.read_text()
+    text = page.read_text("utf-8")
     assert text == render_comparison(read_runs(paths))
     parsed = Page(text)
     assert parsed.stack == []
@@ -97,7 +97,7 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
         read_runs([paths[0], paths[0] / "report.json"])
     with pytest.raises(UserError, match=r"nothing.*cannot be read"):
         read_runs([paths[0], tmp_path / "nothing"])
-    (paths[1] / "report.json").write_text('{"format": 99}')
+    (paths[1] / "report.json").write_text('{"format": 99}', "utf-8")
     with pytest.raises(UserError, match="format 99; expected format 1"):
         read_runs(paths)
     result = CliRunner().invoke(app, ["compare", *map(str, paths)])

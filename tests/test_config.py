@@ -11,12 +11,24 @@ import pytest
 import yaml
 
 from decode.base.errors import UserError
+from decode.base.registry import registered_names
+from decode.base.strict import kinds_of
+from decode.drafters import DRAFTERS
 from decode.draw.sampling import Sampling
 from decode.draw.sampling_config import SamplingConfig
+from decode.lengths import POLICIES
 from decode.loop.parts import make_rule
+from decode.rules import RULES
+from decode.shapes import SHAPES
+from distill.losses import LOSSES
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from train.base.config_file import REMOVED, read_config
-from train.data.training_text import OnPolicyConfig
-from train.run.config import build_config, differences, dump_config, load_config, validate_config
+from train.run.config import UNTRAINED, differences, dump_config
+from train.run.config_checks import build_config, load_config, validate_config
+from train.settings.schema import StageConfig
+from train.settings.training import OnPolicyConfig
+from train.stages import STAGES
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 
@@ -36,7 +48,7 @@ stages:
 
 def load(tmp_path: Path, text: str, *overrides: str):
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     return load_config(path, overrides)
 
 
@@ -221,7 +233,9 @@ def test_heads_and_rules_of_a_stage_are_offered_too(tmp_path):
 
 def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
     """Importing torch takes seconds."""
-    (tmp_path / "run.yaml").write_text(GOOD.replace("text: answers", "losses: {forward_lk: 1}"))
+    (tmp_path / "run.yaml").write_text(
+        GOOD.replace("text: answers", "losses: {forward_lk: 1}"), "utf-8"
+    )
     code = (
         "import sys\n"
         "from draftsmith.cli.main import app\n"
@@ -229,12 +243,28 @@ def test_a_mistake_is_found_before_torch_is_imported(tmp_path):
         f"    app(['train', {str(tmp_path / 'run.yaml')!r}])\n"
         "except SystemExit as stop:\n"
         "    assert stop.code == 2\n"
+        "import train.run.config, heads.options, distill.settings\n"
         "print(sorted({'torch', 'transformers'} & set(sys.modules)))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    )
     assert done.stdout.strip() == "[]"
     assert "run.yaml:9: config key 'stages.distill.losses.forward_lk' is unknown." in done.stderr
     assert 'Did you mean "forward_kl"?' in done.stderr
+
+
+def test_names_that_are_read_from_files_are_those_of_the_registries():
+    for registry, package in (
+        (RULES, "decode.rules"),
+        (POLICIES, "decode.lengths"),
+        (SHAPES, "decode.shapes"),
+        (LOSSES, "distill.losses"),
+    ):
+        assert registered_names(package) == (*registry,)
+    assert (*UNTRAINED,) == (*(name for name in DRAFTERS if not DRAFTERS[name].trained),)
+    assert [*kinds_of(HeadOptions, "type")] == [*HEADS]
+    assert [*kinds_of(StageConfig, "kind")] == [*STAGES]
 
 
 JUDGED = """
@@ -291,7 +321,7 @@ def test_merge_keys_share_settings(tmp_path):
         "\n    optimizer: {<<: *shared, lr: 2e-3}\n"
     )
     path = tmp_path / "run.yaml"
-    path.write_text(text)
+    path.write_text(text, "utf-8")
     config = load_config(path, ["stages.two.optimizer.warmup_steps=7"])
     one, two, three = (stage.optimizer for stage in config.stages[1:])
     assert (one.lr, three.lr, three.clip) == (1e-3, 2e-3, one.clip)
@@ -318,7 +348,7 @@ def test_overrides_reach_every_level(tmp_path):
 def test_other_train_data_bring_their_own_test_and_dev(tmp_path: Path):
     """A recipe's dev and test hold prompts of another kind than the user's rows."""
     path = tmp_path / "run.yaml"
-    path.write_text(GOOD.replace("test: b.jsonl", "test: b.jsonl, dev: c.jsonl"))
+    path.write_text(GOOD.replace("test: b.jsonl", "test: b.jsonl, dev: c.jsonl"), "utf-8")
     for overrides, expected in (
         (["data.train=mine.jsonl"], (None, None)),
         (["data.train=[mine.jsonl, a.jsonl]"], ("c.jsonl", "b.jsonl")),
@@ -381,7 +411,7 @@ def test_wrong_overrides_are_refused(tmp_path, override: str, message: str):
 
 
 def test_data_paths_start_at_the_config(tmp_path):
-    (tmp_path / "a.jsonl").write_text("{}")
+    (tmp_path / "a.jsonl").write_text("{}", "utf-8")
     config = load(tmp_path, GOOD)
     assert config.data.train == str(tmp_path / "a.jsonl")
     assert config.data.test == "b.jsonl"  # not there: left for `datasets` or the error

@@ -172,10 +172,10 @@ def test_sources_that_give_nothing(tmp_path: Path) -> None:
         "broken.json": r"broken JSON .*expected an array of objects, or one object per line",
         "empty.jsonl": "no usable row in empty.jsonl: 0 read = 0 kept",
     }
-    (tmp_path / "notes.tab").write_text("q\ta\n")
+    (tmp_path / "notes.tab").write_text("q\ta\n", "utf-8")
     (tmp_path / "sheet.xlsx").write_bytes(b"PK\x03\x04\xff")
-    (tmp_path / "broken.json").write_text('[{"prompt": "hi"}')
-    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "broken.json").write_text('[{"prompt": "hi"}', "utf-8")
+    (tmp_path / "empty.jsonl").write_text("\n\n", "utf-8")
     for source, found in cases.items():
         with pytest.raises(UserError, match=found):
             read_examples(source, base_dir=tmp_path)
@@ -762,7 +762,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
         [sys.executable, "-c", code],
         input=json.dumps(lengths),
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         check=True,
         cwd=Path(__file__).parents[1],
     )

@@ -50,7 +50,7 @@ def test_the_columns_say_what_a_row_is(tmp_path: Path, wrap: str) -> None:
     lines = "\n".join(map(json.dumps, ROWS))
     text = {"array": json.dumps(ROWS), "object": json.dumps({"version": 1, "data": ROWS})}
     path = tmp_path / ("rows.jsonl" if wrap == "lines" else "rows.json")
-    path.write_text(text.get(wrap, lines))
+    path.write_text(text.get(wrap, lines), "utf-8")
     examples, _ = read_examples(str(path))
     assert [turns(e) for e in examples] == [
         [("user", "a"), ("assistant", "b")],
@@ -190,7 +190,7 @@ def test_a_table_of_text_gives_text(tmp_path: Path, tables: Any, place: str) -> 
     path = tmp_path / place
     table = path / "train.csv" if path.is_dir() else path
     lines = [f'do,{row},"{answer}"' for row, answer in enumerate(answers)]
-    table.write_text("\n".join(["instruction,id,output", *lines]) + "\n")
+    table.write_text("\n".join(["instruction,id,output", *lines]) + "\n", "utf-8")
     examples, _ = read_examples(str(path))
     assert [e.id for e in examples] == [str(row) for row in range(8)]
     said = [turns(e)[1][1] if len(turns(e)) > 1 else "" for e in examples]
@@ -204,7 +204,7 @@ def test_only_nulls_of_a_table_are_missing_arguments(tmp_path: Path, tables: Any
 
     rows = [row("add", a=0, b={"x": 1}), row("look", city="x", near=None)]
     tables.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), "utf-8")
     for name, second in (("parquet", {"city": "x"}), ("jsonl", {"city": "x", "near": None})):
         examples, _ = read_examples(str(tmp_path / f"rows.{name}"))
         calls = [(e.messages or ())[1]["tool_calls"][0]["function"]["arguments"] for e in examples]
@@ -237,7 +237,7 @@ def test_tables_and_texts(tmp_path: Path, tables: Any) -> None:
     datasets.Dataset.from_list(ROWS[:1]).to_parquet(tmp_path / "rows.parquet")
     examples, _ = read_examples(str(tmp_path / "rows.parquet"))
     assert turns(examples[0]) == [("user", "a"), ("assistant", "b")]
-    (tmp_path / "book.txt").write_text("\none\ntwo\n\n\nthree\n")
+    (tmp_path / "book.txt").write_text("\none\ntwo\n\n\nthree\n", "utf-8")
     examples, _ = read_examples(str(tmp_path / "book.txt"))
     assert [(e.id, e.text) for e in examples] == [
         ("book.txt:2", "one\ntwo"),
@@ -253,7 +253,7 @@ def test_what_cannot_be_text_is_refused(tmp_path: Path) -> None:
         ([TOOLS[0], CALL | {"tool_calls": [{"name": "look"}]}], r"tool_calls\[0\] is .*expected"),
         ([TOOLS[0], CALL | {"tool_calls": None}], r"expected role and content, or from and value"),
     ):
-        path.write_text(json.dumps({"messages": messages}))
+        path.write_text(json.dumps({"messages": messages}), "utf-8")
         with pytest.raises(UserError, match=message):
             read_examples(str(path))
 
@@ -264,7 +264,7 @@ def with_template(text: str) -> PreTrainedTokenizerFast:
 
 def test_tool_messages_are_kept_only_if_the_template_writes_them(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, ROWS)))
+    path.write_text("\n".join(map(json.dumps, ROWS)), "utf-8")
     examples, _ = read_examples(str(path))
     ignores = "<|im_start|>{{ m['role'] }} {{ m['content'] }}<|im_end|>"
     writes = ignores.replace(

@@ -111,7 +111,7 @@ def test_rows_are_the_same_in_every_file(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     rows = [random_row(draw, number) for number in range(24)]
     (tmp_path / "rows.jsonl").write_bytes(lines(rows))
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.json").write_text(json.dumps(rows), "utf-8")
     (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(lines(rows)))
     parts = [lines(rows[:9]), lines(rows[9:])]
     for name, suffix in (("folder", ".jsonl"), ("packed", ".jsonl.gz"), ("mixed [v2]", ".jsonl")):
@@ -123,7 +123,7 @@ def test_rows_are_the_same_in_every_file(tmp_path: Path, seed: int) -> None:
     for number, part in enumerate(parts):
         (tmp_path / "subsets" / f"{number}.jsonl").write_bytes(part)
     card = CARD.format(a="'*.jsonl'", b="0.jsonl")
-    (tmp_path / "subsets" / "README.md").write_text(card)
+    (tmp_path / "subsets" / "README.md").write_text(card, "utf-8")
     written = without_place(read_examples(str(tmp_path / "rows.jsonl"))[0])
     assert len(written) == len(rows)
     for names in (
@@ -212,7 +212,7 @@ def prompts(*names: str, base_dir: Path) -> list[str | None]:
 def test_a_path_is_no_pattern(tmp_path: Path, folder: str) -> None:
     for place, text in ((folder, "right"), ("run1", "wrong"), ("run12", "wrong")):
         table_of(tmp_path / place / "train.parquet", {"prompt": text})
-        (tmp_path / place / "[a]*.csv").write_text(f"prompt\n{text}\n")
+        (tmp_path / place / "[a]*.csv").write_text(f"prompt\n{text}\n", "utf-8")
     (tmp_path / folder / "train[2].parquet").symlink_to(tmp_path / folder / "train.parquet")
     for name in (folder, f"{folder}/train.parquet", f"{folder}/[a]*.csv"):
         assert set(prompts(name, base_dir=tmp_path)) == {"right"}
@@ -223,7 +223,7 @@ def test_a_data_set_with_subsets(tmp_path: Path) -> None:
     for subset in "ab":
         table_of(tmp_path / "set" / subset / "train.parquet", {"prompt": subset})
     card = CARD.format(a="a/train.parquet", b="b/train.parquet")
-    (tmp_path / "set" / "README.md").write_text(card)
+    (tmp_path / "set" / "README.md").write_text(card, "utf-8")
     assert prompts("set:a", "set:b@train", base_dir=tmp_path) == ["a", "b"]
     for name, found in (
         ("set", "no subset is named; expected one of a, b. Write set:SUBSET."),
@@ -276,7 +276,7 @@ def test_tables_of_text_are_text_under_every_name(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     for name, mark in (("rows.csv", ","), ("rows.tsv", "\t"), ("set/train.tsv", "\t")):
         lines = [("prompt", "response"), *rows]
-        (tmp_path / name).write_text("".join(f'"{a}"{mark}"{b}"\n' for a, b in lines))
+        (tmp_path / name).write_text("".join(f'"{a}"{mark}"{b}"\n' for a, b in lines), "utf-8")
     (tmp_path / "rows.csv.gz").write_bytes(gzip.compress((tmp_path / "rows.csv").read_bytes()))
     for name in ("rows.csv", "rows.tsv", "set", "rows.csv.gz"):
         examples, _ = read_examples(name, base_dir=tmp_path)
@@ -284,7 +284,7 @@ def test_tables_of_text_are_text_under_every_name(tmp_path: Path) -> None:
 
 
 def test_a_table_of_other_columns_names_all_of_them(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("query,response,note\nhi,ho,x\n")
+    (tmp_path / "rows.csv").write_text("query,response,note\nhi,ho,x\n", "utf-8")
     with pytest.raises(UserError, match='found "query", "response", "note"\n  rename "query" to'):
         prompts("rows.csv", base_dir=tmp_path)
 
@@ -310,7 +310,7 @@ def test_a_data_set_of_the_hub_without_the_network(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     stored = tmp_path / "hub" / "datasets--org--set"
     (stored / "refs").mkdir(parents=True)
-    (stored / "refs" / "main").write_text("abc")
+    (stored / "refs" / "main").write_text("abc", "utf-8")
     (stored / "snapshots" / "abc").mkdir(parents=True)
     (stored / "snapshots" / "abc" / "train.jsonl").write_bytes(lines([{"prompt": "2024-01-02"}]))
     [example] = read_examples("org/set@train")[0]

@@ -25,9 +25,9 @@ from decode.model.forward.prepare_model import prepare
 from decode.shapes import SHAPES, Shape
 from decode.trace import drafted_tokens, rejected_tokens
 from decode.verification import Verification
-from heads import HEADS
-from heads.heads_module import HeadOptions
 from heads.in_tree import InTreeDrafter
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from tests.contract import HEAD_OPTIONS
 from tests.device import SimulatedDevice, Wait, simulated_device
 from tests.other_tokenizers import shuffled, with_rows

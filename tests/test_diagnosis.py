@@ -35,7 +35,7 @@ from tests.tiny import VOCAB, moved, tiny_target
 from tests.upstream import served
 from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 PROMPTS = 40
 
@@ -210,7 +210,7 @@ def test_what_is_known_early_is_said_before_the_target_is_loaded(tmp_path: Path)
     """The target is not there: were it loaded first, that would be said."""
     drafter, few = tmp_path / "drafter", tmp_path / "few.jsonl"
     make_heads(drafter, target(), KINDS["medusa"])
-    few.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    few.write_text('{"prompt": "one"}\n{"prompt": "two"}\n', "utf-8")
     app = AnswerEngine(target=target()).app()
     text = page("vllm", 0, *[0] * GAMMA)
     app.router.routes.append(Route("/metrics", lambda _: PlainTextResponse(text)))

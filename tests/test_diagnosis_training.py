@@ -102,7 +102,7 @@ def after_its_own_states() -> Evidence:
 @pytest.mark.parametrize(
     ("make", "names"),
     [
-        (lambda: changed(without_template), ["template"]),
+        (lambda: changed(without_template), ["other_template"]),
         (lambda: changed(all_trained), ["masks"]),
         (lambda: changed(of_another), ["old_target"]),
         (cut_off, ["length"]),
@@ -124,7 +124,7 @@ def test_a_run_is_diagnosed_by_the_command(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "target")
     rows = [{"prompt": f"What is {n}?", "response": f"It is {n}, of course."} for n in range(30)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     loop = {"tokens_per_batch": 256, "max_steps": 2}
     stage = {
         "kind": "heads",
@@ -151,12 +151,13 @@ def test_a_run_is_diagnosed_by_the_command(tmp_path: Path, monkeypatch: pytest.M
     code, text = said("--target", "target", *served, "--json", "found.json")
     assert code == ExitStatus.FAILED
     assert "old_target: found." in text  # the data has texts that a tiny target does not write
-    assert "template: no. 100% of the train texts begin with" in text
-    assert "old_target" in json.loads((tmp_path / "found.json").read_text())["found"]
+    assert "other_template: no. 100% of the train texts begin with" in text
+    assert "old_target" in json.loads((tmp_path / "found.json").read_text("utf-8"))["found"]
     # Before the target is loaded, which is not there.
     missing = ["--target", "nowhere"]
     assert "--run needs --prompts" in said(*missing)[1]
-    assert "has no finished stage other" in said(*missing, *served, "--stage", "other")[1]
+    assert "stages/00-heads" in said(*missing, *served, "--run", f"{run.directory}/stages/9-no")[1]
+    assert "nowhere is no run" in said(*missing, *served, "--run", "nowhere")[1]
     assert "nowhere" in said(*missing, *served)[1]
     (run.drafters["heads"] / "heads.safetensors").write_bytes(b"")
     code, text = said(*missing, *served)

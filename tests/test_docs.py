@@ -13,7 +13,7 @@ NAME = re.compile(r"`([a-z_]+)`")
 def table(page: str, title: str) -> dict[str, list[str]]:
     """Rows of the tables below a heading of a page, by the name in backticks that they begin with;
     their other cells. The heading is the page's title or one of its sections."""
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / "docs" / page).read_text("utf-8")
     lines = re.split(rf"^##? {title}\n", text, flags=re.MULTILINE)[1].split("\n## ")[0].splitlines()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in lines if line[:1] == "|"
@@ -37,7 +37,7 @@ def test_the_table_of_rules_says_what_they_judge() -> None:
 
 
 def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> None:
-    page = (ROOT / "docs" / "reference" / "papers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text("utf-8")
     packages = ("decode", "distill", "heads", "train", "draftsmith", "tests")
     files = [path for name in packages for path in (ROOT / name).rglob("*.py")]
     named = set(re.findall(r"`([\w/]+\.py)`", page))
@@ -49,13 +49,13 @@ def test_the_page_of_papers_names_real_files_and_every_paper_that_is_cited() -> 
     cited = {
         number
         for path in [*sources, *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/results").glob("*.md")]
-        for number in paper.findall(path.read_text())
+        for number in paper.findall(path.read_text("utf-8"))
     }
     assert cited <= set(paper.findall(page))
 
 
 def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> None:
-    page = (ROOT / "docs" / "reference" / "papers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "papers.md").read_text("utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
     assert len(tables) > 5
     for header, _, *rows in (table.splitlines() for table in tables):
@@ -66,13 +66,13 @@ def test_each_row_of_the_page_of_papers_is_complete_and_its_tests_exist() -> Non
             assert all(cell.strip() for cell in cells), row
         assert len({row.split("|")[1] for row in rows}) == len(rows), "a method is there twice"
     for file, name in re.findall(r"`(\w+\.py)::(\w+)`", page):
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text("utf-8"), name
 
 
 def test_the_tables_of_controls_have_all_of_them() -> None:
     section = (
         (ROOT / "docs" / "results" / "lossless.md")
-        .read_text()
+        .read_text("utf-8")
         .split("## Tests that find errors\n")[1]
     )
     rows = [line.split("|")[1].strip() for line in section.splitlines() if line[:2] == "| "]
@@ -92,7 +92,7 @@ NOT_MEASURED = re.compile(r"calculated|cited|claim|not recorded")
 def test_every_figure_stands_with_its_command_machine_and_date() -> None:
     missing = []
     for page in (ROOT / "docs" / "results").glob("*.md"):
-        opening, *sections = re.split(r"^## ", page.read_text(), flags=re.MULTILINE)
+        opening, *sections = re.split(r"^## ", page.read_text("utf-8"), flags=re.MULTILINE)
         for section in sections or [""]:
             tables = re.findall(r"(?:^\|.*\n)+", section or opening, re.MULTILINE)
             if NOT_MEASURED.search(section) or not re.search(r"\d\.\d", "".join(tables)):
@@ -105,11 +105,11 @@ def test_every_figure_stands_with_its_command_machine_and_date() -> None:
     assert not missing
 
 
-def test_every_finding_says_what_it_shows_and_is_on_the_page() -> None:
+def test_every_finding_says_what_it_shows_and_is_in_the_table() -> None:
     scripts = list((ROOT / "findings").glob("*.sh"))
-    page = (ROOT / "docs" / "findings.md").read_text()
-    assert set(re.findall(r"\(\.\./findings/(\w+\.sh)\)", page)) == {path.name for path in scripts}
+    page = (ROOT / "findings" / "README.md").read_text("utf-8")
+    assert set(re.findall(r"\((\w+\.sh)\)", page)) == {path.name for path in scripts}
     for path in scripts:
-        head = path.read_text().split("\nset -euo pipefail\n")[0]
+        head = path.read_text("utf-8").split("\nset -euo pipefail\n")[0]
         for word in ("Versions", "Behaviour", "Guess", "Seen"):
             assert f"\n# {word}: " in head or f"\n# {word}:\n" in head, (path.name, word)

@@ -64,7 +64,7 @@ def examined(place: Path, *options: str) -> tuple[Any, dict[str, Any]]:
     target, file = save_tiny(place / "target"), place / "doctor.json"
     run = doctor("--target", str(target), "--json", str(file), *options)
     assert run.exit_code == 0, run.output
-    return run, json.loads(file.read_text())
+    return run, json.loads(file.read_text("utf-8"))
 
 
 def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_doctor_prints_the_figures_that_it_writes(quick: None, tmp_path: Path) -
     assert all(line in run.output for line in figures["meaning"])
     assert 3 <= len(figures["meaning"]) <= 6
     # The last line is a row of the table of machines.
-    header = MACHINES.read_text().partition("| machine |")[2].splitlines()[0]
+    header = MACHINES.read_text("utf-8").partition("| machine |")[2].splitlines()[0]
     row = run.stdout.splitlines()[-1].strip("| ").split(" | ")
     assert len(row) == len(header.split("|"))
     assert row[5:9] == [
@@ -213,7 +213,7 @@ def test_an_item_that_fails_stops_no_other(
     run = doctor("--target", str(tmp_path / "nothing"), "--json", str(file))
     assert run.exit_code == 1
     assert "target failed: UserError" in run.output
-    figures = json.loads(file.read_text())
+    figures = json.loads(file.read_text("utf-8"))
     assert figures["lossless"]["passed"]
     assert not figures["sound"]
     assert CliRunner().invoke(app, ["doctor", "--device", "tpu"]).exit_code == 2

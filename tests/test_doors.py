@@ -20,7 +20,8 @@ from torch import nn
 
 from decode.base.errors import UserError
 from decode.model.loading import load_target
-from distill.trainable_model import LoraConfig, Trainable
+from distill.settings import LoraConfig
+from distill.trainable_model import Trainable
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_world_size import FSDP
 from tests.tiny import save_tiny, tiny_llama
@@ -117,7 +118,7 @@ def train(base: Path, place: Path, kind: str, rank: int) -> None:
     alone = "WORLD_SIZE" not in os.environ
     run_kind(base, Accelerator(cpu=True) if alone else launched_accelerator(cpu=False), place, kind)
     if rank == 0:
-        (place / f"{kind}.json").write_text(json.dumps(found))
+        (place / f"{kind}.json").write_text(json.dumps(found), "utf-8")
 
 
 def read(base: Path, place: Path, kind: str) -> None:
@@ -139,7 +140,7 @@ def read(base: Path, place: Path, kind: str) -> None:
                 if "lora_" not in name:  # new adapters are nothing
                     p.copy_(stored[own])
         self.average = None
-        (place / f"{kind}-read.json").write_text(json.dumps(last_loss(self)))
+        (place / f"{kind}-read.json").write_text(json.dumps(last_loss(self)), "utf-8")
         raise Read
 
     Trainer.fit = filled  # type: ignore[method-assign]
@@ -193,8 +194,8 @@ def test_the_written_drafter_is_the_module_of_the_last_step(
     place.mkdir()
     cell = f"{engine!r}, {wrapped!r}, {kind!r}"
     in_new_process(__name__, f"check(Path({str(tmp_path)!r}), Path({str(place)!r}), {cell})")
-    first, last = json.loads((place / f"{kind}.json").read_text())
-    written = json.loads((place / f"{kind}-read.json").read_text())
+    first, last = json.loads((place / f"{kind}.json").read_text("utf-8"))
+    written = json.loads((place / f"{kind}-read.json").read_text("utf-8"))
     assert abs(last - first) > 0.01 * abs(first)
     assert written == pytest.approx(last, rel=1e-4)
 

@@ -31,10 +31,11 @@ from distill.place_weights import place_weights
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadBatch, HeadOptions, trained_positions
+from heads.heads_module import HeadBatch, trained_positions
 from heads.layers.layer_config import layer_config
 from heads.layers.llama_layer import Rotary
 from heads.layers.target_layers import auxiliary_layers
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.stages import LOOP, make_stage, plan_stage, run_stage, stage_context
 from tests.tiny import VOCAB, tiny_target

@@ -280,7 +280,7 @@ def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
     assert alone.exit_code == there.exit_code == 0, there.output
     assert there.stdout == alone.stdout
     assert "rule coupled" in there.stderr
-    lines = [json.loads(line) for line in rounds.read_text().splitlines()]
+    lines = [json.loads(line) for line in rounds.read_text("utf-8").splitlines()]
     assert {"k", "accepted", "la_k", "prefill_ms", "verify_ms", "queue_ms", "rtt_ms"} <= {*lines[0]}
     assert other.exit_code == 2
     assert "the verifier judges by coupled" in other.stderr
@@ -289,12 +289,12 @@ def test_generate_drafts_here_and_verifies_there(tmp_path: Path) -> None:
 
 def test_the_calibrated_threshold_is_the_servers(tmp_path: Path) -> None:
     directory, prompts = str(save_tiny(tmp_path / "target")), tmp_path / "dev.jsonl"
-    prompts.write_text(json.dumps({"prompt": "What?"}) + "\n")
+    prompts.write_text(json.dumps({"prompt": "What?"}) + "\n", "utf-8")
     command = ["calibrate", "--target", directory, "--drafter", directory, "--thresholds", "0.125"]
     command += ["--prompts", str(prompts), "--max-new-tokens", "8"]
     done = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "figures.json")])
     assert done.exit_code == 0, done.output
-    figures = json.loads((tmp_path / "figures.json").read_text())
+    figures = json.loads((tmp_path / "figures.json").read_text("utf-8"))
     with serving(figures["rule"]) as server, edge(server.url) as client:
         assert isinstance(server.verifier.rule, Threshold)
         assert server.verifier.rule.threshold == figures["threshold"] == 0.125

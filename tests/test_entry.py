@@ -23,7 +23,7 @@ from tests.tiny import save_tiny
 from tests.training import begin_anew
 from train.base.launcher import environment_of_one
 from train.base.tracking.trackers import PACKAGES, chosen_trackers
-from train.run.config import load_config, validate_config
+from train.run.config_checks import load_config, validate_config
 from train.run.entry import begun
 
 STAGE = {
@@ -42,7 +42,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_accelerate: None
     monkeypatch.chdir(tmp_path)
     save_tiny(tmp_path / "target", "llama")
     rows = [{"prompt": f"the dog {i}", "response": f"it sells shells {i}"} for i in range(30)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     return tmp_path
 
 
@@ -142,7 +142,7 @@ def test_the_fastest_dtypes_are_what_the_device_multiplies_in(
 ) -> None:
     """seconds: of a wide product in bfloat16 and in float32."""
     flags = base / "cpuinfo"
-    flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2")
+    flags.write_text("flags : avx512f avx512_bf16" if computes else "flags : avx2", "utf-8")
     monkeypatch.setattr("decode.base.processor.CPU_FLAGS", flags)
     clock = [0]
 
@@ -197,7 +197,7 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
         [sys.executable, "-c", LAUNCHER],
         cwd=Path(__file__).parents[1],
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
     )
     with launcher:
         assert launcher.stdout is not None

@@ -160,7 +160,7 @@ def test_a_reduced_vocabulary_is_filled_from_the_target(
     within = 1e-6 if rank is None else 1e-5
     torch.testing.assert_close(found[..., kept], expected, rtol=0, atol=within)
     torch.testing.assert_close(found[..., 1::2], others[..., 1::2], rtol=0, atol=1e-6)
-    card = (tmp_path / "out" / "README.md").read_text()
+    card = (tmp_path / "out" / "README.md").read_text("utf-8")
     assert "150 tokens of the vocabulary" in card
     assert "the target's output layer" in card
     assert "as trained (reduced vocabulary)" in card
@@ -240,7 +240,7 @@ def test_the_hf_export_drafts_a_constant_number(tmp_path: Path, target: Target) 
     assert settings.num_assistant_tokens == 5
     assert settings.num_assistant_tokens_schedule == "constant"
     assert settings.assistant_confidence_threshold == 0
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert config["torch_dtype"] == "float32"
 
@@ -271,7 +271,7 @@ def test_rotary_positions_are_written_for_transformers_4_too(
     rope = {"rope_type": kind, "rope_theta": 5e5} | SCALED[kind]
     make_drafter(tmp_path / "drafter", target, "llama", rope_parameters=rope)
     export_drafter(tmp_path / "drafter", "hf", tmp_path / "out")
-    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    written = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     layer = llama_settings(transformers.LlamaConfig(**copy.deepcopy(written)), "Layer", "float32")
     for config in (written, layer):
         assert config["rope_parameters"].items() >= rope.items()
@@ -282,7 +282,9 @@ def test_rotary_positions_are_written_for_transformers_4_too(
         older = transformers.LlamaConfig(**copy.deepcopy(config)).rope_parameters
         assert {key: older[key] for key in rope} == rope
     written["rope_scaling"]["factor"] = 3.0
-    (tmp_path / "out" / "config.json").write_text(json.dumps(written | {"rope_parameters": rope}))
+    (tmp_path / "out" / "config.json").write_text(
+        json.dumps(written | {"rope_parameters": rope}), "utf-8"
+    )
     problems = FORMATS["hf"].problems(tmp_path / "out")
     assert any("rope_scaling is" in problem for problem in problems)
 
@@ -298,14 +300,14 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
     }  # fmt: skip
     (run / "evaluations" / "03-distill").mkdir(parents=True)
     record = {"stage": "distill", "drafter": "small_lm", "evaluation": evaluation}
-    (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record))
+    (run / "evaluations" / "03-distill" / "evaluation.json").write_text(json.dumps(record), "utf-8")
     write_run(run, tmp_path)
     licences = {"licence": "MIT", "data_licence": "ours"}
     export_drafter(
         drafter, "hf", tmp_path / "out", ExportOptions(**licences, repository="org/name")
     )
     path = tmp_path / "out" / "README.md"
-    card, front = path.read_text(), ModelCard.load(path).data
+    card, front = path.read_text("utf-8"), ModelCard.load(path).data
     assert (front.license, front.pipeline_tag) == ("mit", "text-generation")
     assert "draft-model" in front.tags
     row = "| in its run | 7 | bfloat16 | 2 | 99 | 0.4 | 0.25 | 1.5 | 1.20× [1.10, 1.30] | 4 |"
@@ -320,7 +322,7 @@ def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) 
     # The target's path on the exporter's disk is nobody's business.
     assert str(tmp_path) not in card
     assert str(Path(target.name).parent) not in card
-    record = json.loads((tmp_path / "out" / EXPORT_FILE).read_text())
+    record = json.loads((tmp_path / "out" / EXPORT_FILE).read_text("utf-8"))
     (measured,) = record["acceptance"]
     few = measured | {"speedup": {"value": 1.2}}
     assert "| 1.5 | 1.20× | 4 |" in drafter_card(record | {"acceptance": [few]})
@@ -342,7 +344,7 @@ def write_run(run: Path, place: Path) -> None:
         ("provenance.json", [{"argv": [*argv, "trackers=[]"]}]),
         ("stages/00-answers/done.json", {"summary": summary}),
     ):
-        (run / name).write_text(json.dumps(value))
+        (run / name).write_text(json.dumps(value), "utf-8")
 
 
 # Refusals
@@ -485,7 +487,7 @@ def test_push_hands_over_a_sound_directory(
     with pytest.raises(UserError, match=r"was not pushed to org/name \(no route\)"):
         push_export(tmp_path / "out", "org/name")
     calls.clear()
-    (tmp_path / "out" / "config.json").write_text("{}")
+    (tmp_path / "out" / "config.json").write_text("{}", "utf-8")
     with pytest.raises(CorruptArtifact):
         push_export(tmp_path / "out", "org/name")
     assert calls == []
@@ -503,7 +505,7 @@ def test_the_command(tmp_path: Path, target: Target) -> None:
     status, said = ask("--check", out, "--json", tmp_path / "figures.json")
     assert status == 0
     figures = {"layout": "hf", "kind": "small_lm", "acceptance": []}
-    assert json.loads((tmp_path / "figures.json").read_text()) == figures
+    assert json.loads((tmp_path / "figures.json").read_text("utf-8")) == figures
     assert "a valid hf export of a small_lm drafter" in said
     for words, message in (
         ((drafter,), "nothing to do"),

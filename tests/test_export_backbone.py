@@ -63,20 +63,22 @@ def test_both_are_written(moved: Path, tmp_path: Path) -> None:
     before, after = load_target(str(moved / "target")), load_target(str(new))
     ids = torch.tensor([PROMPTS[3]])
     assert torch.equal(after.model(ids).logits, before.model(ids).logits)
-    config = json.loads((new / "config.json").read_text())
+    config = json.loads((new / "config.json").read_text("utf-8"))
     assert (config["torch_dtype"], config["rope_theta"]) == ("float32", 10000.0)
     assert (new / MANIFEST).exists()
     record = check_export(out)
     assert record["backbone"] == "model"
-    assert json.loads((out / "config.json").read_text())["base_model_name_or_path"] == "model"
+    assert (
+        json.loads((out / "config.json").read_text("utf-8"))["base_model_name_or_path"] == "model"
+    )
     drift = (
         "its drift from org/model, on 321 held-out tokens: KL(original‖new) 0.0123 nats per token, "
         "perplexity 8.50 → 8.25"
     )
-    card = (out / "README.md").read_text()
+    card = (out / "README.md").read_text("utf-8")
     assert "vllm serve model --speculative-config" in card
     assert drift in card
-    card = (new / "README.md").read_text()
+    card = (new / "README.md").read_text("utf-8")
     assert drift in card
     assert "base_model: org/model" in card
     assert "It is not the original model any more" in card
@@ -97,7 +99,7 @@ def test_what_is_pushed(moved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     found = CliRunner().invoke(cli.app, [*words, *both])
     assert found.exit_code == 0, found.output
     assert pushed == [("org/heads-target", "model"), ("org/heads", "heads")]
-    assert "vllm serve org/heads-target" in (tmp_path / "heads" / "README.md").read_text()
+    assert "vllm serve org/heads-target" in (tmp_path / "heads" / "README.md").read_text("utf-8")
     refused = CliRunner().invoke(
         cli.app, ["export", str(tmp_path / "heads"), "--push-to-hub", "org/heads"]
     )
@@ -121,7 +123,7 @@ def test_refusals(moved: Path, tmp_path: Path) -> None:
         export_drafter(drafter, "vllm", out, ExportOptions(backbone=moved / "target"))
     other = save_tiny(tmp_path / "other", seed=5, **SHAPE)
     refused("has other weights than the target in use", backbone=new, target=str(other))
-    (moved / "target" / "tokenizer.json").write_text("{}")
+    (moved / "target" / "tokenizer.json").write_text("{}", "utf-8")
     with pytest.raises(CorruptArtifact):
         export_drafter(drafter, "vllm", out, ExportOptions(backbone=new))
     (moved / "target" / MANIFEST).unlink()
@@ -148,7 +150,7 @@ def test_what_a_stage_leaves_is_exported(tmp_path: Path) -> None:
     export_drafter(
         outcome.drafter, "tgi", tmp_path / "heads", ExportOptions(backbone=tmp_path / "model")
     )
-    card = (tmp_path / "model" / "README.md").read_text()
+    card = (tmp_path / "model" / "README.md").read_text("utf-8")
     assert f"its drift from original, on {provenance['drift']['tokens']} held-out tokens" in card
     assert str(tmp_path) not in card
 

@@ -70,7 +70,7 @@ def test_the_export_drafts_the_same_and_is_imported_as_it_was(
         assert torch.equal(stored["lm_head.weight"], table[kept])
     assert "layers.1.self_attn.k_norm.weight" in names
     assert ("embed_tokens.weight" in names) == (form == "speculators")
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     if form == "speculators":
         # The layers that read our taps.
         assert config["aux_hidden_state_layer_ids"] == [1, 3]
@@ -78,7 +78,7 @@ def test_the_export_drafts_the_same_and_is_imported_as_it_was(
         # The library writes these beside the settings of its layers, or not at all.
         for key in ("architectures", "block_size", "num_target_layers"):
             del config["transformer_layer_config"][key]
-        (out / "config.json").write_text(json.dumps(config))
+        (out / "config.json").write_text(json.dumps(config), "utf-8")
     else:
         inner = config if kind == "dspark" else config["dflash_config"]
         assert inner["target_layer_ids"] == [0, 2]

@@ -135,7 +135,7 @@ def test_an_export_says_that_the_newest_engine_does_not_read_it(
         make_heads(place / "drafter", target, options)
         export_drafter(place / "drafter", "vllm", place / "out", say=lines.append)
         assert lines == said
-    assert "vLLM up to 0.32:" in (tmp_path / "medusa" / "out" / "README.md").read_text()
+    assert "vLLM up to 0.32:" in (tmp_path / "medusa" / "out" / "README.md").read_text("utf-8")
 
 
 def test_every_layout_is_in_the_table_of_readers() -> None:
@@ -160,17 +160,42 @@ def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[
     def exported(layout: str) -> Path:
         drafter, out = place / f"{layout}-drafter", place / layout
         if layout in HEADS:
-            make_heads(drafter, of_file if "gguf" in layout else target, *HEADS[layout])
+            heads_of = of_file if "gguf" in layout else target
+            make_heads(drafter, heads_of, *HEADS[layout], provenance=private(place))
         else:
             model = tiny_llama(layers=1, seed=7, tie=False)
             if layout == "pard":
                 mark_parallel(model.config, 1)
-            save_small_lm(drafter, model, of_file, "pard" if layout == "pard" else "small_lm")
+            kind = "pard" if layout == "pard" else "small_lm"
+            save_small_lm(drafter, model, of_file, kind, private(place))
         export_drafter(drafter, layout, out, ExportOptions(gamma=3))
         assert FORMATS[layout].problems(out) == []
         return out
 
     return exported
+
+
+def private(place: Path) -> dict[str, Any]:
+    """Where a run was, in the ways in which its settings can say it."""
+    return {
+        "run": str(place / "runs" / "mine"),
+        "command": ["train", f"{place}/my run.yaml", f"output_dir={place}/runs"],
+        "data": {"train": [f"{place}/a.jsonl", str(Path.home() / "texts" / "b c.jsonl")]},
+        "note": f"started from {place}/drafter, file://{Path.home()}/x",
+    }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_file_of_an_export_names_a_directory_of_this_machine(
+    layout: str, sound: Callable[[str], Path], target: Target
+) -> None:
+    out = sound(layout)
+    files = [file for file in out.rglob("*") if file.is_file()]
+    assert {file.name for file in files} >= {"README.md", "export.json"}
+    # Also in the headers of weights.
+    for place in (out.parent, Path(target.name).parent, Path.home() / "texts"):
+        for file in files:
+            assert str(place).encode() not in file.read_bytes(), file
 
 
 def test_every_layout_is_here_or_elsewhere() -> None:
@@ -223,12 +248,12 @@ def nested(*keys: str, **changes: Any) -> Change:
     """Sets keys of config.json, or of an object within it."""
 
     def edit(directory: Path) -> None:
-        config = json.loads((directory / "config.json").read_text())
+        config = json.loads((directory / "config.json").read_text("utf-8"))
         inner = config
         for key in keys:
             inner = inner[key]
         inner.update(changes)
-        (directory / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(config), "utf-8")
 
     return edit
 
@@ -277,7 +302,7 @@ FAULTS: dict[str, dict[str, Change]] = {
     "medusa": {
         "config.json is missing or is not JSON": lambda directory: (
             directory / "config.json"
-        ).write_text("{"),
+        ).write_text("{", "utf-8"),
         "has architectures, which is not expected": settings(architectures=["MedusaModel"]),
         "config.json has no medusa_num_heads": settings(medusa_num_heads=None),
         "tensor 3.0.linear.bias is missing": settings(medusa_num_heads=4),

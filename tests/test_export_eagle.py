@@ -67,10 +67,9 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
         assert record["facts"]["filled_from"] is None
         assert weights["lm_head.weight"].shape == (150, 64)
         assert torch.equal(weights["d2t"] + torch.arange(150), kept)
-        assert (
-            "150 tokens of the vocabulary, and it drafts only these"
-            in (out / "README.md").read_text()
-        )
+        assert "150 tokens of the vocabulary, and it drafts only these" in (
+            out / "README.md"
+        ).read_text("utf-8")
 
 
 def test_eagle1_drafts_a_whole_vocabulary(tmp_path: Path, target: Target) -> None:

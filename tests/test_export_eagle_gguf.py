@@ -81,7 +81,7 @@ def test_the_export_drafts_the_same(kind: str, tmp_path: Path, target: Target) -
     record = check_export(out)
     assert record["layout"] == "eagle3-gguf"
     assert record["facts"]["kept"] == (150 if kind == "reduced" else None)
-    assert "--spec-type draft-eagle3" in (out / "README.md").read_text()
+    assert "--spec-type draft-eagle3" in (out / "README.md").read_text("utf-8")
     reader = gguf.GGUFReader(out / "drafter.gguf")
     # Our captured_layers are the outputs of 1, 2 and 3; llama.cpp counts the layers that read them.
     assert reader.fields["eagle3.target_layers"].contents() == [2, 3, 4]

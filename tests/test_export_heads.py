@@ -70,19 +70,19 @@ def test_the_export_is_the_same_heads(
         torch.testing.assert_close(theirs[..., KEPT], ours, rtol=0, atol=1e-5)
         torch.testing.assert_close(theirs[..., 1::2], whole[..., 1::2], rtol=0, atol=1e-5)
         assert facts["filled_from"] == "the target's output layer"
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config = json.loads((tmp_path / "out" / "config.json").read_text("utf-8"))
     assert ("original_lm_head" in config) == (output != "own")
 
 
 def test_what_stands_in_the_readme(tmp_path: Path, target: Target) -> None:
     out = exported(tmp_path, target, MEDUSA, KEPT)
-    card = (out / "README.md").read_text()
+    card = (out / "README.md").read_text("utf-8")
     assert '"method": "medusa"' in card
     assert '"num_speculative_tokens": 3' in card
     assert "text-generation-launcher" in card
     assert "3 Medusa heads" in card
     assert "150 tokens of the vocabulary" in card
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     assert config["base_model_name_or_path"] == "target"
 
 

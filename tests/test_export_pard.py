@@ -53,12 +53,12 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 def test_the_export_is_the_same_drafter(tmp_path: Path, target: Target) -> None:
     out = export(tmp_path, target)
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     assert (config["pard_token"], config["spd_type"]) == (MASK, "pard")
     drafter = reload_export(out, check_export(out), target)
     assert isinstance(drafter, ParallelLMDrafter)
     assert drafter.mask_token == MASK
-    assert '"parallel_drafting": true' in (out / "README.md").read_text()
+    assert '"parallel_drafting": true' in (out / "README.md").read_text("utf-8")
 
 
 def test_readers_that_would_draft_one_token_after_the_other_are_refused() -> None:
@@ -101,7 +101,7 @@ def test_the_export_of_p_eagle_is_the_same_heads(
     assert drafter.heads.options == stored.heads.options
     for name, tensor in stored.heads.state_dict().items():
         assert torch.equal(tensor, drafter.heads.state_dict()[name]), name
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     assert (config["pard_token"], config["num_hidden_layers"]) == (VOCAB, 2)
 
 

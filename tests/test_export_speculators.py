@@ -49,7 +49,7 @@ def test_the_export_drafts_the_same(
     assert "layers.0.hidden_norm.weight" in names
     assert ("d2t" in names) == (kept is not None)
     assert ("fc_norm.2.weight" in names) == newer
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     # Our captured_layers are the outputs of 1, 2 and 3; its readers count the layers that read
     # them.
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]

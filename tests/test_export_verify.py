@@ -248,7 +248,7 @@ def test_a_child_that_hangs_is_ended_with_its_own(
     file = python.with_name("pid")
     with pytest.raises(UserError, match="it made no progress for 6 s"):
         run_job("it", python, {}, {"FILE": str(file)})
-    assert _ends(int(file.read_text()))
+    assert _ends(int(file.read_text("utf-8")))
 
 
 def _ends(process: int) -> bool:
@@ -284,10 +284,10 @@ def test_a_guarded_process_does_not_outlive_ours(tmp_path: Path) -> None:
         assert process.stdin is not None
         try:
             for _ in range(100):
-                if file.exists() and file.read_text():
+                if file.exists() and file.read_text("utf-8"):
                     break
                 time.sleep(0.1)
-            started = [int(pid) for pid in file.read_text().split()]
+            started = [int(pid) for pid in file.read_text("utf-8").split()]
             assert len(started) == 2
             assert all(map(_runs, started))
             process.stdin.close()

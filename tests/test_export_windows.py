@@ -42,7 +42,7 @@ def test_a_window_comes_back(
     make_heads(tmp_path / "drafter", target, options | {"window": WINDOW}, moved=0.1)
     out = tmp_path / "out"
     export_drafter(tmp_path / "drafter", form, out)
-    config = json.loads((out / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text("utf-8"))
     layers = config.get("transformer_layer_config", config)
     assert set(layers["layer_types"]) == {"sliding_attention"}
     assert len(layers["layer_types"]) == layers["num_hidden_layers"]

@@ -253,7 +253,7 @@ def test_each_part_is_hashed_once_and_again_after_a_change(
     assert tensors_hashed() == []
     counts = directory.with_suffix(".json")
     said = CliRunner().invoke(app, ["verify-cache", str(directory), "--json", str(counts)])
-    assert json.loads(counts.read_text())["parts"] == 3
+    assert json.loads(counts.read_text("utf-8"))["parts"] == 3
     assert (said.exit_code, said.stdout) == (0, f"{directory}: 3 parts, all sound\n")
     file = directory / "part-1" / "cache.safetensors"
     stamp = file.stat().st_mtime_ns

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -351,7 +352,8 @@ def test_pytorchs_products_stay_where_there_is_no_library(
     elif why == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
-        (tmp_path / "c++").write_text("#!/bin/sh\nexit 1\n")
+        script = "#!/bin/sh\necho it knows no -mavx2 >&2\nexit 1\n"
+        (tmp_path / "c++").write_text(script, "utf-8")
         os.chmod(tmp_path / "c++", 0o755)
         monkeypatch.setenv("CXX", str(tmp_path / "c++"))
     few_rows.library.cache_clear()
@@ -366,7 +368,8 @@ def test_pytorchs_products_stay_where_there_is_no_library(
         assert len(said) == (why != "switch")
         kernels = describe_kernels(CachedLM(tiny_model("llama")))
         reason = {"switch": "=0 turns them off", "compiler": "there is no C++ compiler"}
-        assert reason.get(why, "cannot be compiled") in kernels["not_compiled_because"]
+        reason["error"] = "c++ ended with 1: it knows no -mavx2)"
+        assert reason[why] in kernels["not_compiled_because"]
     finally:
         few_rows.library.cache_clear()
 
@@ -379,5 +382,40 @@ def test_what_was_compiled_before_needs_no_compiler(monkeypatch: pytest.MonkeyPa
     few_rows.library.cache_clear()
     try:
         assert few_rows.library(fitting[0]) is not None
+    finally:
+        few_rows.library.cache_clear()
+
+
+@pytest.mark.parametrize("cache", ["broken", "none"])
+def test_a_library_that_is_of_no_use_is_compiled_again(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler here is a program with an argument, which gives what was compiled before."""
+    dtype = next((x for x in few_rows.NUMBERS if few_rows.library(x) is not None), None)
+    if dtype is None:
+        pytest.skip("this machine compiles no functions for few rows")
+    few_rows.library.cache_clear()
+    before = few_rows.library(dtype)
+    assert before is not None
+    compiler, kept = tmp_path / "compiler", tmp_path / "draftsmith" / Path(before._name).name
+    compiler.write_text(f'for last; do :; done; cp "{before._name}" "$last"\n', "utf-8")
+    monkeypatch.setenv("CXX", f"sh {compiler}")
+    if cache == "broken":
+        kept.parent.mkdir(0o700)
+        kept.write_bytes(b"")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(compiler))  # no directory
+    try:
+        for _ in range(2):
+            few_rows.library.cache_clear()
+            assert few_rows.library(dtype) is not None
+        said = [record.message for record in caplog.records]
+        if cache == "broken":
+            assert kept.read_bytes() == Path(before._name).read_bytes()
+            assert not said
+        else:
+            assert len(said) == 2  # one for each start
+            assert "compiled again at each start" in said[0]
     finally:
         few_rows.library.cache_clear()

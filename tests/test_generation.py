@@ -20,7 +20,8 @@ from decode.text_stream import decode
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.engines.transformers import _generate
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
-from train.stages.generate import GenerateConfig, _beam_search
+from train.settings.generate_config import GenerateConfig
+from train.stages.generate import _beam_search
 
 NEW = 24
 TEXTS = ["The quick brown fox", "sea shells", "She sells sea shells by the sea"]

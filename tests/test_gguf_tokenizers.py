@@ -96,7 +96,9 @@ def their_ids(program: Path, file: Path, text: str) -> Any:
     said.write_bytes(text.encode())
     options = ["--ids", "--no-escape", "--log-disable"]
     run: list[str | Path] = [program, "-m", file, "-f", said, *options]
-    return ast.literal_eval(subprocess.run(run, check=True, capture_output=True, text=True).stdout)
+    return ast.literal_eval(
+        subprocess.run(run, check=True, capture_output=True, encoding="utf-8").stdout
+    )
 
 
 @pytest.mark.engine

@@ -308,12 +308,12 @@ def test_a_target_without_an_end_has_no_grammars(target: Target) -> None:
 
 def test_the_command_generate_takes_a_schema(tmp_path: Path) -> None:
     save_target(tmp_path / "target")
-    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["red", "green"]}))
+    (tmp_path / "schema.json").write_text(json.dumps({"enum": ["red", "green"]}), "utf-8")
     words = ["generate", "--target", str(tmp_path / "target"), "--device", "cpu", "the dog"]
     found = CliRunner().invoke(app, [*words, "--schema", str(tmp_path / "schema.json")])
     assert found.exit_code == 0
     assert found.stdout.strip() in ('"red"', '"green"')
-    (tmp_path / "schema.json").write_text("{")
+    (tmp_path / "schema.json").write_text("{", "utf-8")
     found = CliRunner().invoke(app, [*words, "--schema", str(tmp_path / "schema.json")])
     assert found.exit_code == 2
     assert "the schema is not JSON" in found.stderr
@@ -324,20 +324,20 @@ def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_pat
     schemas: list[Any] = [PERSON, json.dumps({"enum": ["red", "green"]}), None]
     rows = [{"prompt": f"the dog {i}", "json_schema": schema} for i, schema in enumerate(schemas)]
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     words = ["evaluate", "--target", str(tmp_path / "target"), "--prompts", str(prompts)]
     words += ["--device", "cpu", "--timed-prompts", "2", "--max-new-tokens", "80"]
     words += ["--drafter", "grammar", "--json", str(tmp_path / "figures.json")]
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 0, found.output
-    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "figures.json").read_text("utf-8"))["rows"]
     figures = row["evaluation"]
     assert figures["structured"]["answers"] == 2
     assert figures["structured"]["complete"] == 1
     assert 0.1 < figures["structured"]["forced_share"] < 1
     assert figures["identical_within_rounding"] == 1
     assert "2 answers with a schema" in found.output
-    prompts.write_text('{"prompt": "a", "json_schema": {"type": "thing"}}\n')
+    prompts.write_text('{"prompt": "a", "json_schema": {"type": "thing"}}\n', "utf-8")
     found = CliRunner().invoke(app, words)
     assert found.exit_code == 2
     assert f"{prompts}:1: the JSON schema cannot be used" in " ".join(found.stderr.split())
@@ -345,7 +345,8 @@ def test_the_command_evaluate_holds_answers_to_the_schemas_of_their_rows(tmp_pat
 
 def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: Path) -> None:
     """The other rows have the answers that they have without schemas; a schema that changes asks
-    its row again, and no other."""
+    its row again, and no other. A later cache reads the texts whose last token was never fed, as a
+    grammar ended them, and has the states of all others."""
     schemas = ({"enum": ["red", "green"]}, None, {"type": "boolean"}, {"type": "null"})
     settings: Any = {"max_new_tokens": 9, "sampling": {"temperature": 1.0}, "samples": 2}
 
@@ -353,10 +354,11 @@ def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: P
         texts = [None if schema is None else json.dumps(schema) for schema in schemas]
         return [replace(x, schema=y) for x, y in zip(examples("train", 4), texts, strict=True)]
 
+    cache = make_stage("feature_cache", "c", make_stage("generate", "answers"), text="answers")
+
     def texts(schemas: Sequence[Any], name: str) -> list[str]:
-        run_stage(
-            with_examples(context, train=rows(schemas)), make_stage("generate", name, **settings)
-        )
+        stage = make_stage("generate", name, **settings)
+        run_stage(replace(with_examples(context, train=rows(schemas)), later=[cache]), stage)
         answers = read_answers(context.directory / name)
         return [text_of(context.target.tokenizer, answer["tokens"]) for answer in answers]
 
@@ -365,6 +367,12 @@ def test_a_generate_stage_holds_answers_to_the_schemas_of_their_rows(tmp_path: P
     assert {*found[::4]} <= {'"red"', '"green"'}
     assert {*found[2::4]} <= {"true", "false"}
     assert [found[3], found[1], found[5]] == ["null", plain[1], plain[5]]
+    samples, ends = context.corpus.samples("answers"), {*context.target.eos_token_ids}
+    held = [x for x, schema in zip(samples, schemas * 2, strict=True) if schema]
+    read = [x for x in held if x.tokens[-1] in ends]
+    assert len(read) > 2
+    summary = run_stage(context, cache).summary
+    assert summary["tokens_scored"] == sum(len(x.tokens) for x in read) < summary["tokens"]
     again = texts(({"enum": ["blue"]}, *schemas[1:]), "answers")
     assert again == ['"blue"', *found[1:4], '"blue"', *found[5:]]
 
@@ -471,8 +479,10 @@ def test_commands_hold_answers_to_texts_of_added_tokens(tmp_path: Path) -> None:
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "target")
     schema = {"const": "<think> <|im_start|>"}
-    (tmp_path / "schema.json").write_text(json.dumps(schema))
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "a", "json_schema": schema}))
+    (tmp_path / "schema.json").write_text(json.dumps(schema), "utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        json.dumps({"prompt": "a", "json_schema": schema}), "utf-8"
+    )
     words = ["--target", str(tmp_path / "target"), "--device", "cpu", "--drafter", "grammar"]
     more = ["the dog", "--schema", str(tmp_path / "schema.json")]
     found = CliRunner().invoke(app, ["generate", *words, *more])
@@ -482,7 +492,7 @@ def test_commands_hold_answers_to_texts_of_added_tokens(tmp_path: Path) -> None:
         app, ["evaluate", *words, *more, "--json", str(tmp_path / "figures.json")]
     )
     assert found.exit_code == 0, found.output
-    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"]
+    (row,) = json.loads((tmp_path / "figures.json").read_text("utf-8"))["rows"]
     assert row["evaluation"]["structured"]["complete"] == 1
 
 

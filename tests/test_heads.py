@@ -34,7 +34,8 @@ from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions, shift_left, trained_positions
+from heads.heads_module import shift_left, trained_positions
+from heads.options import HeadOptions
 from tests.contract import check_stored, moved_heads
 from tests.stages import (
     LOOP,
@@ -48,7 +49,7 @@ from tests.training import assert_equal
 from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
 from train.loop.trainer import Trainer
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -378,7 +379,7 @@ def test_files_that_do_not_fit_together_are_refused(tmp_path: Path) -> None:
 
         def fill(path: Path) -> None:
             (path / "heads.safetensors").write_bytes(stored["heads.safetensors"])
-            (path / "config.json").write_text(json.dumps(config))
+            (path / "config.json").write_text(json.dumps(config), "utf-8")
 
         save_drafter(directory, "medusa", fill, target=target(), provenance={})
 

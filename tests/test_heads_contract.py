@@ -22,8 +22,8 @@ from decode.model.forward.packed_alone import keep_packed_alone
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes import SHAPES
-from heads import HEADS
 from heads.heads_directory import save_heads
+from heads.kinds import HEADS
 from tests.contract import (
     HEAD_OPTIONS,
     WINDOW,
@@ -53,6 +53,9 @@ from tests.training import assert_equal
 kinds = pytest.mark.parametrize("kind", HEAD_OPTIONS)
 # Those that draft through the target, and those that select among candidates.
 DRAFT_OTHERWISE = ("pass", "in_tree", "kangaroo", "dflash2")
+# One of each way to train: by itself, with noise, on drawn depths, on drawn anchors, through the
+# target, as candidates. `test_what_is_trained_is_what_is_drafted` has all kinds.
+TRAINED = ("medusa", "eagle1", "p_eagle", "dspark", "kangaroo", "dflash2")
 
 
 @pytest.fixture(autouse=True)
@@ -107,24 +110,25 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "rule", "draw"),
     [
+        # One kind for each way to draft. `eagle1`, `dflash` and `dspark` have laws further below.
         ("medusa", "block", None),
-        ("medusa, then lookup", "block", None),
-        ("hydra", "multi_round", "distinct"),
-        ("blockwise", "traversal", "distinct"),
         ("hydra_plus", "spectr", "independent"),
-        ("eagle1", "multi_round", "distinct"),
         ("eagle3", "traversal", "distinct"),
         ("p_eagle", "block", None),
-        ("pass", "traversal", "distinct"),
         ("in_tree", "block", None),
-        ("dflash", "block", None),
-        ("dspark", "speculative", None),
         ("dflash2", "multi_round", "distinct"),
         ("kangaroo", "traversal", "distinct"),
-        ("mtp", "block", None),
         *(
             pytest.param(*law, marks=pytest.mark.thorough)
             for law in (
+                ("medusa, then lookup", "block", None),
+                ("hydra", "multi_round", "distinct"),
+                ("blockwise", "traversal", "distinct"),
+                ("eagle1", "multi_round", "distinct"),
+                ("pass", "traversal", "distinct"),
+                ("dflash", "block", None),
+                ("dspark", "speculative", None),
+                ("mtp", "block", None),
                 ("medusa", "exact", "top"),
                 ("medusa", "spectr", "independent"),
                 ("medusa", "multi_round", "top"),
@@ -223,7 +227,14 @@ def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in TRAINED else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in HEAD_OPTIONS
+        if kind != "in_tree"
+    ],
+)
 def test_a_stage_trains_them(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It leaves the target as it is. A killed stage ends with the same weights, because what is
     drawn in a training, such as noise and anchors, is drawn again where it was."""

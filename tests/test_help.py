@@ -3,6 +3,7 @@
 import pydoc
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -11,9 +12,14 @@ import typer
 from typer.testing import CliRunner
 
 import draftsmith
+from decode.base.errors import UserError
 from decode.loop.decoding import Decoder
+from draftsmith.cli.audit import AuditDrawing
+from draftsmith.cli.command import CallerOptions, Drawing, Loading
 from draftsmith.cli.main import COMMANDS, app
 from draftsmith.cli.short_help import with_short_help
+from draftsmith.net.limits import Limits
+from draftsmith.serve.batching.requests import RequestBounds
 from tests.tiny import save_tiny, tiny_llama
 
 ROOT = Path(__file__).parent.parent
@@ -63,7 +69,11 @@ def test_an_option_that_a_command_lacks_cannot_come_first() -> None:
 @pytest.mark.parametrize("door", [["-m", "draftsmith"], ["-m", "draftsmith.cli.main"]])
 def test_the_module_is_the_command(door: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, *door, "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, *door, "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        encoding="utf-8",
+        check=True,
     )
     assert done.stdout == f"draftsmith {version('draftsmith')}\n"
 
@@ -80,9 +90,49 @@ def test_a_chat_without_drafts_says_so(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "1.00 tokens per step" in result.output
     assert "acceptance rate –" in result.output
+    assert "no drafts to compare with plain decoding" in result.output
 
 
 def test_the_package_explains_itself() -> None:
     text = pydoc.plain(pydoc.render_doc(draftsmith))
     assert "open_drafter(" in text
     assert "class Decoder(" in text
+
+
+def test_the_commands_have_few_options() -> None:
+    """Settings of one topic are one option, such as --limits and --sampling. They had 380."""
+    counted = [
+        option
+        for command in GROUP.commands.values()  # type: ignore[attr-defined]
+        for option in command.params
+        if option.param_type_name == "option" and not option.hidden
+    ]
+    assert len(counted) <= 302
+
+
+def test_settings_of_one_topic_are_one_option() -> None:
+    limits, others = CallerOptions(limits="connections=9,max_wait=2").bounds(
+        Limits(), RequestBounds
+    )
+    assert (limits.connections, others) == (9, {"max_wait": 2})
+    drawing = AuditDrawing(filters="top_k=4,presence_penalty=0.5")
+    assert (drawing.sampling.top_k, drawing.sampling.presence_penalty) == (4, 0.5)
+    spread = Loading(target="t", device_map='auto:max_memory={0:"9GiB"}')
+    assert spread.placement == {"device_map": "auto", "max_memory": {0: "9GiB"}}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (lambda: Drawing(filters="topk=4").sampling, 'topk; expected top_k.*mean "top_k'),
+        (lambda: Drawing(filters="top_k=4.5").sampling, "4.5; expected a whole number"),
+        (lambda: Drawing(filters="top_p").sampling, "'top_p' in"),
+        (lambda: Drawing(filters="presence_penalty=1").sampling, "presence_penalty; expected"),
+        (lambda: CallerOptions(limits="max_rows=4").bounds(Limits()), "max_rows; expected"),
+        (lambda: CallerOptions(limits="connections=no").bounds(Limits()), "'no'; expected"),
+        (lambda: Loading(target="t", device_map="auto:memory={}").placement, "expected NAME"),
+    ],
+)
+def test_a_wrong_setting_of_a_topic_is_named(wrong: Callable[[], object], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        wrong()

@@ -102,7 +102,7 @@ def test_an_export_gives_the_published_tensors_back(
             assert torch.equal(exported[plain], tensor), name
         else:
             assert plain in IMPLIED or "inv_freq" in name or name == "lm_head.weight", name
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
     stated = published.config | published.config.get("transformer_layer_config", {})
     config |= config.get("transformer_layer_config", {})
     for key in ("num_key_value_heads", "rms_norm_eps", "rope_theta", "head_dim", "fc_norm"):
@@ -368,7 +368,7 @@ def test_a_key_may_be_ignored_by_name(tmp_path: Path, seven: Target) -> None:
 
 def test_another_tokenizer_is_refused(tmp_path: Path, seven: Target) -> None:
     made = LAYOUTS["eagle1"](seven)
-    text = (Path(seven.name) / "tokenizer.json").read_text()
+    text = (Path(seven.name) / "tokenizer.json").read_text("utf-8")
     made.texts["tokenizer.json"] = text
     import_drafter(str(made.save(tmp_path / "same")), seven, tmp_path / "out")
     made.texts["tokenizer.json"] = text.replace('"<|im_end|>"', '"</s>"')
@@ -385,12 +385,12 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     source = save_tiny(tmp_path / "small", layers=1)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
     model.save_pretrained(source)
-    settings = json.loads((source / "config.json").read_text())
+    settings = json.loads((source / "config.json").read_text("utf-8"))
     settings |= {"dtype": "float32", "auto_map": {"AutoModelForCausalLM": "code.Model"}}
     settings |= {"use_qk_norm": True, "rope_theta": 1e4}
     settings["rope_parameters"] |= {"residual_scale": 2}
-    (source / "config.json").write_text(json.dumps(settings))
-    (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    (source / "config.json").write_text(json.dumps(settings), "utf-8")
+    (source / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')", "utf-8")
     imported = import_drafter(str(source), seven, tmp_path / "out")
     assert (imported.layout, imported.kind, imported.dtype) == ("hf", "small_lm", "bfloat16")
     assert imported.notes == [
@@ -405,7 +405,7 @@ def test_a_small_model_keeps_its_weights(tmp_path: Path, seven: Target) -> None:
     assert all(before[n].dtype == after[n].dtype for n in before)
     # A model that only that code can run is refused.
     settings["model_type"] = "custom"
-    (source / "config.json").write_text(json.dumps(settings))
+    (source / "config.json").write_text(json.dumps(settings), "utf-8")
     with pytest.raises(UserError, match=r"type 'custom', .* code: code\.Model \(auto_map\)"):
         import_drafter(str(source), seven, tmp_path / "other")
     assert not (tmp_path / "ran").exists()
@@ -447,13 +447,15 @@ def test_acceptance_is_measured_beside_the_claim(tmp_path: Path, seven: Target) 
         "model-index": [{"results": [{"metrics": [{"type": "acceptance_length", "value": 2.3}]}]}]
     }
     card = f"---\n{json.dumps(front)}\n---\n# A drafter\n"
-    (tmp_path / "published" / "README.md").write_text(card)
-    (tmp_path / "prompts.jsonl").write_text('{"prompt": "The sea shells"}\n{"prompt": "A fox"}\n')
+    (tmp_path / "published" / "README.md").write_text(card, "utf-8")
+    (tmp_path / "prompts.jsonl").write_text(
+        '{"prompt": "The sea shells"}\n{"prompt": "A fox"}\n', "utf-8"
+    )
     words = ["import", str(tmp_path / "published"), "--target", seven.name, "--out"]
     asked = ["--prompts", str(tmp_path / "prompts.jsonl"), "--json", str(tmp_path / "found.json")]
     done = CliRunner().invoke(app, [*words, str(tmp_path / "out"), *asked])
     assert done.exit_code == 0, done.output
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
     assert (found["layout"], found["kind"], found["claimed"]) == ("speculators", "eagle3", 2.3)
     assert found["measured"]["prompts"] == 2
     assert found["measured"]["gamma"] == 3 == found["depth"]

@@ -92,7 +92,7 @@ def test_an_export_gives_the_published_tensors_back(tmp_path: Path, target: Targ
     assert exported.keys() == published.tensors.keys()
     assert all(torch.equal(exported[n], x) for n, x in published.tensors.items())
     assert all(exported[n].dtype == x.dtype for n, x in published.tensors.items())
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
     for key in ("dflash_config", "block_size", "head_dim", "rope_theta", "num_target_layers"):
         assert config[key] == published.config[key], key
     assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)
@@ -155,7 +155,7 @@ def test_a_published_dflash2_says_all_that_readers_need(tmp_path: Path, target: 
     otherwise. Scaled logits are refused by name."""
     make_heads(tmp_path / "drafter", target, DFLASH2 | {"window": 16})
     export_drafter(tmp_path / "drafter", "vllm", tmp_path / "export")
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
     assert "block_size" not in config
     assert config["dflash_config"] == {
         "mask_token_id": 303,
@@ -218,7 +218,7 @@ def test_model_optimizers_dspark_is_the_authors(tmp_path: Path, target: Target) 
         ("layers.1.mlp.up_proj.weight", "layers.1.mlp.up_proj.weight"),
     ):
         assert torch.equal(exported[ours], published.tensors[theirs]), ours
-    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    config = json.loads((tmp_path / "export" / "config.json").read_text("utf-8"))
     assert config["confidence_head_with_markov"] is True
     assert config["target_layer_ids"] == [1, 2]
     assert_drafts_the_same(tmp_path / "out", tmp_path / "export", target)

@@ -20,13 +20,14 @@ from draftsmith.cli.main import app
 from draftsmith.cli.plan import plan_target
 from draftsmith.starter_config import GOALS, MACHINES, Starter
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.test_run import CONFIG, WORDS
 from tests.tiny import save_tiny
 from train.base.console import Reporter
 from train.base.stage import StagePlan
 from train.loop.estimates import read_speeds, seconds_of
-from train.run.config import RunConfig, load_config
+from train.run.config import RunConfig
+from train.run.config_checks import load_config
 from train.run.run import Run
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 def place(tmp_path: Path) -> Path:
     save_tiny(tmp_path / "target", "llama", layers=3)
     rows = [{"instruction": f"the {a} {b}", "output": b} for a in WORDS[:5] for b in WORDS]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "rows.json").write_text(json.dumps(rows), "utf-8")
     return tmp_path
 
 
@@ -74,7 +75,7 @@ def test_a_config_for_every_goal_and_machine_is_planned(place: Path, goal: str, 
     assert goal != "heads" or config.stages[-1].draft_vocabulary is None
     assert "all in the warm-up" not in " ".join(p.what for _, _, p in plans)
     # Comments name the sources of what is chosen.
-    assert "2310.08461" in path.read_text()
+    assert "2310.08461" in path.read_text("utf-8")
     again = write(place, goal)
     assert again.exit_code == 2
     assert "exists; expected a new file" in again.stderr
@@ -170,7 +171,7 @@ def test_a_config_runs_as_it_is(
 def test_what_is_missing_or_wrong_is_named(place: Path, monkeypatch: pytest.MonkeyPatch):
     target, out = str(place / "target"), str(place / "new.yaml")
     few = place / "few.jsonl"
-    few.write_text('{"prompt": "hi"}\n')
+    few.write_text('{"prompt": "hi"}\n', "utf-8")
     cases = (
         (["--target", target, "--out", out], "--data is missing, and there is no terminal to ask"),
         (["--target", target, "--data", str(few), "--out", out], "1 rows with a prompt; expected"),
@@ -205,7 +206,7 @@ def test_a_redirect_gets_the_config_alone(
     monkeypatch.setattr("sys.stdin", _Terminal(f"{place / 'target'}\n{rows}\nheads\n"))
     init(machine="cpu")
     out, err = capsys.readouterr()
-    (place / "my.yaml").write_text(out)
+    (place / "my.yaml").write_text(out, "utf-8")
     config = load_config(place / "my.yaml")
     assert (config.name, config.data.train) == ("heads", str(rows))
     assert "Target (hub id" in err
@@ -235,7 +236,9 @@ def test_a_terminal_is_asked_for_what_is_not_given(place: Path, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     monkeypatch.setattr("typer.prompt", lambda question, default: next(answers))
     init(out=place / "asked.yaml", machine="cpu")
-    assert yaml.safe_load((place / "asked.yaml").read_text())["stages"][-1]["kind"] == "online"
+    assert (
+        yaml.safe_load((place / "asked.yaml").read_text("utf-8"))["stages"][-1]["kind"] == "online"
+    )
 
 
 # --- plans without weights -----------------------------------------------------------------------
@@ -266,7 +269,7 @@ def test_the_quickstarts_plan_is_written_as_json(place: Path, monkeypatch: pytes
         *("--dry-run", "--json", str(written)),
     )
     assert planned.exit_code == 0, planned.stderr
-    names = [stage["name"] for stage in json.loads(written.read_text())["stages"]]
+    names = [stage["name"] for stage in json.loads(written.read_text("utf-8"))["stages"]]
     assert {"answers", "distill", "heads"} <= set(names)
 
 
@@ -274,7 +277,7 @@ def test_the_quickstarts_plan_is_written_as_json(place: Path, monkeypatch: pytes
 def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     save_tiny(place / "small", layers=1)
     (place / "train.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"the {w}", "response": w}) + "\n" for w in WORDS)
+        "".join(json.dumps({"prompt": f"the {w}", "response": w}) + "\n" for w in WORDS), "utf-8"
     )
     target = load_target(str(place / "target"), dtype="float32", device="cpu")
     heads = new_heads(HeadOptions.of({"type": "eagle1"}), target, None)
@@ -283,7 +286,7 @@ def test_a_plan_needs_no_weights(place: Path, monkeypatch: pytest.MonkeyPatch):
     stages = json.loads(paths.replace("HEADS", str(place / "start")))
     config = yaml.safe_load(CONFIG.format(base=place)) | {"stages": stages}
     config["data"] = {"train": "train.jsonl"}
-    (place / "config.yaml").write_text(yaml.safe_dump(config))
+    (place / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
     complete = plan(place / "config.yaml", weights=True)
     for directory in ("target", "small"):
         (place / directory / "model.safetensors").unlink()
@@ -322,7 +325,7 @@ def test_speeds_are_stated_or_measured_by_a_run(tmp_path: Path):
     ]
     # The second row is of an earlier version.
     rows = [{"seconds": 2.0, "tokens": 60}, {}, {"seconds": 1.0, "tokens": 30}]
-    (tmp_path / "report.json").write_text(json.dumps({"stages": stages, "rows": rows}))
+    (tmp_path / "report.json").write_text(json.dumps({"stages": stages, "rows": rows}), "utf-8")
     speeds = read_speeds(str(tmp_path))
     measured = {"generate": 50.0, "a": 50.0, "distill": 20.0, "d": 20.0, "evaluation": 30.0}
     assert speeds == measured

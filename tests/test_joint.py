@@ -32,8 +32,9 @@ from distill.teacher.live_teacher import LiveTeacher
 from draftsmith.cli.main import app
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions, shift_left, trained_positions
+from heads.heads_module import shift_left, trained_positions
 from heads.joint_training import JointTraining
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.stages import (
     LOOP,
@@ -51,14 +52,15 @@ from tests.training import TOLERANCE, assert_equal, assert_near
 from train.base.console import Reporter
 from train.base.stage import StageInputs
 from train.data.chat_tokens import prompt_tokens
-from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
-from train.loop.trained_backbone import BackboneConfig, TrainedBackbone
-from train.loop.trained_target import AdapterConfig
+from train.loop.optimizer import make_optimizer
+from train.loop.trained_backbone import TrainedBackbone
 from train.loop.trainer import Clock
 from train.report.report_files import render_page
 from train.report.report_summary import footnotes, headline
-from train.run.config import load_config
+from train.run.config_checks import load_config
 from train.run.run import Run
+from train.settings.optimizer_config import GroupConfig, OptimizerConfig
+from train.settings.training import AdapterConfig, BackboneConfig
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -489,8 +491,8 @@ def test_a_run_judges_the_drafter_on_its_new_target_and_says_so(
         for i in range(6)
     ]
     for split in ("train", "dev"):
-        (tmp_path / f"{split}.jsonl").write_text("".join(rows))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path))
+        (tmp_path / f"{split}.jsonl").write_text("".join(rows), "utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path), "utf-8")
     config = load_config(tmp_path / "config.yaml")
     judged = []
     evaluate = measure.evaluate

@@ -21,8 +21,9 @@ from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads import kangaroo_heads
 from heads.heads_directory import make_ready, new_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
 from heads.kangaroo_heads import KangarooDrafter
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.stages import LOOP, make_stage, run_stage, stage_context
 from tests.test_eagle import llama_layer

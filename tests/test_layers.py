@@ -61,13 +61,13 @@ def test_imports_run_one_way(layer: str) -> None:
     found = [
         line
         for file in files
-        for line in violations(file.read_text(), file.relative_to(ROOT), allowed)
+        for line in violations(file.read_text("utf-8"), file.relative_to(ROOT), allowed)
     ]
     assert found == []
 
 
 def test_every_package_has_its_layer() -> None:
-    config = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    config = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
     patterns = config["tool"]["setuptools"]["packages"]["find"]["include"]
     assert {pattern.rstrip("*") for pattern in patterns} == {*LAYERS, DATA, NAMES}
     packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
@@ -123,7 +123,7 @@ EXTRAS = {
 
 
 def project() -> dict[str, Any]:
-    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     return found
 
 
@@ -174,7 +174,7 @@ def test_what_is_declared_is_used() -> None:
 
 def test_lower_bounds_are_those_that_are_tried() -> None:
     """`make test-lowest` installs constraints-lowest.txt; each bound is in it."""
-    lines = (ROOT / "constraints-lowest.txt").read_text().splitlines()
+    lines = (ROOT / "constraints-lowest.txt").read_text("utf-8").splitlines()
     pins = {
         canonicalize_name(name): Version(version)
         for name, version in (line.split("==") for line in lines if re.match(r"[\w.-]+==", line))
@@ -191,6 +191,6 @@ def test_lower_bounds_are_those_that_are_tried() -> None:
 def test_the_licence_is_shipped() -> None:
     assert project()["license"] == "Apache-2.0"
     assert project()["license-files"] == ["LICENSE"]
-    text = (ROOT / "LICENSE").read_text()
+    text = (ROOT / "LICENSE").read_text("utf-8")
     assert "Apache License\n                           Version 2.0, January 2004" in text
     assert "END OF TERMS AND CONDITIONS" in text

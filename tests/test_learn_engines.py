@@ -72,11 +72,13 @@ class Swapping:
     """A cycle at the step `start`: version 1 is trained and exported, the first drafter serves."""
 
     def __init__(self, base: Path, stack: contextlib.ExitStack) -> None:
-        (base / "learn.yaml").write_text(LEARN)
+        (base / "learn.yaml").write_text(LEARN, "utf-8")
         self.config = read_learn_config(base / "learn.yaml")
         work = base / "learning/versions/1/work"
         work.mkdir(parents=True)
-        (work / "held_out.jsonl").write_text(json.dumps(CHAT | {"messages": CHAT["messages"] * 2}))
+        (work / "held_out.jsonl").write_text(
+            json.dumps(CHAT | {"messages": CHAT["messages"] * 2}), "utf-8"
+        )
         cycle = CycleOutcome(version=1, kept=False, reason="", records=8, held_out=1)
         swap = Swap(old=0, new=1)
         LearnState(step="start", versions=1, cycle=cycle, swap=swap).save(base / "learning")

@@ -42,7 +42,9 @@ def test_rows_are_read_again_from_every_kind_of_source(tmp_path: Path) -> None:
         str(tmp_path / "d.json"),
     ]
     (tmp_path / "b.txt").write_bytes(b"\xef\xbb\xbf\n\none\r\ntwo\n \n\xc3\xa4")
-    (tmp_path / "c.json").write_text(json.dumps({"rows": [{"prompt": "p"}, {"text": "t"}]}))
+    (tmp_path / "c.json").write_text(
+        json.dumps({"rows": [{"prompt": "p"}, {"text": "t"}]}), "utf-8"
+    )
     write(tmp_path / "d.json", {"prompt": "l", "id": 5}, {"prompt": "m", "kind": "k"})
     read, report = read_examples(names)
     rows = list(read)
@@ -230,7 +232,7 @@ def test_finished_answers_survive_a_mended_file_and_other_parts(
     ):
         answers(part_prompts=4, prompts=2, max_new_tokens=4)
     file = context.directory / "answers" / "part-0" / "answers.jsonl"
-    file.write_text(file.read_text()[:-20])
+    file.write_text(file.read_text("utf-8")[:-20], "utf-8")
     with pytest.raises(CorruptArtifact, match=r"part-0.*answers\.jsonl"):
         list(read_answers(context.directory / "answers"))
 

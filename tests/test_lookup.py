@@ -39,8 +39,8 @@ from tests.lossless import longer_model
 from tests.stages import examples, make_stage, plan_stage, run_stage, stage_context, with_examples
 from tests.tiny import tiny_target
 from tests.training import Killed
-from train.run.config import validate_config
-from train.stages.generate import GenerateConfig
+from train.run.config_checks import validate_config
+from train.settings.generate_config import GenerateConfig
 
 GREEDY = Sampling()
 NO_RNG: Any = None  # these drafters draw nothing
@@ -276,7 +276,7 @@ def test_settings_are_checked(spec: str, said: str) -> None:
 
 # --- other methods by settings --------------------------------------------------------------------
 
-PAPERS = (Path(__file__).parents[1] / "docs" / "reference" / "papers.md").read_text()
+PAPERS = (Path(__file__).parents[1] / "docs" / "reference" / "papers.md").read_text("utf-8")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.meters.profiler import WARM_UP
 from train.loop.meters.throughput import Throughput, flops_of, in_words
 from train.loop.trainer import Trainer
-from train.loop.training_task import LoopConfig
+from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -37,10 +37,10 @@ def test_a_profile_has_the_steps_after_the_first_ones(tmp_path):
     tiny_trainer(tmp_path, WARM_UP + 4, profile_steps=2, reporter=said).fit()
     files = sorted(path.name for path in (tmp_path / "profile").iterdir())
     assert files == ["from-step-4.pt.trace.json", "from-step-4.txt"]
-    trace = json.loads((tmp_path / "profile" / files[0]).read_text())
+    trace = json.loads((tmp_path / "profile" / files[0]).read_text("utf-8"))
     steps = {e["name"] for e in trace["traceEvents"] if e["name"].startswith("ProfilerStep#")}
     assert len(steps) == 2
-    title, *rows = (tmp_path / "profile" / files[1]).read_text().splitlines()
+    title, *rows = (tmp_path / "profile" / files[1]).read_text("utf-8").splitlines()
     assert title == "CPU time of 2 steps by operation, without what it calls"
     shares = [float(row.split("%")[0]) for row in rows]
     assert shares == sorted(shares, reverse=True)
@@ -52,7 +52,7 @@ def test_a_profile_has_the_steps_after_the_first_ones(tmp_path):
 
 def test_a_training_that_ends_within_a_profile_has_its_part_and_a_shorter_one_none(tmp_path):
     tiny_trainer(tmp_path / "short", WARM_UP + 1, profile_steps=9).fit()
-    table = (tmp_path / "short/profile/from-step-4.txt").read_text()
+    table = (tmp_path / "short/profile/from-step-4.txt").read_text("utf-8")
     assert table.startswith("CPU time of 1 steps")
     said = Lines()
     tiny_trainer(tmp_path / "none", WARM_UP, profile_steps=9, reporter=said).fit()

@@ -17,7 +17,8 @@ from decode.model.loading import load_target
 from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads.mtp_drafter import MtpDrafter
-from heads.mtp_heads import MtpHeads, MtpOptions
+from heads.mtp_heads import MtpHeads
+from heads.options import MtpOptions
 from tests.contract import (
     check_greedy_texts_survive_everything,
     check_law,

@@ -22,10 +22,11 @@ from draftsmith.export.formats import FORMATS
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.verify_export import verify_export
 from heads.heads_directory import new_heads, read_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
 from heads.layers.family_layer import run_layer
 from heads.mtp_checkpoint import INDEX
 from heads.mtp_heads import MtpHeads
+from heads.options import HeadOptions
 from tests.export import assert_same_counts, needs, task
 from tests.mtp_targets import change_tensors, save_mtp_target, write_qwen_gguf
 from tests.stages import make_stage, run_stage, stage_context
@@ -46,7 +47,7 @@ def in_shards(directory: Path) -> None:
     file.unlink()
     size = sum(x.nbytes for x in weights.values())
     (directory / INDEX).write_text(
-        json.dumps({"metadata": {"total_size": size}, "weight_map": places})
+        json.dumps({"metadata": {"total_size": size}, "weight_map": places}), "utf-8"
     )
 
 
@@ -107,9 +108,9 @@ def test_a_module_that_a_fine_tuning_lost_comes_back(sharded: bool, tmp_path: Pa
     tuned = save_mtp_target(tmp_path / "tuned", "qwen3_5_text")
     weight = "model.layers.1.mlp.down_proj.weight"
     change_tensors(tuned, {weight: load_file(tuned / "model.safetensors")[weight] * 1.1}, "mtp.")
-    config = json.loads((tuned / "config.json").read_text())
+    config = json.loads((tuned / "config.json").read_text("utf-8"))
     config["mtp_num_hidden_layers"] = 1
-    (tuned / "config.json").write_text(json.dumps(config))
+    (tuned / "config.json").write_text(json.dumps(config), "utf-8")
     if sharded:
         in_shards(tuned)
     target = load_target(str(tuned))

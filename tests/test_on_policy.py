@@ -31,7 +31,8 @@ from train.base.stage import StageInputs
 from train.data import training_text
 from train.data.batches import permutation
 from train.data.chat_tokens import Sample, prompt_tokens
-from train.data.training_text import OnPolicyConfig, OnPolicyText
+from train.data.training_text import OnPolicyText
+from train.settings.training import OnPolicyConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 SETTINGS: dict[str, Any] = {"samples": 6, "max_new_tokens": 6, "batch_size": 4, "drafter": "none"}
@@ -254,7 +255,7 @@ def test_a_round_that_was_written_is_read_and_a_damaged_one_named(context, targe
     text = text_of(context, student)
     assert text.round(0, student.weights) == first
     path = text.directory / "round-0" / "samples.jsonl"
-    path.write_text(path.read_text().replace("true", "false", 1))
+    path.write_text(path.read_text("utf-8").replace("true", "false", 1), "utf-8")
     with pytest.raises(CorruptArtifact, match=r"round-0.*samples\.jsonl"):
         text_of(context, student).round(0, student.weights)
 
@@ -296,7 +297,7 @@ def test_killed_within_a_round_it_ends_with_the_same_weights(context, monkeypatc
     assert killed.summary["training"]["history"] == history
     for number in range(rounds[-1] + 1):
         texts = [
-            json.dumps((d / "rounds" / f"round-{number}" / "samples.jsonl").read_text())
+            json.dumps((d / "rounds" / f"round-{number}" / "samples.jsonl").read_text("utf-8"))
             for d in (context.earlier["whole"], context.earlier["killed"])
         ]
         assert texts[0] == texts[1]
@@ -317,7 +318,7 @@ def test_the_first_round_is_of_the_start_and_later_ones_are_not(context, target)
             directory / "rounds" / f"round-{number}" / "samples.jsonl"
             for directory in (context.earlier["own"], elsewhere.directory)
         ]
-        same.append(files[0].read_text() == files[1].read_text())
+        same.append(files[0].read_text("utf-8") == files[1].read_text("utf-8"))
     assert same == [True, False]
     clock = outcome.summary["training"]["clock"]
     assert {"text", "teacher", "drafter", "data"} <= clock.keys()

@@ -39,7 +39,8 @@ from distill.replay.replay_buffer import Record, ReplayBuffer, bytes_per_positio
 from distill.teacher.top_k_cache import describe_teacher
 from tests import lossless
 from tests.tiny import judged, tiny_llama, tiny_target
-from train.online.learning import Online, OnlineConfig
+from train.online.learning import Online
+from train.settings.online_config import OnlineConfig
 
 VOCAB = 12
 PROMPTS = [[5, 6, 7, 8], [9, 3], [4, 4, 5]]

@@ -136,7 +136,7 @@ def test_killed_in_the_background_it_goes_on_where_it_was_saved(context, monkeyp
         with pytest.raises(Killed):
             run_stage(context, background_stage("killed"))
     newest = max((context.directory / "killed" / "progress").iterdir(), key=lambda p: p.name)
-    state = json.loads((newest / "progress.json").read_text())
+    state = json.loads((newest / "progress.json").read_text("utf-8"))
     assert 0 < state["served"] < REQUESTS
     outcome = run_stage(context, background_stage("killed"))
     assert f"continuing after {state['served']} of" in str(context.reporter)

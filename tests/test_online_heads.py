@@ -35,14 +35,16 @@ from distill.replay.replay_buffer import (
 from distill.teacher.top_k_cache import describe_teacher
 from heads.heads_directory import build_heads, make_ready, new_heads
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadBatch, HeadOptions, Heads
+from heads.heads_module import HeadBatch, Heads
 from heads.online_heads import HeadStudent
+from heads.options import HeadOptions
 from tests import lossless
 from tests.test_online import PROMPTS, SETTINGS, Learning, prompts_of, same, verified
 from tests.test_online import VOCAB as FEW
 from tests.tiny import tiny_llama, tiny_target
 from tests.trained_heads import features_of, logits_of
-from train.online.learning import Online, OnlineConfig
+from train.online.learning import Online
+from train.settings.online_config import OnlineConfig
 
 VOCAB = 40
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -398,9 +400,7 @@ def online_of(drafter: HeadsDrafter, heads: Heads, on: Any, **settings: Any) -> 
 @pytest.mark.parametrize(
     "kind",
     [
-        kind
-        if kind in ("medusa", "eagle1", "mtp", "dflash")
-        else pytest.param(kind, marks=pytest.mark.thorough)
+        kind if kind in ("medusa", "dflash") else pytest.param(kind, marks=pytest.mark.thorough)
         for kind in [*OPTIONS, *MORE]
     ],
 )

@@ -331,7 +331,7 @@ def test_a_small_buffer_survives_kills_and_a_damaged_save(context, monkeypatch):
     settings = {"learning": LEARNING | {"buffer_mib": 1500 / 2**20}, "prompts": 16}
     wanted = drafter_weights(run_stage(context, online_stage("all", **settings)))
     newest = max((context.directory / "all/progress").glob("progress-*"))
-    state = json.loads((newest / "progress.json").read_text())
+    state = json.loads((newest / "progress.json").read_text("utf-8"))
     assert state["buffers"][0][0] > 0  # records were dropped
     restored, restore = [], Online.restore
 
@@ -364,10 +364,47 @@ def test_a_small_buffer_survives_kills_and_a_damaged_save(context, monkeypatch):
                 run_stage(context, online_stage(name, **settings))
         saves = sorted((context.directory / name / "progress").glob("progress-*"))
         if damaged and len(saves) > 1:
-            (saves[-1] / "progress.json").write_text("{")
+            (saves[-1] / "progress.json").write_text("{", "utf-8")
         scramble()
         assert_equal(drafter_weights(run_stage(context, online_stage(name, **settings))), wanted)
     assert min(restored) > 0
+
+
+def test_moments_go_with_their_weights_whatever_the_groups(context, monkeypatch):
+    """A stage that goes on with other groups of weights, so that the optimizer has other numbers
+    for them. The new settings hold."""
+
+    def stage(*patterns):
+        optimizer = LEARNING["optimizer"] | {"groups": {x: {"weight_decay": 0.1} for x in patterns}}
+        return online_stage("groups", learning=LEARNING | {"optimizer": optimizer})
+
+    kept, resumed, resume = {}, {}, Online.resume
+
+    def keeping(self, *args):
+        kept.update({name: x.clone() for name, x in self.online.moments().items()})
+        return save(self, *args)
+
+    def resuming(self, *args):
+        resume(self, *args)
+        names = {id(p): name for name, p in self.student.trained().items()}
+        for parameter, state in self.optimizer.state.items():
+            name = names[id(parameter)]
+            resumed.update({f"{name} {key}": x.clone() for key, x in state.items()})
+        decay = {id(p): g["weight_decay"] for g in self.optimizer.param_groups for p in g["params"]}
+        assert {names[x] for x, found in decay.items() if found} == {
+            name for name in names.values() if "norm" in name or "up_proj" in name
+        }
+
+    save = Serving.save_version
+    with monkeypatch.context() as patch:
+        patch.setattr(Serving, "save_version", keeping)
+        before_call(patch, Serving, "_serve", 5)
+        with pytest.raises(Killed):
+            run_stage(context, stage("*q_proj*"))
+    monkeypatch.setattr(Online, "resume", resuming)
+    run_stage(context, stage("*norm*", "*up_proj*"))
+    assert kept
+    assert_equal(resumed, kept)
 
 
 def test_asked_to_stop_it_saves_and_goes_on(context, whole, monkeypatch):
@@ -398,13 +435,13 @@ def test_what_is_damaged_is_passed_over(context, monkeypatch):
             run_stage(context, online_stage("damaged"))
     directory = context.directory / "damaged"
     newest = max((directory / "progress").iterdir(), key=lambda p: int(p.name.split("-")[1]))
-    (newest / "progress.json").write_text("{}")
+    (newest / "progress.json").write_text("{}", "utf-8")
     damaged = run_stage(context, online_stage("damaged"))
     assert "skipping a damaged save" in str(context.reporter)
     assert damaged.summary["requests"] == REQUESTS
     shutil.rmtree(directory / "drafter")
     for path in (directory / "progress").iterdir():
-        (path / "progress.json").write_text("{}")
+        (path / "progress.json").write_text("{}", "utf-8")
     with pytest.raises(UserError, match=r"no save in .* is complete"):
         run_stage(context, online_stage("damaged"))
 
@@ -476,7 +513,7 @@ def test_bad_settings_are_refused_before_anything_is_loaded(settings, said):
 
 def test_another_number_of_ranks_is_refused(context, whole):
     for path in (whole.drafter.parent / "progress").iterdir():
-        state = json.loads((path / "progress.json").read_text())
+        state = json.loads((path / "progress.json").read_text("utf-8"))
         assert state["ranks"] == 1
     stage = online_stage("online")
     with pytest.raises(UserError, match="began with 2 ranks, but now there are 1"):
@@ -518,9 +555,9 @@ def write_run(base: Path, name: str) -> Path:
     for file in ("a", "b"):
         rows = [{"id": f"{file}-{i}", "prompt": e.prompt} for i, e in enumerate(examples(file, 8))]
         text = "".join(json.dumps(row) + "\n" for row in rows)
-        (base / f"{file}.jsonl").write_text(text)
+        (base / f"{file}.jsonl").write_text(text, "utf-8")
     config = base / f"{name}.yaml"
-    config.write_text(CONFIG.format(base=base, name=name))
+    config.write_text(CONFIG.format(base=base, name=name), "utf-8")
     return config
 
 
@@ -529,28 +566,28 @@ def test_a_run_serves_its_stream_and_reports_it(tmp_path):
     config = write_run(tmp_path, "one")
     done = command("train", str(config))
     assert done.exit_code == 0, done.output
-    (stage,) = json.loads((tmp_path / "runs" / "one" / "report.json").read_text())["stages"]
+    (stage,) = json.loads((tmp_path / "runs" / "one" / "report.json").read_text("utf-8"))["stages"]
     assert stage["summary"]["requests"] == 16
     assert stage["summary"]["rounds"][-1]["requests"]
-    page = (tmp_path / "runs" / "one" / "report.html").read_text()
+    page = (tmp_path / "runs" / "one" / "report.html").read_text("utf-8")
     assert "Acceptance over the stream" in page
     planned = command("train", str(config), "--dry-run", "name=dry")
     assert {"serves", "16", "128"} <= set(planned.output.split())  # 128 tokens at most
     stream = tmp_path / "b.jsonl"
-    stream.write_text(stream.read_text().replace("b-3", "b-33"))
+    stream.write_text(stream.read_text("utf-8").replace("b-3", "b-33"), "utf-8")
     again = command("train", str(config))
     assert "the data of stream changed" in " ".join(again.output.split())
 
 
 def test_a_stream_with_broken_lines_is_refused_by_file_and_line(tmp_path):
     config = write_run(tmp_path, "broken")
-    with (tmp_path / "b.jsonl").open("a") as file:
+    with (tmp_path / "b.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"prompt": \n')
     done = command("train", str(config))
     assert done.exit_code == 2
     assert "b.jsonl:9" in done.output
-    (tmp_path / "b.jsonl").write_text("")
-    (tmp_path / "a.jsonl").write_text("")
+    (tmp_path / "b.jsonl").write_text("", "utf-8")
+    (tmp_path / "a.jsonl").write_text("", "utf-8")
     assert "no usable row" in command("train", str(config)).output
 
 
@@ -566,7 +603,7 @@ def check_two_ranks(config: Path) -> None:
 def test_two_ranks_serve_a_share_each(tmp_path):
     config = write_run(tmp_path, "two")
     in_new_process(__name__, f"check_two_ranks(Path({str(config)!r}))")
-    (stage,) = json.loads((tmp_path / "runs" / "two" / "report.json").read_text())["stages"]
+    (stage,) = json.loads((tmp_path / "runs" / "two" / "report.json").read_text("utf-8"))["stages"]
     summary = stage["summary"]
     assert summary["requests"] == 16
     assert [entry["served"] for entry in summary["rounds"]] == [5, 10, 15]

@@ -13,7 +13,8 @@ from decode.model.loading import Target
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import load_heads, new_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
+from heads.options import HeadOptions
 from heads.p_eagle_heads import PEagleDrafter
 from tests.contract import check_stored, moved_heads
 from tests.test_distill import batch_of

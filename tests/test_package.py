@@ -1,6 +1,7 @@
 """The wheel has everything that a command needs, and imports need no optional package."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,8 @@ import draftsmith
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("configs", "decode", "distill", "draftsmith", "heads", "train")
-FILES = ("pyproject.toml", "README.md", "LICENSE")
+FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
+MADE = {"train/schema.json"}  # by the build
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +31,9 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("wheel")
     # A build writes beside the sources.
     source = place / "source"
+    left_out = shutil.ignore_patterns("*.pyc", *(Path(file).name for file in MADE))
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, source / package, ignore=shutil.ignore_patterns("*.pyc"))
+        shutil.copytree(ROOT / package, source / package, ignore=left_out)
     for file in FILES:
         shutil.copy(ROOT / file, source / file)
     subprocess.run(
@@ -61,7 +64,7 @@ def run(unpacked: Path, directory: Path, *arguments: str) -> subprocess.Complete
         [sys.executable, "-I", "-c", code],
         cwd=directory,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
         stdin=subprocess.DEVNULL,
@@ -78,10 +81,14 @@ def test_the_wheel_has_all_files_and_no_others(unpacked: Path):
         for f in (ROOT / package).rglob("*")
         if f.is_file() and "__pycache__" not in f.parts
     }
-    assert packed == sources
+    assert packed == sources | MADE
     # A type checker reads annotations of packages that have this file.
     assert {f"{package}/py.typed" for package in PACKAGES if package != "configs"} <= packed
-    assert {"train/schema.json", "configs/quickstart.yaml"} <= packed
+    assert "configs/quickstart.yaml" in packed
+    schema = json.loads((unpacked / "train/schema.json").read_text("utf-8"))
+    assert {"heads", "generate"} <= schema["properties"]["stages"]["items"]["discriminator"][
+        "mapping"
+    ].keys()
     assert {"configs/prompts/train.jsonl", "draftsmith/serve/static/index.html"} <= packed
 
 
@@ -97,8 +104,8 @@ def test_commands_run_outside_the_repository(unpacked: Path, tmp_path: Path):
 
 def test_one_version_everywhere():
     version = draftsmith.__version__
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
-    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == version
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text("utf-8")
 
 
 def required(lines: list[str]) -> set[str]:
@@ -119,7 +126,7 @@ def required(lines: list[str]) -> set[str]:
 def optional_packages() -> set[str]:
     """The names to import what the extras install and the dependencies do not. `dev` and `docs` are
     for work on the repository."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     extras = project["optional-dependencies"].items()
     lines = [line for name, lines in extras if name not in ("dev", "docs") for line in lines]
     optional = {canonicalize_name(Requirement(line).name) for line in lines}
@@ -134,7 +141,7 @@ def python(code: str, place: Path, *paths: Path) -> subprocess.CompletedProcess[
         [sys.executable, "-c", code],
         cwd=place,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},
@@ -167,7 +174,7 @@ def test_imports_need_no_optional_package(tmp_path: Path):
 
 def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
     mine = tmp_path / "train.py"
-    mine.write_text("from draftsmith import train\n")
+    mine.write_text("from draftsmith import train\n", "utf-8")
     done = python("import train", tmp_path, tmp_path, ROOT)
     assert done.returncode == 1
     assert f"ImportError: {mine} is what Python imports as train" in done.stderr
@@ -176,13 +183,13 @@ def test_a_file_that_hides_a_package_is_named(tmp_path: Path):
 def test_an_old_python_is_refused_before_anything_is_installed(tmp_path: Path):
     old = tmp_path / "python3"
     code = "import sys; sys.version_info = (3, 9, 2); exec(sys.argv[2])"
-    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n")
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{code}' \"$@\"\n", "utf-8")
     old.chmod(0o755)
     made = subprocess.run(
         ["make", f"VENV={tmp_path / 'venv'}", f"PYTHON={old}", "install"],
         cwd=ROOT,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=60,
         check=False,
     )

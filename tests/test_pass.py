@@ -21,7 +21,8 @@ from decode.shapes.static import Static
 from distill.losses import WeightedLoss
 from heads.head_training import HeadTraining
 from heads.heads_directory import build_heads, load_heads, save_heads
-from heads.heads_module import HeadBatch, HeadOptions
+from heads.heads_module import HeadBatch
+from heads.options import HeadOptions
 from heads.pass_heads import PassDrafter
 from tests.contract import moved_heads
 from tests.stages import make_stage, plan_stage, stage_context

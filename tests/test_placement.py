@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, TorchAoConfig
 from typer.testing import CliRunner
 
-import heads  # noqa: F401  (registers its kinds)
+import heads.kinds  # noqa: F401  (registers its kinds)
 from decode.base.errors import UserError
 from decode.drafters import Drafter, NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
@@ -39,10 +39,10 @@ from distill.teacher.linear_logits import split_model
 from distill.untrained_student import student_from_layers
 from draftsmith.cli.main import app
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.tiny import as_target, save_tiny, tiny_model, tiny_target, tiny_tokenizer
 from train.base.console import Reporter
-from train.run.config import validate_config
+from train.run.config_checks import validate_config
 from train.run.run import Run
 
 PROMPTS = [[5, 17, 250, 9, 42], [7], [30] * 9]
@@ -166,7 +166,7 @@ def _evaluated(path: Path, *options: str) -> dict[str, Any]:
     arguments += ["--json", str(path / "figures.json"), *options]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    (row,) = json.loads((path / "figures.json").read_text())["rows"]
+    (row,) = json.loads((path / "figures.json").read_text("utf-8"))["rows"]
     figures: dict[str, Any] = row["evaluation"]
     return figures
 
@@ -196,8 +196,8 @@ def test_a_target_is_loaded_by_a_device_map(tmp_path: Path) -> None:
 def test_commands_and_configs_spread_a_target(tmp_path: Path, fresh_accelerate: None) -> None:
     save_tiny(tmp_path / "model", tie=False)
     row = json.dumps({"prompt": "the fox sells", "response": "a dog sells the fox"})
-    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3)
-    spread = ("--device-map", "auto", "--max-memory", '{"cpu": "90KB"}')
+    (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 3, "utf-8")
+    spread = ("--device-map", 'auto:max_memory={"cpu":"90KB"}')
     one, several = (_evaluated(tmp_path, *options) for options in ((), spread))
     assert several["identical_to_plain"] == 1
     for figures in (one, several):
@@ -326,14 +326,14 @@ def _save_float8(directory: Path) -> Path:
         weights[name] = (blocks / scale).view(rows, columns).to(torch.float8_e4m3fn)
         weights[f"{name}_scale_inv"] = scale.view(rows // 16, columns // 16)
     save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
+    config = json.loads((directory / "config.json").read_text("utf-8"))
     config["quantization_config"] = {
         "quant_method": "fp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [16, 16],
         "modules_to_not_convert": ["lm_head"],
     }
-    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "config.json").write_text(json.dumps(config), "utf-8")
     return directory
 
 

@@ -1,6 +1,7 @@
 """Draft-length policies: each by cases worked out by hand, the cost model on a made-up clock."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from decode.lengths import POLICIES, Fixed, Policy
 from decode.lengths.confidence import AdaptiveConfidence
 from decode.lengths.cost_model import CostModel
 from decode.lengths.feedback import Heuristic
+from decode.lengths.worth import Worth
 from decode.loop.decoding import Decoder
 from decode.model.forward.sublayers import Sublayers
 from decode.rules import RULES
@@ -39,7 +41,7 @@ def step(
     *,
     draft_s: float = 0.0,
     pass_s: float = 1.0,
-    width: int | None = None,
+    width: float | None = None,
     signals: dict[str, np.ndarray] | None = None,
 ) -> Verification:
     """What the loop would report of chains so deep, of which so many tokens were accepted."""
@@ -52,7 +54,7 @@ def step(
         drafted=drawn,
         reached=np.minimum(kept + 1, drawn),
         emitted=kept + 1,
-        width=1 + max_depth if width is None else width,
+        fed=len(kept) * (1 + max_depth if width is None else width),
         draft_steps=max_depth,
         seconds=Seconds(draft_s, pass_s),
         signals=signals or {},
@@ -292,8 +294,9 @@ SPECS = {
     "feedback": "feedback:max_depth=5",
     "fixed": "fixed:max_depth=3",
     "heuristic": "heuristic:max_depth=6",
+    "worth": "worth:max_depth=4",
 }
-BY_BATCH = {"by_batch", "cost_model"}  # what these decide is decided for all rows together
+BY_BATCH = {"by_batch", "cost_model", "worth"}  # what these decide is decided for all rows together
 
 
 def test_every_policy_is_tested() -> None:
@@ -471,36 +474,49 @@ def simulate(
     return taken, sum(seconds for _, _, seconds in taken) / (at * PLAIN)
 
 
+by_costs = pytest.mark.parametrize("kind", [CostModel, Worth])
+
+
+@by_costs
 @pytest.mark.parametrize(("c", "most"), [(0.02, 16), (0.1, 1), (0.2, 4), (0.35, 16), (0.5, 4)])
-def test_a_useless_drafter_costs_at_most_5_per_cent(c: float, most: int) -> None:
+def test_a_useless_drafter_costs_at_most_5_per_cent(
+    c: float, most: int, kind: type[CostModel]
+) -> None:
     for acceptance in (0.0, 0.05):
         # Without the prompt, which any drafter must read once.
-        _, cost = simulate(CostModel(most), lambda _, a=acceptance: a, 256, c=c, prompt=0)
+        _, cost = simulate(kind(most), lambda _, a=acceptance: a, 256, c=c, prompt=0)
         assert cost <= 1.05
 
 
+@by_costs
 @pytest.mark.parametrize("c", [0.02, 0.1, 0.2, 0.35, 0.5])
-def test_a_drafter_that_becomes_good_is_used_within_64_tokens(c: float) -> None:
+def test_a_drafter_that_becomes_good_is_used_within_64_tokens(
+    c: float, kind: type[CostModel]
+) -> None:
     for seed in range(5):
-        taken, _ = simulate(CostModel(8), lambda at: float(at >= 200), 364, c=c, seed=seed)
+        taken, _ = simulate(kind(8), lambda at: float(at >= 200), 364, c=c, seed=seed)
         late = [gamma for at, gamma, _ in taken if at >= 264]
         assert min(late) >= 4
         drafted_before = [gamma for at, gamma, _ in taken if 100 < at < 200]
         assert np.mean(drafted_before) < 0.5
 
 
+@by_costs
 @pytest.mark.parametrize("c", [0.1, 0.35])
-def test_a_drafter_that_becomes_useless_is_dropped(c: float) -> None:
-    taken, _ = simulate(CostModel(8), lambda at: 0.95 * (at < 200), 456, c=c)
+def test_a_drafter_that_becomes_useless_is_dropped(c: float, kind: type[CostModel]) -> None:
+    taken, _ = simulate(kind(8), lambda at: 0.95 * (at < 200), 456, c=c)
     assert np.mean([gamma for at, gamma, _ in taken if 100 < at < 200]) > 2
     lost = sum(seconds / PLAIN - 1 for at, _, seconds in taken if at >= 201)
     assert lost < 0.05 * 256 + 10  # what it takes to notice, once
 
 
+@by_costs
 @pytest.mark.parametrize(("c", "alpha"), [(0.05, 0.8), (0.1, 0.6), (0.2, 0.9), (0.5, 0.85)])
-def test_it_is_nearly_as_quick_as_the_best_fixed_length(c: float, alpha: float) -> None:
+def test_it_is_nearly_as_quick_as_the_best_fixed_length(
+    c: float, alpha: float, kind: type[CostModel]
+) -> None:
     best = min(simulate(Fixed(n), lambda _: alpha, 2000, c=c)[1] for n in range(1, 9))
-    _, cost = simulate(CostModel(8), lambda _: alpha, 2000, c=c)
+    _, cost = simulate(kind(8), lambda _: alpha, 2000, c=c)
     assert best < 0.95
     assert cost < 1.06 * best
 
@@ -565,3 +581,70 @@ def test_one_disturbed_pass_is_not_believed() -> None:
     before = policy.depths()[0]
     policy.observe(step([4], [4], draft_s=0.4 * PLAIN, pass_s=100 * PLAIN))
     assert policy.depths()[0] >= before - 2 > 0
+
+
+# --- what each token is worth ---------------------------------------------------------------------
+
+
+def worth(v: Sequence[float], *, c: float, fixed: float, rows: int = 3, depth: int = 3) -> Worth:
+    """The policy for rows whose passes of 1, 2, 4 and 8 tokens per row cost v."""
+    policy = Worth(depth)
+    policy.use_costs(Costs(PLAIN, rows, c, (1, 2, 4, 8), tuple(v), fixed=fixed))
+    policy.start(rows)
+    return policy
+
+
+CURVES = {"flat": (1, 1.01, 1.02, 1.03), "bent": (1, 1.05, 1.9, 3.6), "steep": (1, 1.9, 3.8, 7.6)}
+
+
+@pytest.mark.parametrize(("c", "fixed"), [(0.0, 0.0), (0.1, 0.0), (0.02, 0.3)])
+@pytest.mark.parametrize("curve", CURVES)
+def test_the_set_of_tokens_with_the_most_tokens_per_second_is_drafted(
+    curve: str, c: float, fixed: float
+) -> None:
+    """Against all sets of depths, for rows of random acceptance."""
+    random = np.random.default_rng(0)
+    found = []
+    for _ in range(60):
+        policy = worth(CURVES[curve], c=c, fixed=fixed)
+        policy._accepted[:], policy._tried[:] = random.random(3) * 20, 20.0
+        policy._kept, policy._due = random.random((2, 3)) * 8
+        own = (policy._kept + 2) / (policy._due + 2)
+        chances = np.minimum(own[:, None] * policy._acceptance(), 1).cumprod(1)
+
+        def rate(depths: Sequence[int], policy: Worth = policy, p: np.ndarray = chances) -> float:
+            tokens = 3 + sum(p[row, :depth].sum() for row, depth in enumerate(depths))
+            passes = policy._passes(np.array([3 + sum(depths)]))
+            assert passes is not None
+            return float(tokens / (policy._drafts(max(depths)) + passes[0]))
+
+        best = max(rate(depths) for depths in itertools.product(range(4), repeat=3))
+        found.append(policy._best().tolist())
+        assert rate(found[-1]) == pytest.approx(best)
+    if curve == "steep":
+        assert np.mean(found) < 0.5
+    else:
+        assert len({tuple(depths) for depths in found}) > 4
+    if curve == "flat" and not c:
+        assert np.mean(found) > 2.5
+
+
+def test_a_row_that_accepts_drafts_beside_one_that_does_not_and_both_come_back() -> None:
+    """Below the corner of the curve both draft. Past it only the tokens of one row pay. A row that
+    rests is tried again when its own results are forgotten."""
+    curve = (1, 1.6, 2.9, 5.5)
+    policy = worth(curve, c=0.02, fixed=0.0, rows=2, depth=4)
+    drafted, shares = np.zeros(2), []
+    for number in range(120):
+        depths = policy.depths()
+        stays = [depths[0], 0] if number < 80 else [0, depths[1]]
+        fed = 2 + int(depths.sum())
+        costs = 0.02 * depths.max(), float(np.interp(fed, (2, 4, 8, 16), curve))
+        draft_s, pass_s = (PLAIN * cost for cost in costs)
+        policy.observe(step(depths.tolist(), stays, draft_s=draft_s, pass_s=pass_s, width=fed / 2))
+        drafted += depths
+        if number in (79, 119):
+            shares.append(drafted / max(drafted.sum(), 1))
+            drafted[:] = 0
+    assert shares[0][0] > 0.8
+    assert shares[1][1] > 0.5

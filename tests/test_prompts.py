@@ -20,7 +20,9 @@ BOUND = 1 / 3
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict[str, str]]]:
     return {
-        name: [json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text().splitlines()]
+        name: [
+            json.loads(line) for line in (PROMPTS / f"{name}.jsonl").read_text("utf-8").splitlines()
+        ]
         for name in SETS
     }
 
@@ -72,7 +74,9 @@ def test_the_readme_has_the_number_of_prompts_of_every_kind(rows):
     counts = {
         kind: tuple(int(count) for count in cells.split("|"))
         for kind, cells in re.findall(
-            r"^\| `(\w+)` +\|([ 0-9|]+)\|$", (PROMPTS / "README.md").read_text(), re.MULTILINE
+            r"^\| `(\w+)` +\|([ 0-9|]+)\|$",
+            (PROMPTS / "README.md").read_text("utf-8"),
+            re.MULTILINE,
         )
     }
     every = {row["kind"] for name in SETS for row in rows[name]}

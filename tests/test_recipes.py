@@ -23,7 +23,7 @@ from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
 from train.data.read import Example
 from train.data.usable_rows import UsableRows
-from train.run.config import load_config
+from train.run.config_checks import load_config
 from train.run.run import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -45,7 +45,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(place / "target")
     (place / "target" / "model.safetensors").unlink()
     save_tiny(place / "small", layers=1)
-    (place / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3)
+    (place / "rows.jsonl").write_text('{"prompt": "the dog", "response": "a fox"}\n' * 3, "utf-8")
     return place
 
 
@@ -63,7 +63,7 @@ def test_a_recipe_is_planned(
         "data.duplicates=keep",
     ]
     overrides += [f"data.{split}={tiny / 'rows.jsonl'}" for split in ("train", "dev", "test")]
-    recipe_values = yaml.safe_load(path.read_text())
+    recipe_values = yaml.safe_load(path.read_text("utf-8"))
     if "sharded" in recipe_values["target"]:
         overrides.append("target.sharded=false")  # one process shares it with none
     for stage in recipe_values["stages"]:
@@ -81,7 +81,7 @@ def test_a_recipe_is_planned(
             overrides.append(f"stages.{stage['name']}.drafter.model={tiny / 'small'}")
     config = load_config(path, overrides)
     require_readable(config)
-    header = path.read_text().partition("\nname: ")[0]
+    header = path.read_text("utf-8").partition("\nname: ")[0]
     if "Planned, not yet run" in header:  # for a GPU
         assert "Expected: " in header
         judged = config.evaluation.stages != []
@@ -98,7 +98,7 @@ def test_a_recipe_is_planned(
 
 # The table of plans, and that of their parts.
 SCALE = "".join(
-    (CONFIGS.parent / f"docs/{page}.md").read_text() for page in ("scale", "results/scale")
+    (CONFIGS.parent / f"docs/{page}.md").read_text("utf-8") for page in ("scale", "results/scale")
 )
 
 
@@ -106,7 +106,7 @@ def plan_commands() -> list[list[str]]:
     """The words of each `draftsmith train … --dry-run` in a comment of a recipe."""
     commands = []
     for name in RECIPES:
-        text = (CONFIGS / "recipes" / name).read_text().replace("\\\n#", "")
+        text = (CONFIGS / "recipes" / name).read_text("utf-8").replace("\\\n#", "")
         lines = re.findall(r"^# +draftsmith (train .*--dry-run.*)$", text, re.M)
         commands += [shlex.split(line) for line in lines]
     return commands
@@ -121,7 +121,7 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     directories = {name: place / name.replace("/", "--") for name in PUBLISHED}
     for name, directory in directories.items():
         tokenizer.save_pretrained(directory)
-        (directory / "config.json").write_text(json.dumps(PUBLISHED[name]))
+        (directory / "config.json").write_text(json.dumps(PUBLISHED[name]), "utf-8")
     return directories
 
 
@@ -179,7 +179,7 @@ def test_a_plan_is_the_one_that_the_docs_state(
     rows_by_figures = {tuple(row[2:5]): row for row in table}
     assert tuple(figures) in rows_by_figures, (figures, hours)
     # The parts of the largest stage's memory, in the table of parts.
-    plan = json.loads(json_file.read_text())
+    plan = json.loads(json_file.read_text("utf-8"))
     largest = max((stage["memory"] for stage in plan["stages"]), key=lambda x: sum(x.values()))
     assert plan["memory_bytes"] == sum(largest.values())
     parts = " | ".join(f"{size / 2**30:.1f}" for size in largest.values())

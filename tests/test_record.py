@@ -242,7 +242,7 @@ def test_a_switch_is_remembered(tmp_path: Path) -> None:
     asyncio.run(upstreams.switch(second))
     assert Upstreams(first, memory).current.url == second
     assert Upstreams(third, memory).current.url == third
-    memory.write_text("{")
+    memory.write_text("{", "utf-8")
     with pytest.raises(UserError, match="is damaged"):
         Upstreams(first, memory)
 
@@ -292,7 +292,7 @@ def test_only_what_asks_is_recorded_and_is_training_data(tmp_path: Path) -> None
     assert second["messages"][1] == first["messages"][1]
     assert first["request"].startswith("chatcmpl-")
     (segment,) = (tmp_path / "default").glob("*.jsonl")
-    stored = segment.read_text()
+    stored = segment.read_text("utf-8")
     assert not [word for word in ("secret", "ann@", "1234567", '"ann"') if word in stored]
     examples, _ = read_examples(str(segment))
     assert [example.messages[-1]["role"] for example in examples] == ["assistant"] * 2
@@ -302,7 +302,7 @@ def test_keys_decide_and_keep_tenants_apart(tmp_path: Path) -> None:
     names = {"one": {"tenant": "a", "record": "all"}, "two": {"tenant": "b", "record": "asked"}}
     file = tmp_path / "keys.json"
     hashes = {hashlib.sha256(key.encode()).hexdigest(): value for key, value in names.items()}
-    file.write_text(json.dumps(hashes))
+    file.write_text(json.dumps(hashes), "utf-8")
     with (
         served(FakeEngine().app()) as url,
         recorded(url, tmp_path / "records", Keys.of_file(file)) as client,
@@ -320,7 +320,7 @@ def test_keys_decide_and_keep_tenants_apart(tmp_path: Path) -> None:
     assert texts == {"a": ["one None", "one True"], "b": ["two True"]}
     assert [path.name for path in tenants(tmp_path / "records")] == ["a", "b"]
     for bad in ('{"sk-key": {}}', json.dumps({key: {"tenant": "../x"} for key in hashes}), "[]"):
-        file.write_text(bad)
+        file.write_text(bad, "utf-8")
         with pytest.raises(UserError, match="--record-keys") as error:
             Keys.of_file(file)
         assert "sk-key" not in str(error.value)
@@ -613,7 +613,7 @@ def test_forget_by_user_and_by_request(tmp_path: Path) -> None:
     assert forget().exit_code == 2
     counts = tmp_path.with_suffix(".json")
     assert "b: 1 records deleted" in forget("--request", "r3", "--json", str(counts)).output
-    assert json.loads(counts.read_text()) == {"deleted": {"a": 1, "b": 1}, "learnt_from": {}}
+    assert json.loads(counts.read_text("utf-8")) == {"deleted": {"a": 1, "b": 1}, "learnt_from": {}}
     assert left() == ["x", "y"] * 2
     assert forget("--user", "ann").exit_code == 0
     assert left() == ["y"] * 2
@@ -631,7 +631,7 @@ def test_the_command_records_and_ends_its_answers(tmp_path: Path) -> None:
         process = subprocess.Popen(
             [*command, "--out", str(tmp_path), "--port", "0", "--keep-days", "1"],
             stdout=subprocess.PIPE,
-            text=True,
+            encoding="utf-8",
         )
         try:
             assert process.stdout is not None

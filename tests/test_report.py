@@ -92,7 +92,7 @@ def write_run(directory: Path, rows: list[tuple[str, str, dict[str, Any]]]) -> A
 
     def put(path: str, value: Any) -> None:
         (directory / path).parent.mkdir(parents=True, exist_ok=True)
-        (directory / path).write_text(json.dumps(value))
+        (directory / path).write_text(json.dumps(value), "utf-8")
 
     stages = [{"name": "text", "kind": "generate"}, {"name": "one", "kind": "distill"}]
     stages.append({"name": "two", "kind": "distill", "drafter": {"stage": "one"}})
@@ -182,9 +182,10 @@ def rendered(report: dict[str, Any], width: int = 120) -> str:
 
 def test_report_json(tmp_path: Path) -> None:
     report = make_report(write_run(tmp_path, ROWS))
-    assert report == json.loads((tmp_path / "report.json").read_text())
+    assert report == json.loads((tmp_path / "report.json").read_text("utf-8"))
     assert list(report) == [
-        *("format", "name", "finished", "rows", "stages", "data_notes", "provenance", "config")
+        *("format", "name", "finished", "rows", "stages", "data_notes", "provenance", "config"),
+        "forecast",
     ]
     assert report["format"] == 1
     assert report["name"] == "trial"
@@ -245,12 +246,12 @@ def test_heads_are_plotted_one_by_one(tmp_path: Path) -> None:
     training = {"steps": 3, "tokens_per_second": None, "history": history, "dev": dev}
     summary = {"training": training, "losses": {"forward_kl": 1.0}}
     done = {"drafter": True, "summary": summary}
-    (run / "stages/01-one/done.json").write_text(json.dumps(done))
+    (run / "stages/01-one/done.json").write_text(json.dumps(done), "utf-8")
     make_report(run)
-    alts = [alt for alt in Page((run / "report.html").read_text()).alts if alt]
+    alts = [alt for alt in Page((run / "report.html").read_text("utf-8")).alts if alt]
     (agreement,) = [alt for alt in alts if alt.startswith("Agreement")]
     assert agreement.endswith("at step 3: head1, top-1 0.25, head2, top-1 0.10.")
-    text = (run / "report.html").read_text()
+    text = (run / "report.html").read_text("utf-8")
     assert "head2/forward_kl" in text
     # No figure of its kind: it is not drawn on the loss's axis.
     assert "tokens_per_step<" not in text
@@ -285,10 +286,10 @@ def test_what_the_config_no_longer_has_is_not_reported(tmp_path: Path) -> None:
     assert [row["evaluation"]["speedup"] for row in report["rows"][3:]] == [
         figures(1.7, 0.8)["speedup"]
     ]
-    config = json.loads((run / "config.json").read_text())
+    config = json.loads((run / "config.json").read_text("utf-8"))
     config["stages"] = [config["stages"][0], config["stages"][2]]
     config["evaluation"]["baselines"] = []
-    (run / "config.json").write_text(json.dumps(config))
+    (run / "config.json").write_text(json.dumps(config), "utf-8")
     report = make_report(run)
     assert [stage["name"] for stage in report["stages"]] == ["text"]
     assert [row["stage"] for row in report["rows"]] == ["two"]
@@ -580,7 +581,7 @@ def test_without_any_figure(tmp_path: Path) -> None:
     run = write_run(tmp_path, [])
     report = make_report(run)
     assert report["rows"] == []
-    assert "No drafter was evaluated yet." in (tmp_path / "report.html").read_text()
+    assert "No drafter was evaluated yet." in (tmp_path / "report.html").read_text("utf-8")
     assert footnotes(report) == ["No drafter was evaluated yet."]
     rendered(report)
     # Figures that do not exist may be None, or absent.
@@ -620,7 +621,7 @@ def test_long_drafts_and_many_rows(tmp_path: Path) -> None:
 
 def test_damaged_file_is_named(tmp_path: Path) -> None:
     run = write_run(tmp_path, ROWS)
-    (tmp_path / "evaluations/09-row/evaluation.json").write_text("{")
+    (tmp_path / "evaluations/09-row/evaluation.json").write_text("{", "utf-8")
     with pytest.raises(UserError, match=r"09-row.*cannot be read"):
         make_report(run)
 
@@ -629,7 +630,7 @@ def test_not_a_number_does_not_exist(tmp_path: Path) -> None:
     run = write_run(tmp_path, [("two", "small_lm", figures(1.5, 0.8, v=float("nan")))])
     report = make_report(run)
     assert report["rows"][0]["evaluation"]["v"] is None
-    assert "NaN" not in (tmp_path / "report.json").read_text()
+    assert "NaN" not in (tmp_path / "report.json").read_text("utf-8")
 
 
 def test_how_figures_are_written() -> None:
@@ -647,12 +648,14 @@ def test_a_stage_that_is_done_shows_the_settings_of_its_figures(tmp_path: Path) 
     run = write_run(tmp_path, ROWS)
     done = run / "stages/01-one/done.json"
     made_by = {"name": "one", "kind": "distill", "optimizer": {"lr": 0.01}}
-    done.write_text(json.dumps(json.loads(done.read_text()) | {"settings": made_by}))
+    done.write_text(
+        json.dumps(json.loads(done.read_text("utf-8")) | {"settings": made_by}), "utf-8"
+    )
     report = make_report(run)
     assert report["config"]["stages"][1] == made_by
     assert report["stages"][1]["changed_since"] == ["optimizer"]
     assert "stage one was done before its optimizer changed" in "\n".join(footnotes(report))
-    config = json.loads((run / "config.json").read_text())
+    config = json.loads((run / "config.json").read_text("utf-8"))
     config["stages"][1] = made_by
-    (run / "config.json").write_text(json.dumps(config))
+    (run / "config.json").write_text(json.dumps(config), "utf-8")
     assert "changed_since" not in make_report(run)["stages"][1]

@@ -76,7 +76,7 @@ def test_imported_heads_are_trained_and_exported(
     start = {"start": str(tmp_path / "imported"), "heads": settings, "losses": losses}
     drafter = train_further(tmp_path, chosen, "heads", **start)
     assert_returns(drafter, form or imported.kind, chosen, tmp_path, options)
-    card = (tmp_path / "export" / "README.md").read_text()
+    card = (tmp_path / "export" / "README.md").read_text("utf-8")
     assert "started from" in card
 
 
@@ -97,7 +97,7 @@ def test_an_imported_model_is_trained_and_exported(
     drafter = train_further(tmp_path, spare, "distill", **start)
     form = "hf" if layout == "small_lm" else "pard"
     assert_returns(drafter, form, spare, tmp_path, ImportOptions())
-    config = json.loads((tmp_path / "again" / "config.json").read_text())
+    config = json.loads((tmp_path / "again" / "config.json").read_text("utf-8"))
     assert config.get("pard_token") == (VOCAB + 2 if layout == "pard" else None)
 
 

@@ -34,7 +34,7 @@ from train.base.tracking.curve_file import CURVES_FILE, CurveReader
 from train.data.corpus import read_answers
 from train.loop.trainer import Trainer
 from train.report.report_summary import footnotes
-from train.run.config import load_config
+from train.run.config_checks import load_config
 from train.run.run import Run
 from train.stages.generate import GenerateStage
 
@@ -83,7 +83,7 @@ def make_base(directory: Path) -> Path:
             words = torch.randint(len(WORDS), (4 + i % 3,), generator=generator).tolist()
             rows.append({"id": f"{split}-{i}", "prompt": " ".join(WORDS[w] for w in words)})
         write_rows(directory / f"{split}.jsonl", rows)
-    (directory / "config.yaml").write_text(CONFIG.format(base=directory))
+    (directory / "config.yaml").write_text(CONFIG.format(base=directory), "utf-8")
     return directory
 
 
@@ -104,7 +104,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report_of(base: Path, run: str = "tiny") -> dict[str, Any]:
-    return json.loads((base / "runs" / run / "report.json").read_text())
+    return json.loads((base / "runs" / run / "report.json").read_text("utf-8"))
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_a_run_leaves_everything_behind(finished, tmp_path):
     (rate,) = scalars["evaluation/ngram_distill/acceptance_rate"].values()
     assert rate == pytest.approx(report["rows"][-1]["evaluation"]["acceptance_rate"])
     (values,) = (run / "logs" / "trials").glob("*/hparams.yml")
-    assert yaml.safe_load(values.read_text())["stages.words.loop.tokens_per_batch"] == 120
+    assert yaml.safe_load(values.read_text("utf-8"))["stages.words.loop.tokens_per_batch"] == 120
     assert [row["stage"] for row in report["rows"]] == [
         "before",
         "words (start)",
@@ -207,13 +207,13 @@ def test_a_run_leaves_everything_behind(finished, tmp_path):
         "ngram+distill",
     ]
     assert report["rows"][-1]["drafter"] == "ngram+small_lm"
-    assert "<svg" in (run / "report.html").read_text()
+    assert "<svg" in (run / "report.html").read_text("utf-8")
     for row in report["rows"]:
         assert row["evaluation"]["identical_to_plain"] == 1.0
         assert row["evaluation"]["lossless"]
     answers = list(read_answers(run / "stages" / "00-answers"))
     assert [answer["id"] for answer in answers] == [f"train-{i}" for i in range(12)]
-    provenance = json.loads((run / "provenance.json").read_text())
+    provenance = json.loads((run / "provenance.json").read_text("utf-8"))
     assert {"argv", "versions", "git_commit", "machine"} <= provenance[0].keys()
 
     state = RunState(run).read()
@@ -229,7 +229,7 @@ def test_a_run_leaves_everything_behind(finished, tmp_path):
         *("train", str(base / "config.yaml"), "--dry-run", "--json", str(tmp_path / "plan.json"))
     )
     assert "for the stages and evaluations" in " ".join(planned.stdout.split())
-    plan = json.loads((tmp_path / "plan.json").read_text())["evaluation"]
+    plan = json.loads((tmp_path / "plan.json").read_text("utf-8"))["evaluation"]
     assert plan["what"].startswith(f"{len(report['rows'])} drafters on ")
     assert plan["tokens"] >= sum(row["tokens"] for row in report["rows"])
 
@@ -248,7 +248,7 @@ def test_a_run_leaves_everything_behind(finished, tmp_path):
 
 def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
     """The quickstart in small: hidden states are cached once, and two of three drafters judged."""
-    text = (base / "config.yaml").read_text()
+    text = (base / "config.yaml").read_text("utf-8")
     states = "  - {name: states, kind: feature_cache, text: answers}\n  - name: words\n"
     text = text.replace("  - name: words\n", states)
     text = text.replace(
@@ -264,7 +264,7 @@ def test_a_small_lm_and_heads_share_one_pass_of_the_target(base):
         "tree": {"nodes": 3, "width": 2, "prompts": 2, "max_new_tokens": 8},
         "loop": {"epochs": 2, "tokens_per_batch": 120, "log_every": 1},
     }
-    (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n")
+    (base / "config.yaml").write_text(text + f"  - {json.dumps(heads)}\n", "utf-8")
     report = start(base, "evaluation.stages=[distill, medusa]", "evaluation.in_one_tree=[ngram]")
     rows = {row["stage"]: row for row in report["rows"]}
     assert list(rows) == ["before", "distill", "medusa", "ngram+medusa", "ngram++medusa"]
@@ -376,17 +376,17 @@ def test_figures_of_changed_settings_are_measured_again_and_others_kept(base, mo
 
     monkeypatch.setattr(train.run.run_evaluation, "evaluate", counted)
     config = base / "config.yaml"
-    text = config.read_text()
+    text = config.read_text("utf-8")
     # One trained drafter is enough here.
     text = text[: text.index("  - name: distill")].replace("epochs: 1", "max_steps: 1")
     text = text.replace("prompts: 4", "prompts: 1").replace("timed_prompts: 2", "timed_prompts: 0")
     text = text.replace("[1, 2]", "[1]")
-    config.write_text(text)
+    config.write_text(text, "utf-8")
     kept = start(base, "evaluation.in_turn=[]")["rows"]
     assert measured == [8, 8, 8]
     # A row more, and a stage before the others, which keep their directories and results.
     config.write_text(
-        text.replace("stages:\n", "stages:\n  - {name: few, kind: generate, prompts: 1}\n")
+        text.replace("stages:\n", "stages:\n  - {name: few, kind: generate, prompts: 1}\n"), "utf-8"
     )
     more = start(base, allow_changes=True)
     assert measured == [8, 8, 8, 8]
@@ -415,15 +415,15 @@ def test_a_setting_that_did_not_exist_when_the_run_began_is_no_change_and_other_
         with pytest.raises(Killed):
             start(base)
     stored = base / "runs/tiny/config.json"
-    values = json.loads(stored.read_text())
+    values = json.loads(stored.read_text("utf-8"))
     del values["evaluation"]["policy"]
-    stored.write_text(json.dumps(values))
+    stored.write_text(json.dumps(values), "utf-8")
     with monkeypatch.context() as patch:
         before_call(patch, Trainer, "_optimizer_step", 1)
         with pytest.raises(Killed):
             start(base)
     path = base / "train.jsonl"
-    path.write_text(path.read_text().replace("train-0", "train-zero"))
+    path.write_text(path.read_text("utf-8").replace("train-0", "train-zero"), "utf-8")
     with pytest.raises(UserError, match=r"the data of train changed .*stage words has begun"):
         start(base)
 
@@ -436,12 +436,12 @@ def test_a_mended_file_keeps_the_answers_of_a_run_that_only_generates(base, monk
             start(base)
     shutil.rmtree(base / "runs/tiny/stages/01-words")
     path = base / "train.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    path.write_text("".join(path.read_text("utf-8").splitlines(keepends=True)[1:]), "utf-8")
     with pytest.raises(UserError, match=r"the data of train changed .*with --allow-changes, which"):
         start(base)
     made = before_call(monkeypatch, GenerateStage, "_answer")
     start(base, "stages.words.loop.max_steps=1", allow_changes=True)
-    done = json.loads((base / "runs/tiny/stages/00-answers/done.json").read_text())
+    done = json.loads((base / "runs/tiny/stages/00-answers/done.json").read_text("utf-8"))
     assert done["summary"]["answers"] == 11
     assert not any(prompts for _, prompts, *_ in made)
 
@@ -472,8 +472,8 @@ def test_splits_that_are_left_out_come_from_train(base):
 
 def test_a_run_that_could_not_begin_leaves_nothing(base):
     path = base / "test.jsonl"
-    good = path.read_text()
-    path.write_text(good + "{broken\n")
+    good = path.read_text("utf-8")
+    path.write_text(good + "{broken\n", "utf-8")
     with pytest.raises(UserError, match=r"test\.jsonl:5"):
         start(base)
     assert not (base / "runs").exists()
@@ -492,7 +492,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
     monkeypatch.setattr(GenerateStage, "run", cannot)
     overrides = ["evaluation.baselines=[]"]
     if what == "a later stage":
-        with (base / "config.yaml").open("a") as file:
+        with (base / "config.yaml").open("a", encoding="utf-8") as file:
             file.write("  - {name: live, kind: online, drafter: {stage: distill}}\n")
         message = "stage live needs the prompts of split stream, but data has no such split"
     elif what == "a prompt":
@@ -513,7 +513,7 @@ def test_what_would_end_a_later_stage_ends_the_run_at_once(
 
 def test_a_foreign_directory_is_not_written_into(base):
     (base / "runs" / "tiny").mkdir(parents=True)
-    (base / "runs" / "tiny" / "thesis.txt").write_text("years of work")
+    (base / "runs" / "tiny" / "thesis.txt").write_text("years of work", "utf-8")
     with pytest.raises(UserError, match="is not a run of draftsmith"):
         start(base)
     assert [p.name for p in (base / "runs" / "tiny").iterdir()] == ["thesis.txt"]
@@ -553,21 +553,24 @@ def test_the_command_line_from_plan_to_text(base, finished):
     assert not (base / "runs").exists()
 
     rows = [json.dumps({"prompt": "the dog", "response": text}) for text in ("a fox", "the fox")]
-    (base / "responses.jsonl").write_text("\n".join(rows))
+    (base / "responses.jsonl").write_text("\n".join(rows), "utf-8")
     covered = command(
         "coverage",
         *("--target", str(base / "target"), str(base / "responses.jsonl"), "--sizes", "9,200"),
         *("--json", str(base / "coverage.json")),
     )
     assert covered.exit_code == 0, covered.stderr
-    assert [row["size"] for row in json.loads((base / "coverage.json").read_text())] == [9, 200]
+    assert [row["size"] for row in json.loads((base / "coverage.json").read_text("utf-8"))] == [
+        9,
+        200,
+    ]
     shared = command(
         "coverage",
         *("--target", str(base / "target"), str(base / "responses.jsonl")),
         *("--drafter", str(base / "target"), "--json", str(base / "coverage.json")),
     )
     assert shared.exit_code == 0, shared.stderr
-    assert json.loads((base / "coverage.json").read_text())[0]["of_text"] == 1
+    assert json.loads((base / "coverage.json").read_text("utf-8"))[0]["of_text"] == 1
 
     drafter = str(finished / "runs/tiny/stages/02-distill/drafter")
     target = ["--target", str(base / "target")]
@@ -581,7 +584,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
         *("--timed-prompts", "1", "--json", str(figures)),
     )
     assert compared.exit_code == 0, compared.stderr
-    rows = json.loads(figures.read_text())["rows"]
+    rows = json.loads(figures.read_text("utf-8"))["rows"]
     assert [row["drafter"] for row in rows] == ["ngram", drafter]
     assert rows[1]["evaluation"]["steps"] > 0
     with pytest.MonkeyPatch.context() as patch:
@@ -597,7 +600,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
     varied = command(
         *("evaluate", *target, "--drafter", drafter, "--prompts", str(base / "test.jsonl")),
         *("--max-new-tokens", "8", "--timed-prompts", "1", "--temperature", "0.9"),
-        *("--min-p", "0.01", "--repetition-penalty", "1.1", "--draft-temperature", "0.7"),
+        *("--sampling", "min_p=0.01,repetition_penalty=1.1", "--draft-temperature", "0.7"),
         *("--rule", "lenience:lenience=0.7", "--policy", "heuristic:max_depth=6,first=2"),
         *("--shape", "chain", "--steps", str(steps)),
     )
@@ -610,7 +613,7 @@ def test_the_command_line_from_plan_to_text(base, finished):
         "drafts: chain",
     ):
         assert part in told
-    written = json.loads(steps.read_text())
+    written = json.loads(steps.read_text("utf-8"))
     assert {"gamma", "accepted", "la_k", "verify_ms"} <= written["acceptance"][0].keys()
     assert len(written["timed"]) == 1
     chosen = base / "calibration.json"
@@ -620,14 +623,22 @@ def test_the_command_line_from_plan_to_text(base, finished):
         *("--temperature", "1.0", "--json", str(chosen)),
     )
     assert calibrated.exit_code == 0, calibrated.stderr
-    found = json.loads(chosen.read_text())
+    found = json.loads(chosen.read_text("utf-8"))
     assert [trial["threshold"] for trial in found["trials"]] == [0.05, 0.5]
     # The stricter θ accepts less.
     loose, strict = (trial["acceptance_rate"] for trial in found["trials"])
     assert loose > strict
     assert f"θ = {found['threshold']:g}" in calibrated.stdout
     assert "LOSSY" in calibrated.stdout
-    options = ("a dog", "--max-new-tokens", "9", "--repetition-penalty", "1.1", "--stop", "zz")
+    options = (
+        "a dog",
+        "--max-new-tokens",
+        "9",
+        "--sampling",
+        "repetition_penalty=1.1",
+        "--stop",
+        "zz",
+    )
     plain = command("generate", *target, "--drafter", "none", *options)
     fast = command("generate", *target, "--drafter", f"ngram+{drafter}", *options)
     assert plain.stdout == fast.stdout != ""

@@ -381,7 +381,7 @@ def test_texts_differ_by_seed_and_by_row() -> None:
 
 
 @pytest.mark.parametrize("composite", [False, True])
-@pytest.mark.parametrize("positions", [10, 14])
+@pytest.mark.parametrize("positions", [pytest.param(10, marks=pytest.mark.thorough), 14])
 def test_a_small_context_of_the_drafter_does_not_tie_rows_together(
     positions: int, composite: bool
 ) -> None:

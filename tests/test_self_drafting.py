@@ -176,7 +176,9 @@ def test_a_set_survives_its_file_and_its_name(tmp_path: Path) -> None:
     stored = SkipDrafter(file=str(tmp_path / "set.json"))
     named: Any = DRAFTERS.make(f"skip:{SOME}")
     assert stored.skipped == named.skipped == SOME
-    (tmp_path / "set.json").write_text(json.dumps({"format": 9, "attention": [], "mlp": []}))
+    (tmp_path / "set.json").write_text(
+        json.dumps({"format": 9, "attention": [], "mlp": []}), "utf-8"
+    )
     with pytest.raises(UserError, match="has format 9"):
         SkipDrafter(file=str(tmp_path / "set.json"))
 
@@ -240,14 +242,14 @@ def test_the_search_finds_sublayers_that_add_little() -> None:
 def test_the_command_writes_a_set_that_the_drafter_reads(tmp_path: Path) -> None:
     save_tiny(tmp_path / "target", layers=3)
     prompts, out, figures = (tmp_path / name for name in ("dev.jsonl", "set.json", "all.json"))
-    prompts.write_text('{"prompt": "the dog"}\n{"prompt": "a fox and the sea"}\n')
+    prompts.write_text('{"prompt": "the dog"}\n{"prompt": "a fox and the sea"}\n', "utf-8")
     arguments = ["--target", tmp_path / "target", "--dtype", "float32", "--prompts", prompts]
     options = ["--out", out, "--json", figures, "--max-new-tokens", "8", "--depth", "2"]
     command = ["calibrate-layers", *arguments, *options, "--max-trials", "9"]
     done = CliRunner().invoke(app, [str(x) for x in command])
     assert done.exit_code == 0, done.output
     assert "--drafter skip:file=" in done.output
-    written = json.loads(figures.read_text())
+    written = json.loads(figures.read_text("utf-8"))
     assert len(written["trials"]) == 9
     stored = SkipDrafter(file=str(out))
     assert stored.skipped.to_dict() == {k: written[k] for k in ("attention", "mlp")}

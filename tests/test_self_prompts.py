@@ -90,14 +90,14 @@ def test_a_stage_answers_them_and_a_training_reads_them(tmp_path: Path) -> None:
     assert outcome.summary["answers"] == 10
     assert outcome.summary["prompts"] == 5
     directory = context.directory / "own"
-    before = (directory / SELF_PROMPTS / "prompts.jsonl").read_text()
+    before = (directory / SELF_PROMPTS / "prompts.jsonl").read_text("utf-8")
     context.corpus.stages = {"own": directory}
     samples = context.corpus.samples(["own"])
     assert len(samples) == 10
     first = json.loads(before.splitlines()[0])["prompt"]
     assert first in target().tokenizer.decode(samples[0].tokens)
     run_stage(context, stage)  # nothing is written again
-    assert (directory / SELF_PROMPTS / "prompts.jsonl").read_text() == before
+    assert (directory / SELF_PROMPTS / "prompts.jsonl").read_text("utf-8") == before
 
 
 def test_no_turn_of_a_held_out_conversation_is_quoted(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from decode.base.errors import UserError
 from tests.export import needs
 from train.engines.child_process import python_of
 
-TEXT = serve_8b.PAGE.read_text()
+TEXT = serve_8b.PAGE.read_text("utf-8")
 PYTHON = Path("/vllm/bin/python")
 
 
@@ -48,7 +48,9 @@ def test_the_page_works_to_its_last_line(tmp_path: Path) -> None:
     needs("vllm")
     found = tmp_path / "found.json"
     serve_8b.main(python_of("vllm"), quick=True, json_file=found, keep=tmp_path / "walk")
-    steps = {step["title"]: step["output"] for step in json.loads(found.read_text())["steps"]}
+    steps = {
+        step["title"]: step["output"] for step in json.loads(found.read_text("utf-8"))["steps"]
+    }
     assert len(steps) == len(serve_8b.walk(TEXT, Path(sys.executable)))
     accepted = re.search(r"num_accepted_tokens_total\S* ([\d.]+)", steps["Serve: vllm serve"])
     assert accepted is not None

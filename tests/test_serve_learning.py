@@ -87,7 +87,7 @@ def save_medusa(directory: Path, on: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("kind", ["small_lm", "medusa"])
+@pytest.mark.parametrize("kind", [pytest.param("small_lm", marks=pytest.mark.thorough), "medusa"])
 def test_with_stored_requests_acceptance_rises_and_texts_stay(
     endless: Any, tmp_path: Path, kind: str
 ) -> None:

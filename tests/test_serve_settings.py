@@ -12,15 +12,19 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from decode.base.errors import UserError
+from decode.draft import Draft
 from decode.drafters import NoDrafter
 from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.several.combined import CompositeDrafter
 from decode.drafters.several.routed import RoutedDrafter
 from decode.drafters.several.routing import ByLabel
+from decode.loop.decoding import Decoder
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.rules.speculative import SpeculativeSampling
 from distill.adapter_directory import save_adapter
-from distill.trainable_model import DrafterLora, Trainable
+from distill.settings import DrafterLora
+from distill.trainable_model import Trainable
 from draftsmith.serve import live_settings
 from draftsmith.serve.dynamic_lenience import BEGINS, ENDS, SECONDS, DynamicLenience
 from tests.service import (
@@ -62,6 +66,31 @@ def test_the_label_of_a_request_chooses_its_drafter() -> None:
             assert ask(client, max_tokens=4, draftsmith=options).status_code == 200
         assert ask(client, draftsmith={"label": "x" * 65}).status_code == 400
     assert seen == ["de", None, "de"]
+
+
+def test_a_service_has_the_turn_of_its_drafters_while_texts_run() -> None:
+    """Also of those in a combination, which another decoder may have alone, and after a change."""
+    inside: list[bool] = []
+
+    class Watched(NgramDrafter):
+        def draft(self, *arguments: Any) -> Draft:
+            inside.append(all(x.entered_here for x in self.turn.each))
+            return super().draft(*arguments)
+
+    first, second = Watched(), Watched()
+    with serving(target(), RoutedDrafter([first, NoDrafter()], ByLabel(["", "de"]))) as running:
+        batcher = running.batcher
+        with running.client() as client:
+            answer = begin(client, max_tokens=LONG)
+            both = CompositeDrafter([second, first])
+            batcher.between(lambda decoding: decoding.set(drafter=both)).result()
+            answer.close()
+            assert ask(client, max_tokens=4).status_code == 200
+        assert inside
+        assert all(inside)
+        # Without texts it waits, and others may decode.
+        decoder = Decoder(target().model, first)
+        assert decoder.decode([[5, 6, 7]], 4).outputs[0]
 
 
 def save_adapter_of(base: Path, directory: Path) -> None:

@@ -30,7 +30,7 @@ SOME = 5  # of each kind of request, also on a slow machine
 def command(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     model = save_tiny(tmp_path_factory.mktemp("model"), max_positions=CONTEXT)
     options = ["--device", "cpu", "--dtype", "float32", "--gamma", "3"]
-    return serve_command(str(model), "ngram", *options, "--max-rows", "4", "--max-waiting", "6")
+    return serve_command(str(model), "ngram", *options, "--limits", "max_rows=4,max_waiting=6")
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,10 @@
 formats, each of which is one clear error or `length`."""
 
 import concurrent.futures
+import copy
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from decode.draw.sampling import Sampling
 from decode.settings import DecodeSettings
 from draftsmith.serve.openai.contract import parse
 from draftsmith.serve.openai.openai_requests import CHAT
-from tests.service import MODEL, Running, ask, chat, serving
-from tests.tiny import tiny_target
+from tests.service import MODEL, Running, ask, chat, serving, streamed
+from tests.test_grammars import TOKENIZERS
+from tests.test_serve_tools import TEMPLATES
+from tests.tiny import as_target, tiny_target
 
 SCHEMA = {
     "type": "object",
@@ -195,3 +198,65 @@ def test_a_text_goes_on_with_its_grammar_after_a_failed_pass(
         assert len(found) == 12
         assert set(found) <= {10, 20}
     assert answers[0]["choices"][0]["message"] == sound["message"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "say",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"const": ""}},
+            "required": ["text"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def with_mark(mark: str) -> Iterator[tuple[dict[str, Any], str]]:
+    """Formats with the text of a token in them, each with the only text that it allows."""
+    written = json.dumps(mark, ensure_ascii=False)
+    yield {"guided_regex": f"a{re.escape(mark)}{re.escape(mark)}"}, f"a{mark}{mark}"
+    yield {"guided_choice": [f"{mark} b"]}, f"{mark} b"
+    yield {"guided_json": {"const": mark}}, written
+    constant = {
+        "type": "json_schema",
+        "json_schema": {"name": "x", "schema": {"const": f" {mark}"}},
+    }
+    yield {"response_format": constant}, f'" {written[1:]}'
+    tool: Any = copy.deepcopy(TOOL)
+    tool["function"]["parameters"]["properties"]["text"]["const"] = mark
+    called = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
+    yield called, json.dumps({"text": mark})
+
+
+def said(message: dict[str, Any]) -> str:
+    """The text, or the arguments of the one call, of a message or of the deltas of one."""
+    for call in message.get("tool_calls") or ():
+        return json.dumps(json.loads(call["function"]["arguments"]))
+    return str(message.get("content") or "")
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_text_of_an_added_token_is_written_through_the_service(kind: str) -> None:
+    """With tokenizers that have it as a token, as a special one, or as letters or bytes."""
+    made, tokenizer = tiny_target(max_positions=1024), copy.deepcopy(TOKENIZERS[kind]())
+    tokenizer.chat_template = TEMPLATES["hermes"]
+    model = copy.deepcopy(made.model)
+    model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    for config in (model.config, model.generation_config):
+        config.eos_token_id = tokenizer.eos_token_id
+    marks = ["<tool_call>", "<think>", "<|im_end|>", "</s>", "naïf"]
+    with serving(as_target(model, tokenizer, MODEL)) as running, running.client() as client:
+        for mark in marks:
+            for fields, expected in with_mark(mark):
+                body = chat("a", max_tokens=200, temperature=1, seed=3, **fields)
+                answer = client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200, (mark, fields, answer.text)
+                (choice,) = answer.json()["choices"]
+                assert said(choice["message"]) == expected, (mark, fields, choice)
+                deltas = [x["choices"][0]["delta"] for x in streamed(client, body)]
+                calls = [delta for delta in deltas if delta.get("tool_calls")]
+                text = "".join(delta.get("content") or "" for delta in deltas)
+                assert said(calls[0] if calls else {"content": text}) == expected, (mark, fields)

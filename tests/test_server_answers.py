@@ -1,6 +1,7 @@
 """A generate stage whose answers come from a server, and the server's faults."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from train.base.stage import StageInputs
 from train.engines import ask_servers
 from train.engines.answers.journal import Journal
 from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Reply, Row
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 @pytest.fixture(autouse=True)
@@ -141,6 +142,36 @@ def test_the_others_take_the_rows_of_a_server_that_is_lost(context: StageInputs,
             answer_with(context, [one, two], "none", probe_prompts=0)
 
 
+@pytest.mark.parametrize(("protocol", "status"), [("completions", 500), ("llama-server", None)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_that_no_server_answers_costs_that_prompt_only(
+    context: StageInputs, ours: Any, protocol: str, status: int | None, count: int
+) -> None:
+    poison = context.corpus.prompts(context.corpus.examples["train"][:1])
+    given: dict[str, Any] = {
+        "protocol": protocol, "max_unusable": 0.25, "probe_prompts": 0, "concurrency": 2,
+        "retries": 0,
+    }  # fmt: skip
+    engines = [AnswerEngine(never=poison, status=status) for _ in range(count)]
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(served(engine.app())) for engine in engines]
+        outcome = answer_with(context, urls, **given)
+        assert without_reason(answers_of(context)) == ours[1:]
+        assert outcome.summary["left_out"] == "1 not answered by the server"
+        assert str(context.reporter).count("It answers other requests, so this one is left") == 1
+        # One that another server answers is not lost, and one that was too much is asked again.
+        engines[-1].never = []
+        if count > 1:
+            answer_with(context, urls, "all", **given)
+            assert without_reason(answers_of(context, "all")) == ours
+        engines[0].never = engines[-1].never = poison
+        with pytest.raises(UserError, match=r"1 of 4 answers .*It answers other requests"):
+            answer_with(context, urls, "again", **given | {"max_unusable": 0.2})
+        engines[0].never = []
+        answer_with(context, urls, "again", **given)
+        assert without_reason(answers_of(context, "again")) == ours
+
+
 def test_a_full_disk_cuts_no_answer_in_two(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     journal = Journal(tmp_path / "part-0")
@@ -189,7 +220,7 @@ def test_a_kill_loses_no_answer(
 
 def test_a_damaged_journal_is_named(context: StageInputs, tmp_path: Path) -> None:
     (tmp_path / "answers").mkdir()
-    (tmp_path / "answers" / "open-part-0.jsonl").write_text('{"row": 1, "tokens": 3\n')
+    (tmp_path / "answers" / "open-part-0.jsonl").write_text('{"row": 1, "tokens": 3\n', "utf-8")
     engine = AnswerEngine()
     with served(engine.app()) as url, pytest.raises(UserError, match=r"open-part-0.jsonl:1 is dam"):
         answer_with(context, url)

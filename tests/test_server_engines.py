@@ -29,7 +29,7 @@ from train.base.stage import StageInputs
 from train.engines import launch
 from train.engines.launch import launched
 from train.engines.programs import find_vllm
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # --- engines that are started ---------------------------------------------------------------------
 

@@ -30,8 +30,8 @@ from tests.training import assert_equal
 from tests.upstream import served
 from train.base.stage import StageInputs
 from train.engines import ask_servers
-from train.engines.server_config import ServedFeatures
 from train.engines.states import ask_states
+from train.settings.server_config import ServedFeatures
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 

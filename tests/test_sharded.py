@@ -20,7 +20,8 @@ from tests.tiny import save_tiny
 from tests.training import forked, in_new_process, status_of, two_ranks
 from train.base.console import Reporter
 from train.data.read import spread
-from train.run.config import RunConfig, load_config, validate_config
+from train.run.config import RunConfig
+from train.run.config_checks import load_config, validate_config
 from train.run.run import Run
 
 LEARNING = """
@@ -69,8 +70,10 @@ def write_run(base: Path) -> None:
         {"prompt": f"the fox {i}", "response": f"a dog {i} sells " * (1 + i % 4)} for i in range(9)
     ]
     for split in ("train", "test"):
-        (base / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (base / "config.yaml").write_text(CONFIG)
+        (base / f"{split}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows), "utf-8"
+        )
+    (base / "config.yaml").write_text(CONFIG, "utf-8")
 
 
 def run(base: Path, *overrides: str) -> Run:
@@ -119,7 +122,7 @@ def test_a_sharded_target_teaches_what_a_complete_one_does(runs: Path) -> None:
     one, two = (runs / "runs" / name / "stages" for name in ("whole", "sharded"))
     for stage in ("00-small", "01-eagle3", "02-medusa"):
         whole, sharded = (
-            json.loads((stages / stage / "done.json").read_text())["summary"]["training"]
+            json.loads((stages / stage / "done.json").read_text("utf-8"))["summary"]["training"]
             for stages in (one, two)
         )
         for kind in ("history", "dev"):
@@ -136,7 +139,7 @@ def test_a_sharded_target_teaches_what_a_complete_one_does(runs: Path) -> None:
 def figures(run: Path) -> list[dict[str, Any]]:
     """The counts of every evaluated drafter."""
     rows = sorted((run / "evaluations").glob("*/evaluation.json"))
-    evaluations = [json.loads(file.read_text())["evaluation"] for file in rows]
+    evaluations = [json.loads(file.read_text("utf-8"))["evaluation"] for file in rows]
     names = ("ranks", "steps", "emitted", "reached_by_position", "steps_by_accepted", "repetition")
     return [{name: row[name] for name in names} for row in evaluations]
 
@@ -153,7 +156,7 @@ def test_two_processes_measure_what_one_does(runs: Path) -> None:
     assert shared == again
 
     directory = alone.stage_directory("medusa")
-    tree = json.loads((directory / "done.json").read_text())["summary"]["tree"]
+    tree = json.loads((directory / "done.json").read_text("utf-8"))["summary"]["tree"]
     prompts = alone.prompts(spread(alone.read_data()["dev"], 5))
     drafter = open_drafter(str(directory / "drafter"), alone.target)
     same = calibrate_tree(
@@ -188,7 +191,7 @@ def test_what_needs_the_complete_target_is_refused_by_name(
     stage = {"kind": "distill", "drafter": {"layers": [0]}} | changes.get("stage", {})
     if stage["kind"] != "distill":
         stage = changes["stage"]
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n')
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "response": "b"}\n', "utf-8")
     raw = {
         "name": "sharded",
         "target": {"model": str(save_tiny(tmp_path / "target")), "sharded": True, "device": "cpu"},

@@ -22,7 +22,7 @@ from train.report.drafter_table import COLUMNS, DETAILS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-README = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text("utf-8")
 
 
 def literals(tree: ast.AST) -> Iterator[str]:
@@ -40,10 +40,12 @@ def messages() -> str:
     """All strings of the code, one after the other."""
     names = ("decode", "draftsmith", "heads", "train")
     files = [file for name in names for file in (ROOT / name).rglob("*.py")]
-    return "\n".join(text for file in files for text in literals(ast.parse(file.read_text())))
+    return "\n".join(
+        text for file in files for text in literals(ast.parse(file.read_text("utf-8")))
+    )
 
 
-QUOTED = re.findall(r"^> `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+QUOTED = re.findall(r"^> `(.+)`$", (DOCS / "troubleshooting.md").read_text("utf-8"), re.MULTILINE)
 
 
 def test_the_page_of_errors_has_many() -> None:
@@ -63,7 +65,7 @@ def test_the_drawings_are_those_of_the_script() -> None:
     """And its figures are those that the page states."""
     drawings = runpy.run_path(str(DOCS / "drawings.py"))
     for name, draw in drawings["DRAWINGS"].items():
-        assert (DOCS / name).read_text() == draw(), "run `python docs/drawings.py`"
+        assert (DOCS / name).read_text("utf-8") == draw(), "run `python docs/drawings.py`"
     assert round(drawings["tokens_per_step"](0.6, 4), 2) == 2.31
     assert round(drawings["speedup"](0.6, 4, 0.1), 2) == 1.54
     for gamma, cost in ((4, 0.1), (8, 0.02)):
@@ -90,7 +92,7 @@ def test_the_walk_of_a_new_user_has_the_commands_of_the_readme() -> None:
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", README, flags=re.DOTALL | re.MULTILINE)
     shell = [text for language, text in blocks if not language]
     written = {command for text in shell for command in simple_commands(text)}
-    steps = walk(PAGE.read_text(), "python3")
+    steps = walk(PAGE.read_text("utf-8"), "python3")
     walked = {command for _, line in steps for command in simple_commands(line)}
     assert written - walked == set(NOT_WALKED)
 
@@ -100,20 +102,20 @@ def test_the_python_of_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFix
     tiny = str(save_tiny(tmp_path / "tiny"))
     code, names = re.subn(r'"embedded:[\w-]+"', repr(tiny), readme_python())
     assert names == 2
-    (tmp_path / "first.py").write_text(code)
+    (tmp_path / "first.py").write_text(code, "utf-8")
     runpy.run_path(str(tmp_path / "first.py"))
     assert float(capsys.readouterr().out.split()[-1]) > 1
 
 
 def test_every_figure_of_a_report_is_explained() -> None:
-    page = (DOCS / "concepts.md").read_text()
+    page = (DOCS / "concepts.md").read_text("utf-8")
     names = [name for name in (*COLUMNS, *DETAILS) if name not in ("stage", "drafter")]
     missing = [name for name in names if name.partition(",")[0] not in page]
     assert not missing
 
 
 def test_every_public_name_is_on_the_page_of_python() -> None:
-    page = (DOCS / "reference" / "python.md").read_text()
+    page = (DOCS / "reference" / "python.md").read_text("utf-8")
     assert set(re.findall(r"^::: draftsmith\.(\w+)$", page, re.MULTILINE)) == set(
         draftsmith.__all__
     )
@@ -134,13 +136,13 @@ def test_every_page_is_in_the_navigation_and_every_link_within_the_repository_ex
         entries = entry.values() if isinstance(entry, dict) else entry
         return [page for inner in entries for page in pages(inner)]
 
-    nav = pages(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=_Loader)["nav"])
+    nav = pages(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader=_Loader)["nav"])
     files = {str(file.relative_to(DOCS)) for file in DOCS.rglob("*.md")}
     # The others are made by the build.
     assert sorted(nav) == sorted(files | {"notebook.md", *PAGES})
     hooks = site_hooks()
     for name in files:
-        _, missing = hooks.with_repository_links((DOCS / name).read_text(), name, None)
+        _, missing = hooks.with_repository_links((DOCS / name).read_text("utf-8"), name, None)
         assert missing == [], name
 
 
@@ -176,7 +178,7 @@ def test_links_into_the_repository_get_its_address(source: str, text: str, expec
 
 def test_the_notebook_runs_on_a_tiny_model(tmp_path: Path) -> None:
     save_tiny(tmp_path / "target", "llama")
-    notebook = json.loads(NOTEBOOK.read_text())
+    notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     outputs = run_notebook(
         notebook,
         tmp_path,

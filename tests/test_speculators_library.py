@@ -93,7 +93,7 @@ def tensors_in(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def config_of(directory: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((directory / "config.json").read_text())
+    config: dict[str, Any] = json.loads((directory / "config.json").read_text("utf-8"))
     return config
 
 

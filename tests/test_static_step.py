@@ -178,20 +178,25 @@ def drafter_of(kind: str, target: Any) -> Drafter:
 @pytest.mark.parametrize(
     "kind",
     [
-        "blockwise",
         "dflash",
-        "dspark",
         "eagle1",
-        "eagle3",
-        "hydra",
-        "hydra_plus",
-        "kangaroo",
         "medusa",
         "p_eagle",
-        "pard",
-        "pass",
         "skip",
         "small_lm",
+        *(
+            pytest.param(kind, marks=pytest.mark.thorough)
+            for kind in (
+                "blockwise",
+                "dspark",
+                "eagle3",
+                "hydra",
+                "hydra_plus",
+                "kangaroo",
+                "pard",
+                "pass",
+            )
+        ),
     ],
 )
 def test_a_chain_is_drafted_as_one_graph(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

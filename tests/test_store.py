@@ -148,11 +148,11 @@ def test_a_drafter_may_be_padded_to_another_size(saved: Path, tmp_path: Path, ro
 def test_a_permuted_vocabulary_is_refused(tmp_path: Path, target: Target) -> None:
     path = save_tiny(tmp_path / "hf", **DRAFTER)
     file = path / "tokenizer.json"
-    description = json.loads(file.read_text())
+    description = json.loads(file.read_text("utf-8"))
     vocab = description["model"]["vocab"]
     a, b = "!", '"'
     vocab[a], vocab[b] = vocab[b], vocab[a]
-    file.write_text(json.dumps(description))
+    file.write_text(json.dumps(description), "utf-8")
     with pytest.raises(UserError, match="token strings hash to"):
         open_drafter(str(path), target)
 
@@ -170,12 +170,12 @@ def test_damage_is_refused_and_named(saved: Path, target: Target, name: str) -> 
 
 def rewrite_description(path: Path, edit: dict[str, Any]) -> None:
     """Edit a drafter's description and make a manifest that agrees with it."""
-    description = json.loads((path / DRAFTER_FILE).read_text()) | edit
+    description = json.loads((path / DRAFTER_FILE).read_text("utf-8")) | edit
     kept = {key: value for key, value in description.items() if value is not None}
 
     def fill(directory: Path) -> None:
         _write(directory)
-        (directory / DRAFTER_FILE).write_text(json.dumps(kept))
+        (directory / DRAFTER_FILE).write_text(json.dumps(kept), "utf-8")
 
     write_directory(path, fill)
 
@@ -211,8 +211,8 @@ def test_what_is_no_drafter(
     drafters = [tmp_path / f"run/stages/0{i}-heads/drafter" for i in range(2)]
     for drafter in drafters:
         drafter.mkdir(parents=True)
-        (drafter / DRAFTER_FILE).write_text("{}")
-    (tmp_path / "run/config.json").write_text("{}")
+        (drafter / DRAFTER_FILE).write_text("{}", "utf-8")
+    (tmp_path / "run/config.json").write_text("{}", "utf-8")
     with pytest.raises(UserError, match=f"holds 2; name one of them: {drafters[0]}, {drafters[1]}"):
         open_drafter(str(tmp_path / "run"), target)
     # No hub is asked for a name that is nearly one of ours.

@@ -155,7 +155,7 @@ def test_what_comes_along_is_small_intact_and_described(name: str) -> None:
     record = check_export(directory)
     assert describe_drafter(directory)["provenance"]["steps"] > 0
     (measured,) = (row for row in record["acceptance"] if row["where"] == "this export")
-    assert (directory / "README.md").read_text() == drafter_card(record)
+    assert (directory / "README.md").read_text("utf-8") == drafter_card(record)
     card = ModelCard.load(directory / "README.md")
     hub_id = target_hub_id(record["drafter"]["target"]["name"])
     assert (card.data.license, card.data.base_model) == ("apache-2.0", hub_id)

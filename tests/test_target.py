@@ -245,7 +245,7 @@ def lack_a_shard(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
     files = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": files}))
+    index.write_text(json.dumps({"weight_map": files}), "utf-8")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,10 @@ def lack_a_shard(directory: Path) -> None:
         (lying_header, "the weights of .* cannot be loaded"),
         (endless_header, "the weights of .* cannot be loaded"),
         (lambda path: (path / "config.json").unlink(), "has no config.json"),
-        (lambda path: (path / "config.json").write_text("{"), "the config of .* cannot be loaded"),
+        (
+            lambda path: (path / "config.json").write_text("{", "utf-8"),
+            "the config of .* cannot be loaded",
+        ),
         (lambda path: edit_json(path / "config.json", hidden_size="x"), "hidden_size"),
         (
             lambda path: edit_json(path / "config.json", hidden_size=64),
@@ -282,8 +285,11 @@ def lack_a_shard(directory: Path) -> None:
             "but a decoder-only model is needed",
         ),
         (lambda path: (path / "tokenizer.json").unlink(), "no usable tokenizer"),
-        (lambda path: (path / "tokenizer.json").write_text("{}"), "no usable tokenizer"),
-        (lambda path: (path / "adapter_config.json").write_text("{}"), "Merge the adapter"),
+        (lambda path: (path / "tokenizer.json").write_text("{}", "utf-8"), "no usable tokenizer"),
+        (
+            lambda path: (path / "adapter_config.json").write_text("{}", "utf-8"),
+            "Merge the adapter",
+        ),
     ],
 )
 def test_damaged_directory(copy: Path, damage: Callable[[Path], Any], message: str) -> None:
@@ -315,7 +321,7 @@ def test_code_of_the_model_runs_only_when_asked_for(
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", cache)
     monkeypatch.syspath_prepend(cache)
     marker = tmp_path / "was-run"
-    (copy / "custom.py").write_text(CUSTOM_MODEL.format(marker=str(marker)))
+    (copy / "custom.py").write_text(CUSTOM_MODEL.format(marker=str(marker)), "utf-8")
     edit_json(
         copy / "config.json",
         model_type="custom_llama",
@@ -415,7 +421,9 @@ def test_corrupt_gguf(
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EmbeddedModel:
     """A package that holds one small file; importing it would fail the test."""
     (tmp_path / "fake_embedded").mkdir()
-    (tmp_path / "fake_embedded" / "__init__.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "fake_embedded" / "__init__.py").write_text(
+        "raise AssertionError('imported')", "utf-8"
+    )
     (tmp_path / "fake_embedded" / "model.gguf").write_bytes(b"abc")
     monkeypatch.syspath_prepend(str(tmp_path))
     return EmbeddedModel(

@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+import itertools
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout
@@ -16,6 +17,9 @@ from transformers import AutoModelForCausalLM, TextStreamer
 
 from decode.base.errors import UserError
 from decode.drafters import NoDrafter
+from decode.drafters.lookup.ngram import NgramDrafter
+from decode.drafters.lookup.suffix import SuffixDrafter
+from decode.drafters.several.combined import CompositeDrafter, SeveralDrafters
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.loop.decoding import Decoder
 from decode.opening.directory import save_drafter
@@ -91,6 +95,26 @@ def test_threads_take_turns_on_one_generator() -> None:
     with pytest.raises(UserError, match="this generator is called while it decodes"):
         ours.generate(TEXTS[0], streamer=TextPieces(tokenizer(), again))
     assert ours.generate(TEXTS[0], max_new_tokens=NEW) == wanted[0]
+
+
+def test_a_combination_and_a_drafter_that_it_holds_take_turns() -> None:
+    """In one thread, where the second is refused; in several, each text is as if it was alone."""
+    shared, other = NgramDrafter(), SuffixDrafter()
+    inner = CompositeDrafter([shared, other])
+    drafters = [shared, inner, CompositeDrafter([other, inner]), SeveralDrafters([other, shared])]
+    decoders = [Decoder(model("llama"), drafter) for drafter in drafters]
+    ids = tokenizer()(TEXTS[2]).input_ids
+    for outer, within in itertools.product(decoders, decoders[1:]):
+
+        def inside(row: int, tokens: list[int], within: Decoder = within) -> None:
+            within.decode([ids], NEW)
+
+        with pytest.raises(UserError, match=r"this (drafter|decoder) is called while it decodes"):
+            outer.decode([ids], NEW, on_tokens=inside)
+    wanted = said(ids)
+    with ThreadPoolExecutor(4) as pool:
+        answers = pool.map(lambda at: decoders[at % 4].decode([ids], NEW).outputs[0], range(16))
+        assert list(answers) == [wanted] * 16
 
 
 def test_no_drafter_is_plain_decoding() -> None:

@@ -67,10 +67,12 @@ from tests.training import (
 from train.base.exit_status import ExitStatus
 from train.data.batches import collate, inputs
 from train.loop.checkpoint import Stopped, StopRequest, _require_sound
-from train.loop.optimizer import GroupConfig, OptimizerConfig, make_optimizer
+from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import EMA, learning_rate_factor
 from train.loop.trainer import Clock, Trainer
-from train.loop.training_task import LoopConfig, steps_in
+from train.loop.training_task import steps_in
+from train.settings.optimizer_config import GroupConfig, OptimizerConfig
+from train.settings.training import LoopConfig
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 ROOT = Path(__file__).parent.parent
@@ -496,7 +498,8 @@ def launch(directory: Path, *arguments: object) -> Any:
     settings = directory / "ddp.yaml"
     settings.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nuse_cpu: false\n"
-        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n"
+        "num_machines: 1\nnum_processes: 2\nmachine_rank: 0\nmixed_precision: 'no'\n",
+        "utf-8",
     )
     command = f"{sys.executable} -m accelerate.commands.launch --config_file {settings}"
     cpu = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -505,7 +508,7 @@ def launch(directory: Path, *arguments: object) -> Any:
         cwd=ROOT,
         env=os.environ | cpu,
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         timeout=120,
         check=False,
     )
@@ -625,6 +628,17 @@ def test_a_few_steps_that_are_not_finite_are_left_out(tmp_path, monkeypatch):
     poison(monkeypatch, "loss", float("inf"), more)
     with pytest.raises(UserError, match="max_skipped_steps is 1, and 1 were skipped before"):
         more.fit()
+
+
+def test_a_training_without_a_finite_step_gives_no_drafter(tmp_path, monkeypatch):
+    """Also if it had ended before: it is the start, for all that is known."""
+    trainer = tiny_trainer(tmp_path, 2)
+    poison(monkeypatch, "loss", float("nan"), trainer)
+    assert trainer.fit().history == []
+    for ended in (trainer, tiny_trainer(tmp_path, 2)):
+        ended.fit()
+        with pytest.raises(UserError, match="no weight changed in 2 steps: the loss or the gradie"):
+            ended.drafter_weights()
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -884,7 +898,9 @@ def test_a_clock_counts_an_activity_inside_another_once(monkeypatch):
 
 def test_a_trainings_clock_goes_on_after_a_stop_and_fits_into_its_seconds(tmp_path):
     interrupted(tmp_path, 4, steps=4, save_every=1)
-    stored = json.loads((tmp_path / "checkpoints/step-2/trainer.json").read_text())["progress"]
+    stored = json.loads((tmp_path / "checkpoints/step-2/trainer.json").read_text("utf-8"))[
+        "progress"
+    ]
     progress = tiny_trainer(tmp_path, 4, measure=lambda module, weights: {}).fit()
     assert progress.clock.keys() == {"text", "data", "drafter", "dev"}
     for name, seconds in stored["clock"].items():
@@ -925,8 +941,8 @@ def base(tmp_path, monkeypatch) -> Path:
     rows = [
         {"id": f"r{i}", "prompt": "a dog " * (i % 3 + 1), "response": "it " * 9} for i in range(9)
     ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path, stage=STAGE))
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(base=tmp_path, stage=STAGE), "utf-8")
     return tmp_path
 
 

@@ -36,7 +36,7 @@ class WrittenRun:
     def put(self, path: str, value: Any) -> None:
         file = self.directory / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(value))
+        file.write_text(json.dumps(value), "utf-8")
 
     def log(self, step: int, stage: str = "heads", **figures: float) -> None:
         named = {name.replace("__", "/"): value for name, value in figures.items()}
@@ -99,7 +99,7 @@ def test_the_state_follows_the_files(run: WrittenRun) -> None:
 
     # A second start goes on after step 5, from a line that the first left incomplete.
     curves = run.directory / "logs" / CURVES_FILE
-    with curves.open("a") as file:
+    with curves.open("a", encoding="utf-8") as file:
         file.write('{"stage": "heads", "step": 15')
     assert state.read()["curves"] == second["curves"]
     run.reporter.follow(run.directory / "logs")
@@ -122,8 +122,8 @@ def test_the_state_follows_the_files(run: WrittenRun) -> None:
 def test_reading_changes_nothing_and_half_written_files_are_passed_over(run: WrittenRun) -> None:
     run.log(5, loss=2.0)
     (run.directory / "evaluations/00-x").mkdir(parents=True)
-    (run.directory / "evaluations/00-x/evaluation.json").write_text('{"stage": "he')
-    (run.directory / "logs/progress.json").write_text("")
+    (run.directory / "evaluations/00-x/evaluation.json").write_text('{"stage": "he', "utf-8")
+    (run.directory / "logs/progress.json").write_text("", "utf-8")
     before = {p: p.stat().st_mtime_ns for p in run.directory.rglob("*")}
     state = RunState(run.directory).read()
     assert state["evaluations"] == []

@@ -25,9 +25,9 @@ from decode.opening.directory import open_drafter
 from decode.shapes import SHAPES
 from heads.heads_directory import make_ready, new_heads, save_heads
 from heads.heads_drafter import AttendingDrafter
-from heads.heads_module import HeadOptions
 from heads.layers import unrolled_attention
 from heads.layers.unrolled_attention import merged_attention
+from heads.options import HeadOptions
 from tests.contract import moved_heads
 from tests.dense_attention import dense_attention
 from tests.test_long_context import assert_close, drawn, gradients
@@ -133,7 +133,9 @@ def test_what_is_drafted_is_what_was_trained(kind: str, window: SlidingWindow) -
     assert beyond > 2
 
 
-@pytest.mark.parametrize("shape", ["chain", "static:widths=[2,1,2]"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param("chain", marks=pytest.mark.thorough), "static:widths=[2,1,2]"]
+)
 @kinds
 def test_slots_that_are_left_out_change_nothing(
     kind: str, shape: str, monkeypatch: pytest.MonkeyPatch

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.losses import WeightedLoss
-from distill.masked_copies import ParallelConfig
 from distill.row_numbers import row_numbers
+from distill.settings import ParallelConfig
 from distill.students.parallel_student import ParallelDistillation
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 from tests.test_block_drafters import target
 from tests.test_distill import batch_of
 from tests.test_pard import MASK, masked
@@ -92,10 +92,10 @@ def train(directory: Path, engine: str, rank: int, *, breaks: bool, **settings: 
     )
     progress = trainer.fit()
     weights = trainer.drafter_weights()
-    (directory / f"drawn-{rank}.json").write_text(json.dumps(drawn))
+    (directory / f"drawn-{rank}.json").write_text(json.dumps(drawn), "utf-8")
     if rank == 0:
         save_file(weights, directory / "weights.safetensors")
-        (directory / "history.json").write_text(json.dumps(progress.history))
+        (directory / "history.json").write_text(json.dumps(progress.history), "utf-8")
 
 
 def ranks(count: int, directory: Path, engine: str, **settings: Any) -> list[int]:
@@ -114,8 +114,8 @@ def ranks(count: int, directory: Path, engine: str, **settings: Any) -> list[int
 def check_world_sizes(base: Path) -> None:
     assert ranks(1, base / "unbroken", "ddp", breaks=False) == [0]
     expected = load_file(base / "unbroken/weights.safetensors")
-    history = json.loads((base / "unbroken/history.json").read_text())
-    drawn = json.loads((base / "unbroken/drawn-0.json").read_text())
+    history = json.loads((base / "unbroken/history.json").read_text("utf-8"))
+    drawn = json.loads((base / "unbroken/drawn-0.json").read_text("utf-8"))
     for engine in ("ddp", "fsdp2"):
         for first, second in ((2, 1), (1, 2)):
             directory = base / f"{engine}-{first}-{second}"
@@ -128,7 +128,7 @@ def check_world_sizes(base: Path) -> None:
             # Where every rank has all of the average, one writes it.
             written = {x.name for x in directory.glob("checkpoints/*/average*")}
             assert written == {"average" if engine == "fsdp2" else "average-0.safetensors"}
-            found = json.loads((directory / "history.json").read_text())
+            found = json.loads((directory / "history.json").read_text("utf-8"))
             assert len(found) == STEPS
             for entry, wanted in zip(found, history, strict=True):
                 assert entry == pytest.approx(wanted, rel=1e-4), (engine, first)
@@ -141,7 +141,7 @@ def check_world_sizes(base: Path) -> None:
                 torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
             # All ranks draw what one that was never broken draws.
             for rank in range(second):
-                numbers = json.loads((directory / f"drawn-{rank}.json").read_text())
+                numbers = json.loads((directory / f"drawn-{rank}.json").read_text("utf-8"))
                 assert numbers == drawn[DIE_IN - 1 :]
 
 
@@ -252,7 +252,7 @@ def check_disks(base: Path) -> None:
         apart = base / f"disk-{rank}"
         with pytest.raises(UserError, match="output_dir") as caught:
             require_shared(apart, both, patience=0.2)
-        (base / f"said-{rank}").write_text(str(caught.value))
+        (base / f"said-{rank}").write_text(str(caught.value), "utf-8")
 
     for name in ("shared", "disk-0", "disk-1"):
         (base / name).mkdir()
@@ -262,7 +262,7 @@ def check_disks(base: Path) -> None:
 @pytest.mark.slow
 def test_ranks_that_do_not_share_the_runs_directory_are_told_so(tmp_path):
     in_new_process(__name__, f"check_disks(Path({str(tmp_path)!r}))")
-    said = [(tmp_path / f"said-{rank}").read_text() for rank in (0, 1)]
+    said = [(tmp_path / f"said-{rank}").read_text("utf-8") for rank in (0, 1)]
     assert said[0] == said[1]
     machine = re.escape(socket.gethostname())
     first, second = (re.escape(str(tmp_path / f"disk-{rank}")) for rank in (0, 1))

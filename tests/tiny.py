@@ -292,14 +292,20 @@ def save_tiny(directory: Path, family: str = "llama", **shape: Any) -> Path:
     return directory
 
 
-def save_small_lm(directory: Path, model: Any, target: Target, kind: str = "small_lm") -> Path:
+def save_small_lm(
+    directory: Path,
+    model: Any,
+    target: Target,
+    kind: str = "small_lm",
+    provenance: Mapping[str, Any] = {},
+) -> Path:
     """Writes a drafter directory with this model and the tiny tokenizer; returns the directory."""
 
     def write(path: Path) -> None:
         model.save_pretrained(path)
         tiny_tokenizer().save_pretrained(path)
 
-    save_drafter(directory, kind, write, target=target, provenance={})
+    save_drafter(directory, kind, write, target=target, provenance=dict(provenance))
     return directory
 
 
@@ -375,12 +381,13 @@ def finish(decoding: Decoding) -> dict[int, list[int]]:
 
 
 def tokens_fed(lm: Any) -> list[int]:
-    """How many tokens each pass of a model feeds from now on."""
+    """How many tokens each pass of a model feeds from now on, over all rows."""
     forward, fed = lm.forward, []
 
     def counted(ids: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        fed.append(ids.numel())
-        return forward(ids, *args, **more)
+        logits: torch.Tensor = forward(ids, *args, **more)
+        fed.append(lm.fed)
+        return logits
 
     lm.forward = counted
     return fed

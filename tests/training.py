@@ -40,9 +40,10 @@ from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.training_text import FixedText
 from train.loop.checkpoint import Stopped
-from train.loop.optimizer import GroupConfig, OptimizerConfig
 from train.loop.trainer import Trainer
-from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.loop.training_task import TrainingProgress, TrainingTask
+from train.settings.optimizer_config import GroupConfig, OptimizerConfig
+from train.settings.training import LoopConfig
 
 ROOT = Path(__file__).parent.parent
 VOCAB = 40
@@ -196,7 +197,7 @@ def left_behind(directory: Path) -> dict[str, Any]:
     stored = torch.load(newest / "optimizer.bin", weights_only=True)
     for number, state in stored["state"].items():
         found |= {f"optimizer {number} {k}": v for k, v in state.items()}
-    progress = json.loads((newest / "trainer.json").read_text())["progress"]
+    progress = json.loads((newest / "trainer.json").read_text("utf-8"))["progress"]
     return found | {"history": progress["history"]}
 
 
@@ -345,7 +346,7 @@ def in_new_process(module: str, call: str) -> subprocess.CompletedProcess[str]:
         if process.is_alive():
             process.kill()
             process.join()
-        out, err = (stream.read_text(errors="replace") for stream in streams)
+        out, err = (stream.read_text(errors="replace", encoding="utf-8") for stream in streams)
     assert process.exitcode == 0, err[-3000:]
     return subprocess.CompletedProcess(code, process.exitcode, out, err)
 

@@ -39,7 +39,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-import heads  # noqa: F401  (registers its drafters)
+import heads.kinds  # noqa: F401  (registers its drafters)
 from benchmarks.common import (
     PROMPTS,
     TARGET,
@@ -175,7 +175,7 @@ def enter_contestants(
 ) -> tuple[dict[str, Contestant], dict[str, str], dict[str, str]]:
     """Start the services, which end with the stack. Returns all contestants, why others cannot take
     part, and how others broke. clients: the most that ask at once; those without a row wait."""
-    waiting = ["--max-waiting", str(max(clients, 64)), "--max-wait", "600"]
+    waiting = ["--limits", f"max_waiting={max(clients, 64)},max_wait=600"]
 
     ours = {"served": drafter} | ({} if drafter == "none" else {"plain_served": "none"})
     services = {
@@ -380,7 +380,7 @@ def soak_service(
         tokens = decoder.decode([prompt.ids], max(limits)).outputs[0]
         for limit in limits:
             texts[str(example.prompt), limit] = decode(target.tokenizer, tokens[:limit])
-    rows = ["--max-rows", str(max(1, clients // 2)), "--max-waiting", str(clients)]
+    rows = ["--limits", f"max_rows={max(1, clients // 2)},max_waiting={clients}"]
     command = serve_command(target.name, drafter, *options, *rows)
     with ServiceProcess(command) as service:
         service.warm_up()

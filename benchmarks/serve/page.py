@@ -48,7 +48,7 @@ def main(
     """Serve the target, ask it a question on its page, and write a picture of that."""
     start_benchmark()
     find_browser()
-    import heads  # noqa: F401  (registers its drafters)
+    import heads.kinds  # noqa: F401  (registers its drafters)
 
     loaded = load_target(target, device=device)
     service = make_service(

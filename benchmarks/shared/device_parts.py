@@ -40,7 +40,9 @@ from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
 from heads.head_training import HeadTraining
 from heads.heads_directory import make_ready, new_heads
-from heads.heads_module import HEADS, HeadOptions, Heads
+from heads.heads_module import Heads
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from train.base.console import Reporter
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample

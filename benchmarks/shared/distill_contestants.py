@@ -34,9 +34,10 @@ from train.data.batches import Batches, Inputs, bucket_batches, padding_share
 from train.data.chat_tokens import Sample, prompt_tokens
 from train.data.read import read_examples
 from train.data.training_text import FixedText
-from train.loop.optimizer import OptimizerConfig
 from train.loop.trainer import Trainer
-from train.loop.training_task import LoopConfig, Step, TrainingTask
+from train.loop.training_task import Step, TrainingTask
+from train.settings.optimizer_config import OptimizerConfig
+from train.settings.training import LoopConfig
 
 # Answer lengths as in instruction data: medians of 50 to 110 tokens and a standard deviation of the
 # logarithm of 0.4 to 1.1 (Alpaca, Dolly, GSM8K).

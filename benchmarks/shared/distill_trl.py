@@ -15,7 +15,7 @@ from trl.experimental.utils import DataCollatorForChatML
 from benchmarks.shared.distill_settings import Meter, Settings
 from decode.model.loading import Target
 from train.data.chat_tokens import Sample
-from train.loop.optimizer import OptimizerConfig
+from train.settings.optimizer_config import OptimizerConfig
 
 
 def train_trl(

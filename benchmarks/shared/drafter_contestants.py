@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import heads  # noqa: F401  (registers its drafters)
+import heads.kinds  # noqa: F401  (registers its drafters)
 from decode.base.errors import UserError
 from decode.drafters import DRAFTERS
 from decode.model.loading import EMBEDDED_PREFIX
@@ -193,7 +193,7 @@ def seconds_of(stage: Path) -> float | None:
     """The seconds of training of a finished stage, else of the complete stage. None for a stage
     that has not ended."""
     try:
-        summary = json.loads((stage / "done.json").read_text())["summary"]
+        summary = json.loads((stage / "done.json").read_text("utf-8"))["summary"]
     except (OSError, ValueError, KeyError):
         return None
     training = summary.get("training") or {}
@@ -207,5 +207,5 @@ def size_of(directory: Path) -> int:
 
 
 def _kind_of(directory: Path) -> str:
-    kind: str = json.loads((directory / DRAFTER_FILE).read_text())["kind"]
+    kind: str = json.loads((directory / DRAFTER_FILE).read_text("utf-8"))["kind"]
     return kind

@@ -36,12 +36,12 @@ def openvino_answers(models: "Models", gamma: int, max_n: int) -> dict[str, Call
             **{"max_n": max_n, "threads": torch.get_num_threads()},
         }
         file = folder() / f"{kind}.json"
-        file.write_text(json.dumps(job))
+        file.write_text(json.dumps(job), "utf-8")
         log = folder() / f"{kind}.log"
-        errors = models.closing.enter_context(log.open("w"))
+        errors = models.closing.enter_context(log.open("w", encoding="utf-8"))
         child = models.closing.enter_context(subprocess.Popen(
             [python_of("openvino"), CHILD, file],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8",
         ))  # fmt: skip
         models.closing.callback(child.kill)
         _line(child, log)

@@ -23,7 +23,7 @@ PRECISIONS = {"float32": "f32", "bfloat16": "bf16"}
 
 def main(job_file: str) -> None:
     # What the libraries print goes to the errors: a line of output is an answer.
-    answers = os.fdopen(os.dup(1), "w")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job = json.loads(Path(job_file).read_text(encoding="utf-8"))
     pipeline = made(job)

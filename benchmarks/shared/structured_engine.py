@@ -13,7 +13,7 @@ from decode.measure.intervals import ratio_of_totals
 from decode.model.loading import Target
 from train.engines.launch import launched, require_server
 from train.engines.programs import find_vllm
-from train.engines.server_config import EngineServer
+from train.settings.server_config import EngineServer
 
 NAME = "target"
 # Answers without white space between their parts, as ours.

@@ -76,7 +76,7 @@ def run_step(title: str, command: str, place: Path, env: Mapping[str, str], befo
         env={**env, "COLUMNS": str(COLUMNS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
+        encoding="utf-8",
         check=False,
     )
     seconds = time.perf_counter() - begin

@@ -1,14 +1,17 @@
 """Which thread computes."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import ExitStack
+from itertools import count
 from types import TracebackType
 from typing import TypeVar
 
 from decode.base.errors import UserError
 
 T = TypeVar("T")
+_numbers = count()
 
 
 def run_in_thread(work: Callable[[], T], name: str = "prepare") -> "Future[T]":
@@ -39,12 +42,23 @@ class OneAtATime:
     def __init__(self, what: str) -> None:
         self._what, self._lock = what, threading.Lock()
         self._inside: int | None = None  # the thread
+        self.number = next(_numbers)  # whoever enters several does so in this order
+
+    @property
+    def each(self) -> "list[OneAtATime]":
+        """Those that are entered with it, each once."""
+        return [self]
+
+    @property
+    def entered_here(self) -> bool:
+        """Whether this thread is inside."""
+        return self._inside == threading.get_ident()
 
     def __reduce__(self) -> tuple[type["OneAtATime"], tuple[str]]:
         return type(self), (self._what,)
 
     def __enter__(self) -> None:
-        if self._inside == threading.get_ident():
+        if self.entered_here:
             raise UserError(
                 f"{self._what} is called while it decodes, by a function that it called itself; "
                 "call it after that decode, or make another one with its own drafter"
@@ -60,3 +74,20 @@ class OneAtATime:
     ) -> None:
         self._inside = None
         self._lock.release()
+
+
+class Together(ExitStack):
+    """A context that enters several `OneAtATime`, each once. Two threads that want some of the same
+    never wait for each other. Raises UserError as they do, and has then entered none."""
+
+    def __init__(self, turns: "Iterable[OneAtATime | Together]") -> None:
+        super().__init__()
+        every: set[OneAtATime] = {turn for some in turns for turn in some.each}
+        self.each: list[OneAtATime] = sorted(every, key=lambda turn: turn.number)
+
+    def __enter__(self) -> "Together":
+        with ExitStack() as entered:
+            for turn in self.each:
+                entered.enter_context(turn)
+            self.push(entered.pop_all())
+        return self

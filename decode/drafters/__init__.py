@@ -16,7 +16,7 @@ from torch import nn
 from decode import row_state
 from decode.base.errors import UserError
 from decode.base.registry import Registry, import_all
-from decode.base.threads import OneAtATime
+from decode.base.threads import OneAtATime, Together
 from decode.draft import Contexts, Draft, Limits, Siblings
 from decode.draw.random_numbers import CounterRNG
 from decode.draw.sampling import Sampling
@@ -64,7 +64,7 @@ class Drafter(ABC):
         raise UserError(f"{cls.__name__} is not trained, so it cannot be loaded from a directory")
 
     @property
-    def turn(self) -> OneAtATime:
+    def turn(self) -> OneAtATime | Together:
         """What each decode enters: a drafter has the state of one decode at a time, and several
         decoders may share it."""
         turn: OneAtATime = self.__dict__.setdefault("_own_turn", OneAtATime("this drafter"))

@@ -131,6 +131,7 @@ class ParallelLMDrafter(SmallLMDrafter):
     larger than in training. Raises UserError without a mask token, and as `SmallLMDrafter`.
     """
 
+    trained = True
     decoder_only = True
     feeds_chains = False
 
@@ -169,7 +170,8 @@ class ParallelLMDrafter(SmallLMDrafter):
         counts = self.missing(ends, drafting)
         lacking = int(counts[drafting].max())
         fits = len(ends) * (lacking + masks) <= self.lm.pass_tokens
-        if not (fits and pads_little(np.minimum(counts, lacking), lacking)):
+        pads = self.lm.pads and not pads_little(np.minimum(counts, lacking), lacking)
+        if pads or not fits:
             self.feed(contexts, ends - 1, drafting)  # in several passes, if needed
         missing = self.take_missing(contexts, ends, drafting, masks)
         assert missing is not None  # the last committed token is never in the cache
@@ -179,7 +181,9 @@ class ParallelLMDrafter(SmallLMDrafter):
         ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, self.mask_token)
         columns = (counts - 1)[:, None] + np.arange(count)
         device = self.lm.device
-        logits = self.lm.forward(to_device(ids, device), start, columns=columns)
+        logits = self.lm.forward(
+            to_device(ids, device), start, columns=columns, counts=counts + masks
+        )
         return logits[..., : self.rows]
 
 

@@ -231,9 +231,10 @@ class SmallLMDrafter(VerifyingDrafter):
 
     def missing(self, ends: np.ndarray, drafting: np.ndarray) -> np.ndarray:
         """int [B]: how many of the first `ends` (int [B]) tokens of each text to feed: all that the
-        cache lacks, or in rows that do not draft at most as many as padding takes."""
+        cache lacks, or in rows that do not draft at most as many as padding would take."""
         missing = np.clip(ends - self._cached, 0, ends - self._begin)
-        return np.where(drafting, missing, np.minimum(missing, ROW_PADDING))
+        free = ROW_PADDING if self.lm.pads else 0
+        return np.where(drafting, missing, np.minimum(missing, free))
 
     def take_missing(
         self, contexts: Contexts, ends: np.ndarray, drafting: np.ndarray, behind: int = 0

@@ -1,9 +1,13 @@
 """The settings of how text is drawn."""
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from decode.base.strict import Strict
-from decode.draw.sampling import Sampling
+
+if TYPE_CHECKING:
+    from decode.draw.sampling import Sampling
 
 
 class SamplingConfig(Strict):
@@ -23,5 +27,7 @@ class SamplingConfig(Strict):
     repetition_penalty: float = Field(1.0, gt=0)
     """Makes tokens that already occur in the text less likely (1909.05858). 1: off."""
 
-    def build(self) -> Sampling:
+    def build(self) -> "Sampling":
+        from decode.draw.sampling import Sampling  # imports torch
+
         return Sampling(**dict(self))

@@ -5,9 +5,9 @@ the drafter's logits. It knows nothing about drafters, rules or the loop. A poli
 distribution of the text: it decides the length before the tokens that it leaves out are drawn.
 
 A row's draft depends on that row alone, so in float32 its text is the same in any batch. The
-exceptions are policies that decide for the batch as a unit (`by_batch`, `cost_model`); their
-docstrings say so. With them, under rules that draw, except `exact`, a text may depend on the batch.
-Its distribution never does.
+exceptions are policies that decide for the batch as a unit (`by_batch`, `cost_model`, `worth`);
+their docstrings say so. With them, under rules that draw, except `exact`, a text may depend on the
+batch. Its distribution never does.
 """
 
 from abc import ABC, abstractmethod

@@ -59,7 +59,7 @@ class CostModel(Policy):
         self._drafts = _DraftTimes()  # without text to catch up on
         self._unasked = 2  # further drafts of two tokens, to see a second depth
         self._probe_s: float | None = None  # of drafting a probe, catching up included
-        self._nodes = 1.0  # nodes of a draft per draft step
+        self._nodes = 1.0  # tokens that are fed for a position of a row's draft
         # Accepted and tried by position. They start with one assumed try with acceptance 0.6, so a
         # new drafter gets a few real tries.
         self._accepted, self._tried = np.zeros(max_depth), np.zeros(max_depth)
@@ -79,23 +79,32 @@ class CostModel(Policy):
             self._drafts.know(depth, float(costs.draft(depth)) * costs.step_s)
 
     def depths(self) -> np.ndarray:
-        return np.full(self.rows, self._choose())
+        depth = self._unknown()
+        if depth is not None:
+            return np.full(self.rows, depth)
+        best = self._best()
+        return best if best.any() else np.full(self.rows, self._probe())
 
-    def _choose(self) -> int:
-        plain = self._passes(np.array([self.rows]))
-        if plain is None:
-            return 0  # first, measure the cost of a plain step
+    def _unknown(self) -> int | None:
+        """The depth of drafts that tells a cost which is not known yet."""
+        if self._passes(np.array([self.rows])) is None:
+            return 0  # first, the cost of a plain step
         if not self._drafts.known or not self._passes.known_beyond(self.rows):
             return 1
         if len(self._drafts.known) == 1 and self.max_depth > 1 and self._unasked:
             self._unasked -= 1
             return 2
+        return None
+
+    def _best(self) -> np.ndarray:
+        """int [B]: the depths with the most tokens per time."""
         gammas = np.arange(self.max_depth + 1)
-        best = int(np.argmax(self._expected() / self._seconds(gammas)))
-        if best:
-            return best
+        return np.full(self.rows, int(np.argmax(self._expected() / self._seconds(gammas))))
+
+    def _probe(self) -> int:
+        """1 if a draft is due although none pays, else 0."""
         # The expected loss of a probe compared to plain decoding, in plain steps.
-        draft = self._drafts(1)
+        plain, draft = self._seconds(np.array([0])), self._drafts(1)
         cost = (self._probe_s or draft) + self._seconds(np.array([1]))[0] - draft
         loss = cost / plain[0] - self._expected()[1]
         rarest = max(self.patience, loss / (1.3 * self.probe_share))
@@ -104,11 +113,15 @@ class CostModel(Policy):
 
     def _expected(self) -> np.ndarray:
         """float64 [max_depth + 1]: the expected number of tokens per step and row, by γ."""
+        return 1 + np.append(0.0, self._acceptance().cumprod().cumsum())
+
+    def _acceptance(self) -> np.ndarray:
+        """float64 [max_depth]: by position."""
         alpha = np.empty(self.max_depth)
         alpha[0] = self._accepted[0] / max(self._tried[0], 1e-9)
         for i in range(1, self.max_depth):
             alpha[i] = (self._accepted[i] + 2 * alpha[i - 1]) / (self._tried[i] + 2)
-        return 1 + np.append(0.0, alpha.cumprod().cumsum())
+        return alpha
 
     def _seconds(self, gammas: np.ndarray) -> np.ndarray:
         """float64, same shape as `gammas`: the expected seconds of a step with such drafts."""
@@ -118,8 +131,8 @@ class CostModel(Policy):
         return np.array(drafts) + passes
 
     def observe(self, verification: Verification) -> None:
-        rows, emitted = len(verification.rows), float(verification.emitted.mean())
-        self._passes.see(rows * verification.width, verification.verify_s + verification.overhead_s)
+        emitted = float(verification.emitted.mean())
+        self._passes.see(verification.fed, verification.verify_s + verification.overhead_s)
         faded = self.memory**emitted
         self._accepted *= faded
         self._tried *= faded
@@ -127,16 +140,22 @@ class CostModel(Policy):
             # No draft was allowed, or the drafter drafted nothing: there is no acceptance to learn.
             self._waited = 0.0 if verification.depths.any() else self._waited + emitted
             return
+        tried, kept = self._outcomes(verification)
+        self._tried += tried.sum(0)
+        self._accepted += kept.sum(0)
+        asked = np.minimum(verification.depths, verification.draft_steps).sum()
+        self._nodes = (verification.fed - len(verification.rows)) / max(int(asked), 1)
+        self._see_draft(verification.draft_s, verification.draft_steps)
+        self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
+        self._waited, self._new_text = 0.0, False
+
+    def _outcomes(self, verification: Verification) -> tuple[np.ndarray, np.ndarray]:
+        """bool [B, max_depth] each: the positions that were reached, and those accepted."""
         positions = np.arange(self.max_depth)
         tried = (verification.depths[:, None] > positions) & (
             verification.accepted[:, None] >= positions
         )
-        self._tried += tried.sum(0)
-        self._accepted += (tried & (verification.accepted[:, None] > positions)).sum(0)
-        self._nodes = (verification.width - 1) / verification.draft_steps
-        self._see_draft(verification.draft_s, verification.draft_steps)
-        self._hopeful = bool((verification.accepted > 0).mean() > 0.5)
-        self._waited, self._new_text = 0.0, False
+        return tried, tried & (verification.accepted[:, None] > positions)
 
     def _see_draft(self, seconds: float, depth: int) -> None:
         if self._new_text:

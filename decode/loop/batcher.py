@@ -138,6 +138,7 @@ class Batcher(ABC, Generic[T]):
     def _run(self) -> None:
         try:
             while self._wait():
+                self._decoding.hold(self.decoder.drafter if self._rows or self._busy() else None)
                 self._expire()
                 self._admit()
                 self._read()
@@ -145,11 +146,14 @@ class Batcher(ABC, Generic[T]):
                     self._pass()
                 self._shrink()
         finally:
+            self._decoding.hold(None)
             self._finish()
 
     def _wait(self) -> bool:
         """Wait for something to do, and make the calls of other threads. False: it is time to
         end."""
+        if not self._rows:  # until one begins, other decodes may use the drafter
+            self._decoding.hold(None)
         with self._changed:
             self._changed.wait_for(
                 lambda: self._calls or self.draining or self._busy(), self._seconds_to_expiry()
@@ -178,6 +182,7 @@ class Batcher(ABC, Generic[T]):
     def _shrink(self) -> None:
         """Give memory back that longer texts took, when none is left."""
         if not self._rows and self.decoder.lm.slots.allocated != self._allocated:
+            self._decoding.hold(None)
             self._decoding = self._make_decoding()
 
     def _take_news(self) -> News:
@@ -241,6 +246,7 @@ class Batcher(ABC, Generic[T]):
             for text in rows.values():
                 text.row = None
         self._lose(rows, ran, error)
+        self._decoding.hold(None)
         self._decoding = self._make_decoding()
 
     def _leave(self, text: T) -> None:

@@ -3,6 +3,7 @@ leave. `decode.loop.step` has one step."""
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -111,9 +112,22 @@ class Decoding(RunningRows):
             ahead=ahead,
         )
         self.seed = seed
+        self._turn = ExitStack()
+        self._held: Drafter | None = None
         self._admitted = 0
         if prompts:
             self.admit(prompts, max_new_tokens, row_ids=row_ids, settings=settings)
+
+    def hold(self, drafter: Drafter | None) -> None:
+        """Have the turn of this drafter in place of another one's, so that no other decode uses it.
+        For a decode that runs on and on: while it has rows. None: have none. Waits for the turn,
+        and raises UserError as `OneAtATime`."""
+        if drafter is not self._held:
+            self._turn.close()
+            self._held = None
+            if drafter is not None:
+                self._turn.enter_context(drafter.turn)
+            self._held = drafter
 
     @property
     def waiting(self) -> list[int]:
@@ -286,13 +300,17 @@ class Decoding(RunningRows):
         parts.require_sampling((x.sampling, x.drafts) for x in every)
         parts.require_target(setup.lm, setup.vocab_size)
         self.clock.resume()
-        features, fresh, held = None, drafter is not None, setup.lm.drafter_bytes
+        features, fresh, held = None, drafter is not None, self._held
+        held_bytes = setup.lm.drafter_bytes
         setup.lm.drafter_bytes = parts.drafter.token_bytes
         try:
+            if held is not None:
+                self.hold(parts.drafter)
             if len(rows) or self._waiting.readings:
                 features = start_drafter(setup, rows, parts, fresh, self._waiting.readings)
         except BaseException:
-            setup.lm.drafter_bytes = held
+            setup.lm.drafter_bytes = held_bytes
+            self.hold(held)
             raise
         if len(rows):
             parts.policy.start(len(rows))

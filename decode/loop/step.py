@@ -83,9 +83,9 @@ class RunningRows:
 
         most: the most draft tokens of each row, int [B], or of all rows, whatever the policy says.
         0: the row gets one token. −1: the row sits this pass out. It gets no token, and its caches,
-        random numbers and policies stay as they are; this costs about as much as feeding one token.
-        None: the policy alone decides. Raises UserError if no row runs, and if rows sit out and the
-        drafter reads hidden states.
+        random numbers and policies stay as they are; it is not fed, but where the target's forward
+        pads. None: the policy alone decides. Raises UserError if no row runs, and if rows sit out
+        and the drafter reads hidden states.
         """
         if not self.rows.numbers.size:
             raise UserError("no row runs, so there is no step to take; admit prompts first")
@@ -154,12 +154,17 @@ class RunningRows:
         depths, waits = self._depths(most)
         draft, probes = self._draft(depths)
         clock.mark("draft")
-        verdict = self._verified(draft, probes)
+        counts = draft.sizes + 1
+        if waits is not None:
+            counts = np.where(waits, 0, counts)
+            counts[0] += waits.all()  # a pass feeds something
+        verdict = self._verified(draft, probes, counts)
         lost = verdict.lost & (draft.sizes > 0)
         if lost.any():
-            # The keys of a drafted token may not be finite, and no mask hides those.
+            # The keys of a drafted token may not be finite, and no mask hides those. So other
+            # tokens are fed in the place of the draft.
             draft.drop(lost, contexts.last_tokens(draft.tokens.device))
-            verdict = self._verified(draft, probes)
+            verdict = self._verified(draft, probes, counts)
         lengths = contexts.lengths
         outcome = self._commit(rows, verdict, self._passes, waits)
         before, features = self._features, self._kept_features(verdict, outcome)
@@ -171,7 +176,7 @@ class RunningRows:
             lengths=lengths,
             number=self._passes,
             depths=depths,
-            probes=probes.fed if probes else 0,
+            fed=setup.lm.fed,
             features=features,
             previous_features=None if features is None else before,
             seconds=seconds,
@@ -204,13 +209,13 @@ class RunningRows:
             )
         return np.where(waits, 0, depths), waits
 
-    def _verified(self, draft: Draft, probes: Probes | None) -> Verdict:
-        """Feed a draft to the target and let the rule judge it."""
+    def _verified(self, draft: Draft, probes: Probes | None, counts: np.ndarray) -> Verdict:
+        """Feed a draft to the target, as `CachedLM.verify` does, and let the rule judge it."""
         setup, rows = self.setup, self.rows
         if probes is not None:
-            logits = probes.verify(setup.lm, rows.contexts, draft)
+            logits = probes.verify(setup.lm, rows.contexts, draft, counts)
         else:
-            logits = setup.lm.verify(rows.contexts, draft)
+            logits = setup.lm.verify(rows.contexts, draft, counts)
         self.clock.mark("verify")
         scores = Scores(logits, rows.sampling, draft, rows.contexts, setup.processors)
         return Verdict.read(draft, scores, decided(self._rule(), draft, scores, rows.rng))

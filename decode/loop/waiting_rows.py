@@ -39,7 +39,8 @@ class Reading:
         places = {key: place for place, key in enumerate(keys)}
         if setup.lm.repeats_rows:
             keys = _prompts(contexts)
-            # The longest first: those that have tokens left stay next to each other.
+            # The longest first: those that have tokens left stay next to each other, so masks have
+            # no room for others.
             lengths = dict(zip(keys, contexts.lengths.tolist(), strict=True))
             longest = sorted(lengths, key=lengths.__getitem__, reverse=True)
             places = {key: place for place, key in enumerate(longest)}

@@ -2,58 +2,20 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import model_validator
 from transformers import PreTrainedModel
 
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import ReducedVocabulary, load_vocabulary
 from decode.model.forward.low_rank_output import LowRankLinear
 from decode.model.identity import Fingerprint, require_same_vocabulary
 from decode.model.loading import Target, load_target
 from decode.model.without_weights import load_shapes
 from decode.opening.directory import describe_drafter
+from distill.settings import StudentConfig
 from distill.untrained_student import student_from_config, student_from_layers
-
-
-class StudentConfig(Strict):
-    """Where the drafter starts: exactly one of these settings."""
-
-    layers: list[int] | None = None
-    """A subset of the target's layers, by number from 0."""
-    model: str | None = None
-    """An existing smaller model: a hub id, directory or GGUF file. Its tokenizer is the target's,
-    unless `vocabulary` says otherwise. Its output layer may be padded to another size."""
-    config: dict[str, Any] | None = None
-    """Changes to the target's config, for a model with random weights."""
-    stage: str | None = None
-    """The stage whose drafter is trained further: an earlier distill or online stage."""
-    vocabulary: Literal["shared"] | None = None
-    """`shared`: the model, or the drafter of the stage, has another tokenizer than the target, and
-    learns to draft the tokens that both have. null: it has the target's tokenizer."""
-
-    @model_validator(mode="after")
-    def _one(self) -> "StudentConfig":
-        given = [name for name, value in self if value is not None and name != "vocabulary"]
-        if len(given) != 1:
-            raise ValueError(
-                f"found {', '.join(given) or 'nothing'}; expected exactly one of layers, model, "
-                "config, stage"
-            )
-        if self.vocabulary is not None and given[0] not in ("model", "stage"):
-            raise ValueError(
-                f"vocabulary is {self.vocabulary}, but the drafter starts from {given[0]}, which "
-                "has the target's tokenizer; leave vocabulary out"
-            )
-        return self
-
-    def spec(self, earlier: Mapping[str, Path]) -> str:
-        """The name of the existing model or drafter, as `load_target` reads it. earlier: the
-        directories of earlier stages by name."""
-        return self.model or str(earlier[self.stage or ""] / "drafter")
 
 
 def start_provenance(start: StudentConfig, earlier: Mapping[str, Path]) -> Any:

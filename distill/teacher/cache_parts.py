@@ -17,6 +17,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from decode.base.artifact import (
     MANIFEST,
+    link_directory,
     numbers_of,
     verify_directory,
     write_directory,
@@ -87,9 +89,55 @@ def write_part(
     write_directory(directory / f"{PART}-{number}", fill, meta=meta)
 
 
+def _rows(part: Path) -> list[dict[str, Any]]:
+    """The samples of a part, in order: {"id", "text", "tokens"}."""
+    rows: list[dict[str, Any]] = json.loads((part / ROWS).read_text(encoding="utf-8"))
+    return rows
+
+
+def _held(part: Path) -> set[tuple[str, str]]:
+    """The id of each sample of a part, with the hash of its text. Raises CorruptArtifact for a
+    damaged list of samples."""
+    verify_directory(part, deep=[ROWS])
+    return {(row["id"], row["text"]) for row in _rows(part)}
+
+
+def lacking(parts: Iterable[Path], texts: Iterable[Text]) -> list[int]:
+    """The numbers of the texts that these parts do not hold."""
+    held = dict(pair for part in parts for pair in _held(part))
+    return [
+        number
+        for number, (name, tokens, mask) in enumerate(texts)
+        if name not in held or not _is_hash_of(held[name], tokens, mask)
+    ]
+
+
+def take_parts(directory: Path, others: Sequence[Path], texts: Iterable[Text]) -> None:
+    """Let those of the complete parts `others` be parts of this cache, too, which hold a text that
+    it lacks. texts: those that it should hold."""
+    parts = parts_of(directory)
+    wanted = {(name, text_sha256(tokens, mask)) for name, tokens, mask in texts} if others else ()
+    missing = set(wanted).difference(*map(_held, parts))
+    numbers = free_numbers(parts)
+    for other in others:
+        if missing & _held(other):
+            link_directory(other, directory / f"{PART}-{next(numbers)}")
+
+
+def parts_of(directory: Path) -> list[Path]:
+    """The parts in a directory, in order."""
+    return [directory / f"{PART}-{number}" for number in numbers_of(directory, PART)]
+
+
+def free_numbers(parts: Sequence[Path]) -> Iterator[int]:
+    """The numbers that none of these parts has, in ascending order."""
+    taken = {part.name for part in parts}
+    return (number for number in count() if f"{PART}-{number}" not in taken)
+
+
 def part_directories(directory: Path, what: str) -> list[Path]:
     """The parts of a cache in order. Raises UserError if there is none. what: names the cache."""
-    parts = [directory / f"{PART}-{number}" for number in numbers_of(directory, PART)]
+    parts = parts_of(directory)
     if not parts:
         raise UserError(f"{directory} holds no {what}; expected directories {PART}-N")
     return parts
@@ -156,7 +204,7 @@ class CachedOutputs(ABC):
         for part in parts:
             digest.update(part.name.encode() + (part / MANIFEST).read_bytes())
             begin = 0
-            for row in json.loads((part / ROWS).read_text(encoding="utf-8")):
+            for row in _rows(part):
                 end = begin + row["tokens"]
                 self._rows[row["id"]] = (part / FILE, begin, end, row["text"])
                 begin = end

@@ -24,18 +24,15 @@ from train.engines.answers.protocols import (
 from train.engines.ask_servers import (
     REFUSED_ROW,
     ServerClient,
-    ServerLost,
+    Unanswered,
     excerpt,
     run_apart,
 )
 from train.engines.counters import DraftCounts
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # Of AnswerReader: an answer with these is no answer of the target's, whatever its tokens.
 NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
-
-# A server that answers none of so many requests, one after the other, is given up.
-MOST_UNANSWERED = 8
 
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
@@ -95,8 +92,7 @@ class Asked:
     """What a server answered. texts: of the answers that can be judged. faults: what is wrong with
     answers, whatever their tokens are. left_out: why answers cannot be judged. problem: the first
     of them that the server's way to answer may explain. seconds: for all. counts: drafted and
-    accepted tokens, if the answers themselves say so. unanswered: the requests since the last
-    answer, which got none."""
+    accepted tokens, if the answers themselves say so."""
 
     texts: list[EngineText] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
@@ -104,7 +100,6 @@ class Asked:
     problem: UserError | None = None
     seconds: float = 0.0
     counts: DraftCounts = field(default_factory=DraftCounts)
-    unanswered: int = 0
 
     def leave_out(self, problem: UserError, count: int = 1) -> None:
         """So many answers cannot be judged."""
@@ -125,8 +120,6 @@ class AuditedServer(ServerClient):
     def __init__(self, url: str, config: ServerConfig, target: Target) -> None:
         super().__init__(url, config)
         self.protocol, self._target = _PROTOCOLS[config.protocol], target
-        # Those that were sent together fail together.
-        self._most_unanswered = MOST_UNANSWERED + config.concurrency
 
     def setting(self, name: str) -> str:
         return "--" + name.replace("_", "-")
@@ -162,14 +155,10 @@ class AuditedServer(ServerClient):
         if each > 1:
             body["n"] = each
         try:
-            response = await self.send("POST", self.protocol.path, body)
-        except ServerLost as error:
-            asked.unanswered += 1
-            if not error.reached or asked.unanswered > self._most_unanswered:
-                raise
+            response = await self.ask(self.protocol, body, settings)
+        except Unanswered as error:
             asked.leave_out(error, each)
             return
-        asked.unanswered = 0
         if response.status_code in REFUSED_ROW:
             problem = UserError(
                 f"{self.url}{self.protocol.path} refuses a request with token ids: "

@@ -5,24 +5,24 @@ about it: whether the tokens are right is asked elsewhere.
 """
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx2
 
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
-from draftsmith.auditing.asking import AuditedServer, asking
+from draftsmith.auditing.asking import AuditedServer
+from draftsmith.auditing.asking import asking as ask_server
 from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.tails import binomial_tail
 from draftsmith.net.events import DONE, read_events
 from train.data.chat_tokens import has_template
 from train.engines.answers.protocols import AskSettings, LlamaServer, Row, token_ids
-from train.engines.server_config import ServerConfig
+from train.engines.ask_servers import ServerLost
+from train.settings.server_config import ServerConfig
 
 GROUP = "contract"
 PROMPTS, TOKENS = 6, 32  # of the texts that are asked for again
@@ -31,6 +31,8 @@ STOPS = 3  # stop strings of each text, at different places
 # A law whose logits are rounded by an eighth in the mean gives another token for the same random
 # number in about this share of draws.
 MOVED = 0.25
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,27 +73,74 @@ class Said:
         return self.tokens is None or other.tokens is None or self.tokens == other.tokens
 
 
+@dataclass(frozen=True)
+class _Asking:
+    """Asks one server. settings: of its requests."""
+
+    server: AuditedServer
+    settings: AskSettings
+
+    async def reply(
+        self, body: dict[str, Any], read: Callable[[httpx2.Response], T], path: str | None = None
+    ) -> "T | _NoReply":
+        """What `read` makes of the answer. Raises ServerLost if the server answers no request."""
+        try:
+            response = await self.server.ask(self.server.protocol, body, self.settings, path)
+            self.server.accepted(response)
+        except ServerLost:
+            raise
+        except UserError as error:
+            return _NoReply(str(error), came=False)
+        try:
+            return self.server.understood(response, lambda: read(response))
+        except UserError as error:
+            return _NoReply(str(error), came=True)
+
+    async def said(self, body: dict[str, Any]) -> "Said | _NoReply":
+        return await self.reply(body, lambda response: Said.whole(response.json()))
+
+
+@dataclass(frozen=True)
+class _NoReply:
+    """came: an answer of another shape; else none came, or the request was refused."""
+
+    problem: str
+    came: bool
+
+
 @dataclass
 class _Compared:
-    """faults: differences, in words. left_out: pairs of other tokens."""
+    """faults: differences, in words. left_out: pairs of other tokens. missing: why others cannot be
+    judged."""
 
     name: str
     count: int = 0
     left_out: int = 0
     faults: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+    def lacks(self, reply: _NoReply) -> None:
+        """An answer of another shape is a fault; one that did not come says nothing."""
+        (self.faults if reply.came else self.missing).append(reply.problem)
 
     def finding(self, verdict: Verdict = Verdict.WRONG) -> list[Finding]:
         """One finding; none if nothing was compared. verdict: if there are faults."""
         if not self.count:
             return []
-        detail = f"{len(self.faults)} of {self.count - self.left_out} are wrong"
+        judged = self.count - self.left_out - len(self.missing)
+        detail = f"{len(self.faults)} of {judged} are wrong"
         if self.left_out:
             detail += f"; {self.left_out} have other tokens the second time and are not counted"
+        if self.missing:
+            detail += f"; {_left_out(self.missing)}"
         if self.faults:
             return [Finding(GROUP, self.name, verdict, f"{detail}; the first: {self.faults[0]}")]
-        unjudged = self.left_out == self.count
-        kept = Verdict.UNJUDGED if unjudged else Verdict.EQUAL
+        kept = Verdict.EQUAL if judged else Verdict.UNJUDGED
         return [Finding(GROUP, self.name, kept, detail, sees="one that differs")]
+
+
+def _left_out(missing: Sequence[str]) -> str:
+    return f"{len(missing)} cannot be judged and are left out, the first: {missing[0]}"
 
 
 def contract_findings(
@@ -108,7 +157,7 @@ def contract_findings(
 ) -> list[Finding]:
     """The findings about the route that gives texts, and about the prompts of
     `/v1/chat/completions`. sampling: of the answers whose seed is given twice. level, repeats: see
-    `_seeds`. Raises UserError as `ask_texts`."""
+    `_seeds`. What cannot be asked is a finding, beside those that were found before."""
     findings: list[Finding] = []
     tokens = min(TOKENS, max_new_tokens)
 
@@ -116,35 +165,30 @@ def contract_findings(
         settings = AskSettings(
             Sampling(), tokens, seed, target.eos_token_ids, model=await server.named()
         )
-        bodies = [
+        asking = _Asking(server, settings)
+        asked = [
             server.protocol.body(Row(number, list(prompt)), settings)
             for number, prompt in enumerate(prompts[:PROMPTS])
         ]
-        drawn = {"temperature": sampling.temperature}
-        first = [await _answer(server, body) for body in bodies]
-        bodies = [body for body, said in zip(bodies, first, strict=True) if said is not None]
-        texts = [said for said in first if said is not None]
-        if missing := len(first) - len(texts):
-            detail = f"{missing} of {len(first)} replies are no answer, and are left out"
-            findings.append(Finding(GROUP, "shape", Verdict.UNJUDGED, detail))
-        findings.extend(_tokenizer(texts, target))
-        findings.extend(await _streams(server, bodies, texts))
-        findings.extend(await _stops(server, bodies, texts))
+        pairs = [(body, await asking.said(body)) for body in asked]
+        whole = [(body, said) for body, said in pairs if isinstance(said, Said)]
+        missing = [said.problem for _, said in pairs if isinstance(said, _NoReply)]
+        if missing:
+            verdict = Verdict.EQUAL if whole else Verdict.UNJUDGED
+            findings.append(Finding(GROUP, "answers", verdict, _left_out(missing)))
+        findings.extend(_tokenizer([said for _, said in whole], target))
+        findings.extend(await _streams(asking, whole))
+        findings.extend(await _stops(asking, whole))
         if not sampling.greedy:
-            drawing = [body | drawn for body in bodies]
-            findings.append(await _seeds(server, drawing, level, repeats=repeats))
-        findings.extend(await _template(server, target, prompts[0], settings))
+            drawing = [body | {"temperature": sampling.temperature} for body, _ in whole]
+            findings.append(await _seeds(asking, drawing, level, repeats=repeats))
+        findings.extend(await _template(asking, target, prompts[0]))
 
-    asking(url, config, target, ask)
+    try:
+        ask_server(url, config, target, ask)
+    except UserError as error:  # what was found before stays
+        findings.append(Finding(GROUP, "asked", Verdict.UNJUDGED, str(error)))
     return findings
-
-
-async def _answer(server: AuditedServer, body: dict[str, Any]) -> Said | None:
-    """None: it has another shape. Raises UserError for a request that is refused."""
-    response = server.accepted(await server.send("POST", server.protocol.path, body))
-    with suppress(UserError):
-        return server.decoded(response, Said.whole)
-    return None
 
 
 def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
@@ -171,61 +215,55 @@ def _plain(text: str) -> str:
     return text.strip().strip("\N{REPLACEMENT CHARACTER}").strip()
 
 
-async def _streams(
-    server: AuditedServer, bodies: Sequence[dict[str, Any]], texts: Sequence[Said]
-) -> list[Finding]:
+async def _streams(asking: _Asking, whole: Sequence[tuple[dict[str, Any], Said]]) -> list[Finding]:
     compared = _Compared("streams")
-    for body, whole in zip(bodies, texts, strict=True):
-        response = await server.send("POST", server.protocol.path, body | {"stream": True})
-        server.accepted(response)
+    for body, expected in whole:
+        said = await asking.reply(
+            body | {"stream": True}, lambda response: Said.streamed(response.content)
+        )
         compared.count += 1
-        try:
-            said = server.understood(response, partial(Said.streamed, response.content))
-        except UserError as error:
-            compared.faults.append(str(error))
-            continue
-        if not said.same_tokens(whole):
+        if isinstance(said, _NoReply):
+            compared.lacks(said)
+        elif not said.same_tokens(expected):
             compared.left_out += 1
-        elif (said.text, said.finish_reason) != (whole.text, whole.finish_reason):
+        elif (said.text, said.finish_reason) != (expected.text, expected.finish_reason):
             compared.faults.append(
-                f"{said.text!r} ended with {said.finish_reason} as a stream, and {whole.text!r} "
-                f"with {whole.finish_reason} as a whole"
+                f"{said.text!r} ended with {said.finish_reason} as a stream, and "
+                f"{expected.text!r} with {expected.finish_reason} as a whole"
             )
     return compared.finding()
 
 
-async def _stops(
-    server: AuditedServer, bodies: Sequence[dict[str, Any]], texts: Sequence[Said]
-) -> list[Finding]:
+async def _stops(asking: _Asking, whole: Sequence[tuple[dict[str, Any], Said]]) -> list[Finding]:
     """Stop strings from the text itself, at places that fall on all places of a draft."""
     compared = _Compared("stop strings")
-    for body, whole in zip(bodies, texts, strict=True):
+    for body, full in whole:
         for part in range(STOPS):
-            at = 1 + part * (len(whole.text) - STOP_LENGTH) // STOPS
-            stop = whole.text[at : at + STOP_LENGTH]
-            if len(stop) < STOP_LENGTH or whole.text.startswith(stop):
+            at = 1 + part * (len(full.text) - STOP_LENGTH) // STOPS
+            stop = full.text[at : at + STOP_LENGTH]
+            if len(stop) < STOP_LENGTH or full.text.startswith(stop):
                 continue
-            expected = whole.text[: whole.text.index(stop)]
-            said = await _answer(server, body | {"stop": [stop]})
+            expected = full.text[: full.text.index(stop)]
+            said = await asking.said(body | {"stop": [stop]})
             compared.count += 1
-            if said is None:
-                compared.faults.append(f"the answer for the stop string {stop!r} has another shape")
+            if isinstance(said, _NoReply):
+                compared.lacks(said)
                 continue
-            if said.tokens is not None and whole.tokens is not None:
-                common = min(len(said.tokens), len(whole.tokens)) - 1
-                if said.tokens[:common] != whole.tokens[:common]:
+            if said.tokens is not None and full.tokens is not None:
+                common = min(len(said.tokens), len(full.tokens)) - 1
+                if said.tokens[:common] != full.tokens[:common]:
                     compared.left_out += 1
                     continue
             if (said.text, said.finish_reason) != (expected, "stop"):
                 compared.faults.append(
                     f"{said.text!r} ended with {said.finish_reason} for the stop string {stop!r} "
-                    f"in {whole.text!r}"
+                    f"in {full.text!r}"
                 )
     return compared.finding()
 
 
 async def _seeds(
-    server: AuditedServer, bodies: Sequence[dict[str, Any]], level: float, *, repeats: bool
+    asking: _Asking, bodies: Sequence[dict[str, Any]], level: float, *, repeats: bool
 ) -> Finding:
     """Are two answers to one request with one seed the same?
 
@@ -233,17 +271,21 @@ async def _seeds(
     prefix cache or another batch moves a law a little, so now and then another token is drawn from
     the same random number: at most in MOVED of the places where both texts are the same so far.
     Only more is wrong, at this level."""
-    pairs = []
+    pairs: list[tuple[Said, Said]] = []
+    missing: list[str] = []
     # Of more pairs, because each may part once by rounding.
     others = [] if repeats else [body | {"seed": body["seed"] + len(bodies)} for body in bodies]
     for body in [*bodies, *others]:
-        one, two = [await _answer(server, body) for _ in range(2)]
-        if one is not None and two is not None:
+        one, two = [await asking.said(body) for _ in range(2)]
+        if isinstance(one, Said) and isinstance(two, Said):
             pairs.append((one, two))
+        missing += [said.problem for said in (one, two) if isinstance(said, _NoReply)]
+    unread = f"; {_left_out(missing)}" if missing else ""
     if not pairs:
-        return Finding(GROUP, "seeds", Verdict.UNJUDGED, "no pair of answers can be read")
+        detail = f"no pair of answers can be read{unread}"
+        return Finding(GROUP, "seeds", Verdict.UNJUDGED, detail)
     differ = [(one, two) for one, two in pairs if (one.text, one.tokens) != (two.text, two.tokens)]
-    detail = f"{len(differ)} of {len(pairs)} pairs differ"
+    detail = f"{len(differ)} of {len(pairs)} pairs differ{unread}"
     if not differ:
         return Finding(GROUP, "seeds", Verdict.EQUAL, detail, sees="one that differs")
     one, two = differ[0]
@@ -269,9 +311,7 @@ def _common(one: Said, two: Said) -> int:
     return common
 
 
-async def _template(
-    server: AuditedServer, target: Target, prompt: Sequence[int], settings: AskSettings
-) -> list[Finding]:
+async def _template(asking: _Asking, target: Target, prompt: Sequence[int]) -> list[Finding]:
     """None if the target has no template, or the server no such route."""
     if not has_template(target.tokenizer):
         return []
@@ -279,17 +319,18 @@ async def _template(
     expected = target.tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=True, return_dict=False
     )
-    body = {"model": settings.model, "messages": messages, "max_tokens": 1, "temperature": 0}
-    response = await server.send("POST", "/v1/chat/completions", body | {"return_token_ids": True})
-    if response.status_code != httpx2.codes.OK:
-        return []
-    theirs, count = server.decoded(
-        response,
-        lambda reply: (
-            reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids")),
-            (reply.get("usage") or {}).get("prompt_tokens"),
-        ),
-    )
+    body = {
+        "model": asking.settings.model, "messages": messages, "max_tokens": 1, "temperature": 0,
+        "return_token_ids": True,
+    }  # fmt: skip
+    counted = await asking.reply(body, _prompt_of, "/v1/chat/completions")
+    if isinstance(counted, _NoReply):
+        return (
+            [Finding(GROUP, "chat template", Verdict.UNJUDGED, counted.problem)]
+            if counted.came
+            else []
+        )
+    theirs, count = counted
     compared = _Compared("chat template", 1)
     if (theirs is not None and theirs != expected) or (theirs is None and count != len(expected)):
         compared.faults.append(
@@ -297,3 +338,10 @@ async def _template(
             f"{len(expected)}: {target.tokenizer.decode(expected)!r}"
         )
     return compared.finding(Verdict.UNJUDGED)
+
+
+def _prompt_of(response: httpx2.Response) -> tuple[list[int] | None, int | None]:
+    """The prompt's token ids and their number, where an answer says them."""
+    reply = response.json()
+    ids = reply.get("prompt_token_ids", reply["choices"][0].get("prompt_token_ids"))
+    return ids, (reply.get("usage") or {}).get("prompt_tokens")

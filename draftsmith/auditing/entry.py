@@ -17,7 +17,7 @@ from draftsmith.auditing.findings import Audit, Finding, Verdict
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.questions import Questions
 from draftsmith.export.trained_drafter import public_name
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 def audit(

@@ -20,7 +20,7 @@ from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import JudgedText, TextJudge, rounding_scale
 from draftsmith.export.verify_export import OwnLoop
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from draftsmith.export.export_directory import export_drafter, vacant
 from draftsmith.export.formats.gguf_layout import metadata, write_gguf
 from draftsmith.export.formats.small_lm_gguf import gguf_tensors, own_weights
 from heads.heads_directory import new_heads, save_heads
-from heads.heads_module import HeadOptions
+from heads.options import HeadOptions
 
 LETTERS, END = "abcdefg", "</s>"
 SHAPE: dict[str, Any] = {

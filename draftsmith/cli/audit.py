@@ -1,8 +1,9 @@
 """`audit`: is an engine's text the target's?"""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import typer
 
@@ -19,9 +20,6 @@ from draftsmith.cli.command import (
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
-if TYPE_CHECKING:
-    from decode.draw.sampling import Sampling
-
 
 @dataclass(frozen=True, kw_only=True)
 class AuditDrawing(Drawing):
@@ -29,19 +27,15 @@ class AuditDrawing(Drawing):
 
     PANEL: ClassVar[str] = "Sampling"
 
+    NAMES: ClassVar[Mapping[str, type]] = {
+        **Drawing.NAMES,
+        "presence_penalty": float,
+        "frequency_penalty": float,
+    }
+
     temperature: Annotated[
         float, typer.Option(help="of the sampled answers; 0: only greedy ones are asked for")
     ] = 1.0
-    presence_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0
-    frequency_penalty: Annotated[float, typer.Option(help="0: off")] = 0.0
-
-    @property
-    def sampling(self) -> "Sampling":
-        return replace(
-            super().sampling,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-        )
 
 
 def audit(

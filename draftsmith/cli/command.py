@@ -4,7 +4,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from importlib.util import find_spec
@@ -15,8 +16,9 @@ import typer
 from rich.console import Console
 
 from decode.base.artifact import write_file
-from decode.base.errors import UserError
+from decode.base.errors import UserError, nearest
 from decode.base.install_command import install_command
+from decode.base.registry import Choice
 from train.base.exit_status import ExitStatus
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from train.data.read import Example
 
 Number = TypeVar("Number", int, float)
+# Of `net.limits.Limits`, those that an operator sets.
+_CLIENT_LIMITS = ("connections", "client_connections", "body_seconds")
 
 _DRAFTER = "none, ngram, a directory, a model, or several with +; docs/drafters.md has all"
 DrafterOption = Annotated[str, typer.Option(help=_DRAFTER)]
@@ -72,14 +76,8 @@ class Loading:
         str | None,
         typer.Option(
             help="spread the target over all devices of this machine, one part after the other: "
-            "auto, balanced, balanced_low_0, sequential, or JSON of a device for each part"
-        ),
-    ] = None
-    max_memory: Annotated[
-        str | None,
-        typer.Option(
-            help='for --device-map, JSON of what the weights may take, such as {"0": "60GiB", '
-            '"cpu": "200GiB"}; default: as much as is free'
+            "auto, balanced, balanced_low_0, sequential, or JSON of a device for each part. "
+            'auto:max_memory={0:"60GiB","cpu":"9GiB"} says what the weights may take'
         ),
     ] = None
     chat_template_args: Annotated[
@@ -97,23 +95,27 @@ class Loading:
     @property
     def placement(self) -> dict[str, Any]:
         """The arguments of `load_target` that say where the layers go. Raises UserError for bad
-        JSON."""
-        device_map: Any = self.device_map
-        if device_map is not None and device_map.lstrip().startswith("{"):
-            device_map = _json_object("--device-map", device_map)
-        if self.max_memory is None:
-            return {"device_map": device_map}
-        memory = _json_object("--max-memory", self.max_memory)
-        # JSON has no numbers as keys.
-        by_device = {int(k) if k.isdigit() else k: size for k, size in memory.items()}
-        return {"device_map": device_map, "max_memory": by_device}
+        JSON, and for what is no amount of memory."""
+        device_map = self.device_map
+        if device_map is None:
+            return {"device_map": None}
+        if device_map.lstrip().startswith("{"):
+            return {"device_map": _json_object("--device-map", device_map)}
+        chosen = Choice.of(device_map)
+        memory = chosen.options.get("max_memory", {})
+        if chosen.options.keys() - {"max_memory"} or not isinstance(memory, dict):
+            raise UserError(
+                f'--device-map is {device_map!r}; expected NAME, or NAME:max_memory={{0:"60GiB",'
+                '"cpu":"200GiB"}'
+            )
+        return {"device_map": chosen.name} | ({"max_memory": memory} if memory else {})
 
     def load(
         self, *drafters: str | None, encoder: bool = False, only_decodes: bool = False
     ) -> "Target":
         """Load the target. drafters: names that are looked up before. encoder: the target may have
         an encoder. only_decodes: nothing will train it, so one copy of its layers is enough."""
-        import heads  # noqa: F401  (registers its drafters)
+        import heads.kinds  # noqa: F401  (registers its drafters)
         from decode.model.forward.packed_alone import keep_packed_alone
         from decode.model.loading import load_target
         from decode.opening.directory import require_findable
@@ -133,6 +135,22 @@ class Loading:
         return target
 
 
+def named_numbers(option: str, text: str, kinds: Mapping[str, type]) -> dict[str, Any]:
+    """`NAME=number,…` of an option. kinds: int or float, by name. Raises UserError for another
+    name, and for what is no such number."""
+    given = Choice.of(f"{option}:{text}").options
+    for name, value in given.items():
+        if name not in kinds:
+            raise UserError(
+                f"{option} has {name}; expected {', '.join(kinds)}.{nearest(name, kinds)}"
+            )
+        allowed = (int,) if kinds[name] is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, allowed):
+            what = "a whole number" if kinds[name] is int else "a number"
+            raise UserError(f"{name} of {option} is {value!r}; expected {what}")
+    return given
+
+
 def _json_object(option: str, text: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
@@ -146,19 +164,30 @@ class Drawing:
 
     PANEL: ClassVar[str] = "Sampling"
 
+    # Beside the temperature.
+    NAMES: ClassVar[Mapping[str, type]] = {
+        "top_k": int,
+        "top_p": float,
+        "min_p": float,
+        "repetition_penalty": float,
+    }
+
     temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0
-    top_k: Annotated[int, typer.Option(help="0: off")] = 0
-    top_p: Annotated[float, typer.Option(help="1: off")] = 1.0
-    min_p: Annotated[float, typer.Option(help="0: off")] = 0.0
-    repetition_penalty: Annotated[float, typer.Option("--repetition-penalty", help="1: off")] = 1.0
+    filters: Annotated[
+        str,
+        typer.Option(
+            "--sampling", help="top_k=N,top_p=P,min_p=P,repetition_penalty=R; default: all off"
+        ),
+    ] = ""
     seed: int = 0
 
     @property
     def sampling(self) -> "Sampling":
+        """Raises UserError for settings that do not exist or do not fit."""
         from decode.draw.sampling import Sampling
 
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        return Sampling(**{name: getattr(self, name) for name in names})
+        given = named_numbers("--sampling", self.filters, self.NAMES)
+        return Sampling(temperature=self.temperature, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +261,7 @@ class DecodeOptions(Drafting):
 
 @dataclass(frozen=True, kw_only=True)
 class CallerOptions:
-    """Who may call a server."""
+    """Who may call a server, and what it holds at most."""
 
     PANEL: ClassVar[str] = "Callers"
 
@@ -249,33 +278,28 @@ class CallerOptions:
             help="site whose pages may call this server, as https://NAME; *: all; may be repeated"
         ),
     ] = None
-
-    max_connections: Annotated[
-        int, typer.Option(help="connections that are open at a time; the oldest idle one goes")
-    ] = 1024
-    max_client_connections: Annotated[
-        int, typer.Option(help="the same of one address; behind a proxy all clients have one")
-    ] = 256
-    body_seconds: Annotated[
-        float,
+    limits: Annotated[
+        str,
         typer.Option(
-            help="seconds in which the body of a request or a message arrives, beside one for each "
-            "64 KiB"
+            help="what the server holds at most, NAME=number,…: connections, client_connections, "
+            "body_seconds, and others; docs/security.md has all"
         ),
-    ] = 30.0
+    ] = ""
 
-    def limits(self, limits: "Limits", files_each: int = 1) -> "Limits":
-        """The limits of a server, with these options. files_each: open files of a connection.
-        Raises UserError for a number that is out of range."""
+    def bounds(
+        self, limits: "Limits", others: Any = None, files_each: int = 1
+    ) -> tuple["Limits", dict[str, Any]]:
+        """The limits of a server with this option, and what it gives of the fields of `others`, a
+        dataclass of numbers. files_each: open files of a connection. Raises UserError for a number
+        that is out of range, and for a name that the server does not have."""
         from draftsmith.net.limits import connections_that_fit
 
-        given = replace(
-            limits,
-            connections=self.max_connections,
-            client_connections=self.max_client_connections,
-            body_seconds=self.body_seconds,
-        )
-        return replace(given, connections=connections_that_fit(given.connections, files_each))
+        names = {name: type(getattr(limits, name)) for name in _CLIENT_LIMITS}
+        more = {field.name: type(field.default) for field in fields(others)} if others else {}
+        given = named_numbers("--limits", self.limits, names | more)
+        limits = replace(limits, **{name: given.pop(name) for name in names if name in given})
+        fitting = connections_that_fit(limits.connections, files_each)
+        return replace(limits, connections=fitting), given
 
     def guard(self, host: str, key: str | None, admin_key: str | None) -> "Guard":
         """The guard of a server that listens on `host`. Raises UserError for what is no name or no
@@ -364,6 +388,18 @@ def require_writable(*files: Path | None) -> None:
     for path in files:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"{path} cannot be written; expected a file in a directory that exists")
+
+
+@contextmanager
+def says_stops(say: Callable[[str], None]) -> Iterator[None]:
+    """A training that is stopped inside ends with one line and its exit status."""
+    from train.loop.checkpoint import Stopped
+
+    try:
+        yield
+    except Stopped as stopped:
+        say(f"{stopped}; run the same command again to continue")
+        raise typer.Exit(ExitStatus.STOPPED) from None
 
 
 def require_packages(*names: str) -> None:

@@ -20,8 +20,10 @@ from train.base.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from draftsmith.diagnosis.entry import Diagnosis
-    from draftsmith.diagnosis.training import RunDiagnosis
-    from train.engines.server_config import ServerConfig
+    from draftsmith.diagnosis.trained_run import RunDiagnosis
+    from train.settings.server_config import ServerConfig
+
+ANSWER_SECONDS = 120.0  # for one answer, of few tokens
 
 
 def diagnose(
@@ -35,10 +37,10 @@ def diagnose(
     ] = None,
     run: Annotated[
         Path | None,
-        typer.Option(help="a run's directory: look for causes in the training, without a server"),
-    ] = None,
-    stage: Annotated[
-        str | None, typer.Option(help="with --run, the stage; default: the last one")
+        typer.Option(
+            help="a run, or one of its stages/NUMBER-NAME: look for causes in the training, "
+            "without a server"
+        ),
     ] = None,
     prompts: Annotated[
         Path | None, typer.Option(help="JSONL file with prompts; default: the shipped test prompts")
@@ -52,7 +54,6 @@ def diagnose(
     key_env: Annotated[
         str | None, typer.Option(help="environment variable with the server's key")
     ] = None,
-    timeout_seconds: Annotated[float, typer.Option(help="for one answer")] = 120.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="write the diagnosis here")
     ] = None,
@@ -73,7 +74,7 @@ def diagnose(
     reporter = Reporter()
     found: Diagnosis | RunDiagnosis
     if run is not None:
-        found = _of_run(run, stage, loading, prompts, limit, gamma, reporter.say)
+        found = _of_run(run, loading, prompts, limit, gamma, reporter.say)
     else:
         assert url is not None
         if drafter is None or not drafter.is_dir():
@@ -89,7 +90,7 @@ def diagnose(
             model=model,
             key_env=key_env,
             concurrency=1,
-            timeout_seconds=timeout_seconds,
+            timeout_seconds=ANSWER_SECONDS,
         )
         found = _of_server(config, drafter, loading, prompts, limit, gamma, reporter.say)
     write_json(json_file, found.to_dict())
@@ -133,7 +134,6 @@ def _of_server(
 
 def _of_run(
     run: Path,
-    stage: str | None,
     loading: Loading,
     prompts: Path | None,
     limit: int,
@@ -143,11 +143,11 @@ def _of_run(
     """Whether the cause is in the training."""
     from decode.opening.directory import describe_drafter
     from draftsmith.diagnosis.entry import require_enough
-    from draftsmith.diagnosis.training import TrainedStage, diagnose_run
+    from draftsmith.diagnosis.trained_run import TrainedStage, diagnose_run
 
     if prompts is None:
         raise UserError("--run needs --prompts FILE, with prompts that are served")
-    trained = TrainedStage.of_run(run, stage)
+    trained = TrainedStage.of_run(run)
     samples = trained.samples()
     describe_drafter(trained.directory / "drafter")  # its files are whole
     examples = given_or_shipped(prompts)

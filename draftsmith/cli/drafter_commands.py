@@ -54,7 +54,7 @@ def evaluate(
             f"--steps writes the steps of one drafter, and {len(drafters)} are named; use one "
             "command for each"
         )
-    import heads  # noqa: F401  (registers its drafters)
+    import heads.kinds  # noqa: F401  (registers its drafters)
     from decode.base.artifact import write_file
     from decode.measure.evaluation import evaluate as measure
     from decode.opening.directory import open_drafter
@@ -153,7 +153,7 @@ def generate(
     verifying.check(trace)
     import torch
 
-    import heads  # noqa: F401  (registers its drafters)
+    import heads.kinds  # noqa: F401  (registers its drafters)
     from decode.grammars import Grammars
     from decode.opening.directory import open_drafter
     from decode.settings import DecodeSettings

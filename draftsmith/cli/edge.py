@@ -136,25 +136,6 @@ def verify_server(
         str | None, typer.Option(help="environment variable with the key that edges must send")
     ] = None,
     callers: CallerOptions,
-    max_rows: Annotated[int, typer.Option(help="texts whose keys and values are kept")] = 16,
-    max_sessions: Annotated[int, typer.Option(help="edges")] = 256,
-    max_client_sessions: Annotated[
-        int, typer.Option(help="edges of one address; behind a proxy all edges have one")
-    ] = 64,
-    max_texts: Annotated[int, typer.Option(help="texts of one edge")] = 16,
-    max_gamma: Annotated[int, typer.Option(help="longest draft, in tokens")] = 16,
-    kv_seconds: Annotated[
-        float, typer.Option(help="how long keys and values of a text without drafts are kept")
-    ] = 60.0,
-    session_seconds: Annotated[
-        float, typer.Option(help="how long an edge without a line is remembered")
-    ] = 600.0,
-    prefill_tokens: Annotated[
-        int, typer.Option(help="tokens of new texts that are read between two passes")
-    ] = 512,
-    row_tokens: Annotated[
-        int, typer.Option(help="tokens of a text that each row has memory for from the start")
-    ] = 2048,
 ) -> None:
     """Hold the target and verify the drafts of edges: `generate --verifier ws://HOST:PORT`."""
     key = key_from("--api-key-env", api_key_env)
@@ -168,19 +149,9 @@ def verify_server(
 
     quieten()
     guard = callers.guard(host, key, None)
-    limits = callers.limits(Limits())
+    limits, given = callers.bounds(Limits(), SessionBounds)
+    bounds = SessionBounds(**given)
     make_verified_rule(rule)
-    bounds = SessionBounds(
-        max_rows=max_rows,
-        max_sessions=max_sessions,
-        max_client_sessions=max_client_sessions,
-        max_texts=max_texts,
-        max_gamma=max_gamma,
-        kv_seconds=kv_seconds,
-        session_seconds=session_seconds,
-        prefill_tokens=prefill_tokens,
-        row_tokens=row_tokens,
-    )
     # Before the target is loaded: a port that is taken must not cost that time.
     with bind(host, port) as bound:
         verifier = run_in_thread(

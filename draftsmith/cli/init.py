@@ -68,7 +68,7 @@ def init(
     from train.base.config_file import parse_mapping
     from train.data.read import read_examples
     from train.data.sources import SourceName
-    from train.run.config import validate_config
+    from train.run.config_checks import validate_config
 
     choices = (
         ("--goal", goal, GOALS),

@@ -60,7 +60,7 @@ def record(
     retention = Retention(keep_days, keep_bytes)
     upstreams = Upstreams(upstream, out / "upstream.json")
     guard = callers.guard(host, None, key)
-    limits = callers.limits(LIMITS, files_each=2)
+    limits, _ = callers.bounds(LIMITS, files_each=2)
     recorder = RecordingProxy(upstreams, out, keys, retention, time.time, guard, limits=limits)
     logging.basicConfig(format="%(levelname)s: %(message)s")
     with bind(host, port) as bound:

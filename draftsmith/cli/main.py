@@ -17,6 +17,7 @@ from draftsmith.cli.doctor import doctor
 from draftsmith.cli.drafter_commands import coverage, evaluate, generate, inspect, merge
 from draftsmith.cli.edge import verify_server
 from draftsmith.cli.export import export, import_drafter
+from draftsmith.cli.forecast import forecast
 from draftsmith.cli.init import init, quickstart
 from draftsmith.cli.learn import forget, learn, record
 from draftsmith.cli.serve import serve
@@ -74,6 +75,7 @@ COMMANDS: dict[str | None, dict[Callable[..., None], str]] = {
         quickstart: "",
         init: "",
         train: "dry_run speed",
+        forecast: "",
         evaluate: "target drafters prompts limit dtype gamma temperature max_new_tokens",
         generate: "target drafter dtype gamma temperature max_new_tokens trace",
         export: "form out prompts limit verify engine_python concurrency",

@@ -22,7 +22,6 @@ from train.base.console import quieten
 
 if TYPE_CHECKING:
     from draftsmith.serve.api import Service
-    from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.learner import LearnOptions
 
 CLOSING_SECONDS = 10.0  # for what was learnt, at least
@@ -92,54 +91,6 @@ class LearnOptionGroup:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class LimitOptions:
-    """What a service holds at most, and for how long."""
-
-    PANEL: ClassVar[str] = "Limits"
-
-    max_rows: Annotated[int, typer.Option(help="texts that decode together")] = 16
-    max_waiting: Annotated[
-        int, typer.Option(help="texts that may wait besides; more get status 503")
-    ] = 64
-    max_wait: Annotated[
-        float,
-        typer.Option(
-            help="seconds that a request waits for its first row; then it gets status 429"
-        ),
-    ] = 60.0
-    max_seconds: Annotated[
-        float,
-        typer.Option(
-            help="seconds from the row of a request's last text to its end; then it gets status 504"
-        ),
-    ] = 600.0
-    held_tokens: Annotated[
-        int,
-        typer.Option(
-            "--max-held-tokens",
-            help="tokens of prompts that may wait; a request beyond gets status 503",
-        ),
-    ] = 1 << 18
-    prefill_tokens: Annotated[
-        int, typer.Option(help="tokens of new prompts that are read between two passes")
-    ] = 512
-    row_tokens: Annotated[
-        int,
-        typer.Option(
-            help="tokens of prompt and answer that each row has memory for from the start; a "
-            "longer text copies all rows into more memory"
-        ),
-    ] = 2048
-
-    @property
-    def bounds(self) -> "RequestBounds":
-        """Raises UserError for a number that is out of range."""
-        from draftsmith.serve.batching.requests import RequestBounds
-
-        return RequestBounds(**vars(self))
-
-
 def serve(
     *,
     loading: Loading,
@@ -183,7 +134,6 @@ def serve(
         int | None,
         typer.Option(help="largest length of an answer, in tokens; default: the target's context"),
     ] = None,
-    limits: LimitOptions,
     prefix_cache: Annotated[
         float | None,
         typer.Option(
@@ -215,15 +165,16 @@ def serve(
     from decode.settings import DecodeSettings
     from draftsmith.net.limits import Limits
     from draftsmith.net.listen import address_of, bind
+    from draftsmith.serve.batching.requests import RequestBounds
     from draftsmith.serve.dynamic_lenience import require_low
     from draftsmith.serve.server import ServiceServer, make_service
 
     quieten()
     seed = secrets.randbits(32) if decoding.seed is None else decoding.seed
     guard = callers.guard(host, key, admin_key or key)
-    clients = callers.limits(Limits())
+    clients, given = callers.bounds(Limits(), RequestBounds)
+    bounds = RequestBounds(**given)
     settings = DecodeSettings(**decoding.settings)
-    bounds = limits.bounds
     require_low(dynamic_lenience)
     learn = learning.options
     if learn is not None and adapters is not None:

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from decode.base.errors import UserError
-from draftsmith.cli.command import require_packages, table, write_json
+from draftsmith.cli.command import require_packages, says_stops, table, write_json
 from train.base.config_file import read_config
-from train.base.exit_status import ExitStatus
+from train.run.config import parse_config
 
 
 def train(
@@ -63,15 +63,15 @@ def train(
     `accelerate launch -m train CONFIG` is the same on several processes. SIGTERM and Ctrl-C stop
     training after a checkpoint, with exit status 143.
     """
-    source = read_config(config, overrides or [])  # before anything heavy is imported
+    source = read_config(config, overrides or [])
+    parse_config(source)  # before anything heavy is imported
     for option, value in (("--speed", speed), ("--processes", processes), ("--json", json_file)):
         if value is not None and not dry_run:
             raise UserError(f"{option} is for --dry-run; give both, or leave it out")
     if profile is not None and dry_run:
         raise UserError("--profile measures a training, and --dry-run has none; leave one out")
 
-    from train.loop.checkpoint import Stopped
-    from train.run.config import build_config
+    from train.run.config_checks import build_config
     from train.run.entry import begun
 
     settings = build_config(source)
@@ -89,11 +89,8 @@ def train(
             print_plan(run, run.reporter, speed, json_file)
             return
         run.profile_steps = profile
-        try:
+        with says_stops(run.reporter.say):
             report = run.execute()
-        except Stopped as stopped:
-            run.reporter.say(f"{stopped}; run the same command again to continue")
-            raise typer.Exit(ExitStatus.STOPPED) from None
         if run.accelerator.is_main_process:
             print_report(run, report)
 

@@ -14,7 +14,7 @@ from draftsmith.auditing.asking import ask_texts
 from draftsmith.auditing.drafts import COUNTING
 from train.engines.child_process import NoAnswer, ask
 from train.engines.counters import DraftCounts, parse_counters
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # vLLM, draftsmith and llama-server (in builds of 2026) have the same names, each behind its prefix.
 _BY_PLACE = re.compile(

@@ -21,7 +21,7 @@ from draftsmith.export.acceptance import Acceptance
 from heads.heads_directory import read_heads
 from heads.heads_drafter import HeadsDrafter
 from train.engines.counters import DraftCounts
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 # Pairs are tried with this many of the likeliest single mistakes.
 PAIRED = 3

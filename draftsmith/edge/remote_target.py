@@ -117,6 +117,10 @@ class RemoteLM(CachedLM):
         self._texts: list[_Remote] = []
         self._opened = 0
 
+    @property
+    def pads(self) -> bool:
+        return False
+
     def capture(self, layers: Sequence[int]) -> None:
         if layers:
             raise UserError(
@@ -163,9 +167,10 @@ class RemoteLM(CachedLM):
         """The server reads the prompts."""
         return torch.zeros(len(ids_BN), 1, 1)
 
-    def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
+    def verify(self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None) -> Tensor:
         """Send the drafts of all rows, and wait for all verdicts. Returns zeros [B, N+1, 1]."""
         tokens = draft.tokens.tolist()
+        self.fed = len(tokens) + int(draft.sizes.sum())
         for row, text in enumerate(self._texts):
             text.draft = tokens[row][: int(draft.sizes[row])]
             text.seq += 1

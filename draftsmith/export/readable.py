@@ -17,8 +17,8 @@ from draftsmith.export.formats import ExportJob, format_for, require_options
 from draftsmith.export.formats.readers import outdated
 from draftsmith.export.trained_drafter import TrainedDrafter
 from train.base.drafter_stages import drafts_in_parallel, has_other_tokenizer, heads_stage
-from train.base.schema import StageConfig
 from train.run.config import RunConfig
+from train.settings.schema import StageConfig
 
 KINDS = ("heads", "distill", "online", "layer_skip")  # of stages that train a drafter
 

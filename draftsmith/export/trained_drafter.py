@@ -26,8 +26,10 @@ from decode.model.loading import DTYPES, EMBEDDED, EMBEDDED_PREFIX, Target, load
 from decode.opening.directory import DRAFTER_FILE, describe_drafter
 from heads.heads_directory import build_heads, make_ready, read_heads, stored_options
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HEADS, HeadOptions, Heads
+from heads.heads_module import Heads
+from heads.kinds import HEADS
 from heads.layers.target_layers import output_layer
+from heads.options import HeadOptions
 
 # Untrained drafters have nothing to export. Engines have their own options for prompt lookup.
 BUILT_IN = (

@@ -2,11 +2,10 @@
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from decode.base.errors import UserError
 from decode.base.strict import Strict
-from train.base.config_file import read_mapping
+from train.base.config_file import ConfigSource, read_mapping
 
 
 class TriggerConfig(Strict):
@@ -104,12 +103,8 @@ class LearnConfig(Strict):
 
 def read_learn_config(path: Path) -> LearnConfig:
     """Read a config; its paths become absolute. Raises UserError with the key of a fault."""
-    values, _ = read_mapping(path, "records, run, engine")
-    try:
-        config = LearnConfig.model_validate(values)
-    except ValidationError as error:
-        lines = (f"{path}: {'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise UserError("\n".join(lines)) from None
+    values, root = read_mapping(path, "records, run, engine")
+    config = ConfigSource(values, path.parent, path, root).parsed(LearnConfig)
     base = Path(path).absolute().parent
     paths = ("records", "directory", "run", "drafter")
     return config.model_copy(

@@ -1,11 +1,13 @@
 """What a cycle trains and judges with: a tenant's records, a run, and the loop."""
 
 import json
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,8 @@ from draftsmith.learn.learn_config import LearnConfig
 from train.base.config_file import read_config
 from train.base.console import Reporter
 from train.data.read import Example, read_examples
-from train.run.config import RunConfig, build_config
+from train.run.config import RunConfig
+from train.run.config_checks import build_config
 from train.run.run import Run
 
 SERVING = "{serving}"
@@ -105,9 +108,9 @@ class Gain:
     """How much more one drafter is accepted than another, on the same prompts.
 
     before, after: accepted ÷ drafted of all prompts together. low, high: the interval of after −
-    before in which CERTAINTY of DRAWS lie (the percentile bootstrap): each draws as many prompts as
-    there are, with replacement, and takes the drafts of both drafters for them. With fewer than
-    FEWEST_PROMPTS nothing is certain: from −1 to 1.
+    before that is right in CERTAINTY of all cases (the expanded percentile bootstrap, Hesterberg
+    2014): each of DRAWS takes as many prompts as there are, with replacement, and the drafts
+    of both drafters for them. With fewer than FEWEST_PROMPTS nothing is certain: from −1 to 1.
     """
 
     before: float
@@ -121,8 +124,8 @@ class Gain:
         count = len(before)
         drawn = np.random.default_rng(0).integers(count, size=(DRAWS, count))
         gains = _rate(after[drawn].sum(1)) - _rate(before[drawn].sum(1))
-        rest = (1 - CERTAINTY) / 2
-        low, high = np.quantile(gains, (rest, 1 - rest)) if count >= FEWEST_PROMPTS else (-1, 1)
+        rest = _outside(count) if count >= FEWEST_PROMPTS else 0.0
+        low, high = np.quantile(gains, (rest, 1 - rest)) if rest else (-1, 1)
         whole = [float(_rate(counts.sum(0))) for counts in (before, after)]
         return cls(whole[0], whole[1], float(low), float(high))
 
@@ -131,6 +134,16 @@ class Gain:
             f"{self.after:.3f} on held-out records, the serving one {self.before:.3f}; the gain is "
             f"from {self.low:+.3f} to {self.high:+.3f} at {CERTAINTY:.0%}"
         )
+
+
+def _outside(count: int) -> float:
+    """The share of bootstrap draws below an interval for so many prompts. The draws spread less
+    than means do, by √((n − 1) / n), and the spread is an estimate itself (Student's t, by the
+    expansion of Cornish and Fisher)."""
+    normal, free = NormalDist(), count - 1
+    z = normal.inv_cdf((1 + CERTAINTY) / 2)
+    t = z + (z**3 + z) / (4 * free) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * free**2)
+    return normal.cdf(-t * math.sqrt(count / free))
 
 
 def _rate(counts: np.ndarray) -> np.ndarray:

@@ -25,6 +25,9 @@ from draftsmith.net.connections import HEALTH
 from draftsmith.net.events import event
 from draftsmith.net.limits import Limits
 from draftsmith.net.page import OPEN, page_routes
+from draftsmith.serve.anthropic.key_header import KeyHeader
+from draftsmith.serve.anthropic.messages_answer import MessagesAnswer, as_anthropic
+from draftsmith.serve.anthropic.messages_request import COUNT, MESSAGES
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import Refusal
 from draftsmith.serve.live_settings import Settings
@@ -49,6 +52,7 @@ PATHS = Paths(
     {HEALTH: "it says whether the service runs and is lossy, and nothing else", **OPEN},
     frozenset({"/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}),
 )
+MESSAGES_PATH, COUNT_PATH = MESSAGES_PATHS = "/v1/messages", "/v1/messages/count_tokens"
 LONGEST_BODY = 2 << 20  # bytes; a prompt of 128k tokens has about 0.6 MB
 _STATIC = Path(__file__).parent / "static"
 _LIVE_SECONDS = 0.5
@@ -105,6 +109,7 @@ class Service:
         chat = partial(self._answer, contract=CHAT, kind=ChatAnswer)
         complete = partial(self._answer, contract=COMPLETION, kind=CompletionAnswer)
         respond = partial(self._answer, contract=RESPONSES, kind=ResponsesAnswer)
+        message = partial(self._answer, contract=MESSAGES, kind=MessagesAnswer)
         shown = (ApiError, UserError, Refusal, HTTPException, Exception)
         return Starlette(
             routes=[
@@ -112,6 +117,8 @@ class Service:
                 Route("/v1/completions", complete, methods=post),
                 Route("/v1/responses", respond, methods=post),
                 Route("/v1/responses/{rest:path}", self._not_kept, methods=_ANY),
+                Route(MESSAGES_PATH, message, methods=post),
+                Route(COUNT_PATH, self._count, methods=post),
                 Route("/v1/models", self._models, methods=get),
                 Route("/v1/models/{name:path}", self._model, methods=get),
                 Route(HEALTH, self._health, methods=get),
@@ -130,7 +137,8 @@ class Service:
 
     def guarded(self) -> ASGIApp:
         """The application behind its guard."""
-        return RequestIds(replace(self.guard, paths=PATHS).around(self.app()))
+        guarded = replace(self.guard, paths=PATHS).around(self.app())
+        return RequestIds(KeyHeader(guarded, MESSAGES_PATHS))
 
     async def _figures(self) -> bytes | None:
         """The figures of the batcher, for the page."""
@@ -143,6 +151,10 @@ class Service:
     async def _not_kept(self, request: Request) -> Response:
         message = "answers are not kept, so none can be read or deleted; keep what you need"
         raise ApiError(404, message, code="not_kept")
+
+    async def _count(self, request: Request) -> Response:
+        read = await self.reader.read(COUNT, await self._body(request, LONGEST_BODY))
+        return JSONResponse({"input_tokens": sum(map(len, read.prompts))})
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described_model()]})
@@ -234,7 +246,7 @@ class Service:
 
 
 async def _error_response(request: Request, error: Exception) -> Response:
-    """An error in the shape of OpenAI's API. Any other error is a bug."""
+    """An error in the shape of the route's API. Any other error is a bug."""
     match error:
         case ApiError():
             said = error
@@ -247,6 +259,8 @@ async def _error_response(request: Request, error: Exception) -> Response:
             said = ApiError(error.status_code, message, headers=error.headers)
         case _:
             said = ApiError(500, "an error in the service; see its log")
+    if request.url.path in MESSAGES_PATHS:
+        return JSONResponse(as_anthropic(said), said.status, said.headers)
     return said.response()
 
 

@@ -29,13 +29,14 @@ from distill.replay.online_student import OnlineStudent
 from distill.teacher.top_k_cache import describe_teacher
 from draftsmith.serve.batching.request_batcher import RequestBatcher
 from draftsmith.serve.batching.requests import DecodeRequest, Refusal, RowWatch
-from heads.heads_module import HEADS
+from heads.kinds import HEADS
 from heads.online_heads import require_learns
 from train.base.console import Reporter
 from train.base.directory_lock import DirectoryLock
 from train.online.learners import Learning
-from train.online.learning import Online, OnlineConfig, Round
+from train.online.learning import Online, Round
 from train.online.stream_progress import StreamProgress, Versions
+from train.settings.online_config import OnlineConfig
 
 logger = logging.getLogger(__name__)
 

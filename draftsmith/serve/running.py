@@ -133,8 +133,8 @@ class Running:
         if self._tokens:
             self._tokens[index].add(new)
             piece.tokens = self._tokens[index].take(self._lengths[index], ended=ended)
-        if ended and text.stopped:
-            piece.reason = "stop"
+        if ended and text.stopped is not None:
+            piece.reason, piece.stop = "stop", text.stopped
         self._likelihoods[index] += sum(entry.logprob for entry in new.logprobs)
         if self._echoes and piece.generated == len(new.tokens):
             piece.text = self._echoes[index] + piece.text

@@ -2,48 +2,19 @@
 
 from typing import Any
 
-from pydantic import Field
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.model.kinds.layer_kinds import attention_size, usual_layer
 from decode.model.pretrained import explained
+from heads.options import LayerSettings
 
 
 def feed_forward_size(config: Any) -> int:
     """Width of the feed-forward layers of a model with this (text) config: of most of them."""
     config = usual_layer(config)
     return getattr(config, "intermediate_size", None) or 4 * int(config.hidden_size)
-
-
-class LayerSettings(Strict):
-    """Settings of a drafter's decoder layer that differ from its target's, as published drafters
-    have them. None: the target's."""
-
-    intermediate_size: int | None = Field(None, ge=1)
-    """The width of the feed-forward network."""
-    num_attention_heads: int | None = Field(None, ge=1)
-    """The number of query heads."""
-    num_key_value_heads: int | None = Field(None, ge=1)
-    """The number of key heads; it divides the number of query heads."""
-    head_dim: int | None = Field(None, ge=2)
-    """The size of a head."""
-    rms_norm_eps: float | None = Field(None, gt=0)
-    """ε of the norms."""
-    rope_parameters: dict[str, Any] | None = None
-    """The rotary positions, as in transformers' configs: `rope_type`, `rope_theta` and others."""
-
-    @classmethod
-    def difference(cls, config: LlamaConfig, usual: LlamaConfig) -> "LayerSettings | None":
-        """Return the settings of `config` that `usual` has not; None if there are none."""
-        changed = {
-            name: getattr(config, name)
-            for name in cls.model_fields
-            if getattr(config, name) != getattr(usual, name)
-        }
-        return cls(**changed) if changed else None
 
 
 def layer_config(model: PreTrainedModel, settings: LayerSettings | None = None) -> LlamaConfig:

@@ -6,7 +6,6 @@ Shapes: H hidden size, V' rows (draft vocabulary), D heads.
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from decode.model.compiled import uncompiled
 from decode.model.forward.lean_parts import PackedLinear
 from decode.model.forward.low_rank_output import LowRankLinear, factors
 from decode.model.pretrained import replaced
-
-OutputKind = Literal["own", "shared", "target"]
+from heads.options import OutputKind
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:

@@ -30,6 +30,7 @@ class Client:
 
 CLIENTS = (
     Client("openai_python.py", "openai", "agents", True, "chat, completions, responses, streams"),
+    Client("anthropic_python.py", "anthropic", "agents", True, "messages, a stream, counts"),
     Client("langchain.py", "langchain-openai", "agents", True, "chat, with an agent's name"),
     Client("autogen.py", "autogen-ext", "agents", False, "an assistant agent"),
     Client("semantic_kernel.py", "semantic-kernel", "agents", False, "a chat completion agent"),
@@ -42,6 +43,7 @@ CLIENTS = (
     Client("aider.py", "aider-chat", "aider", False, "one message about a file"),
     Client("guidellm.py", "guidellm", "guidellm", False, "three requests, one after the other"),
     Client("openai_node.mjs", "openai", "node", True, "chat, responses, a stream"),
+    Client("claude_code.mjs", "@anthropic-ai/claude-code", "node", False, "one question"),
     Client("ai_openai.mjs", "@ai-sdk/openai", "node", True, "`ai` over Responses"),
     Client(
         "ai_compatible.mjs", "@ai-sdk/openai-compatible", "node", True, "`ai` over Chat Completions"

@@ -17,7 +17,7 @@ with tempfile.TemporaryDirectory() as place:
         cwd=place,
         stdout=subprocess.PIPE,
         stdin=subprocess.DEVNULL,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
 assert "received" in ran.stdout, ran.stdout

@@ -17,7 +17,7 @@ with tempfile.TemporaryDirectory() as place:
         [*command, *options],
         env={**os.environ, "LLM_USER_PATH": place},
         stdout=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
         check=True,
     )
 print(ran.stdout.removesuffix("\n"))

@@ -36,5 +36,5 @@ with tempfile.TemporaryDirectory() as place:
         check=True,
         stdout=sys.stderr,
     )
-    samples = next(Path(place).rglob("samples_*.jsonl")).read_text().splitlines()
+    samples = next(Path(place).rglob("samples_*.jsonl")).read_text("utf-8").splitlines()
     print([json.loads(sample)["resps"][0][0] for sample in samples])

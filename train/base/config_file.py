@@ -1,25 +1,18 @@
-"""Reads a config file and checks it against the schema of all configs, train/schema.json.
+"""Reads a config file, and says what is wrong in it: the line, the key, what was found and what is
+expected. Nothing here imports torch, so a mistake is told within a second."""
 
-Nothing here imports torch, so a mistake is reported within a second, with the line of the file.
-`train.run.config` then builds the config from the values. The schema is generated from its classes.
-"""
-
-import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import chain
+from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 import yaml
-from jsonschema import Draft4Validator, Draft202012Validator, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import extend
+from pydantic import BaseModel, ValidationError
 
 from decode.base.errors import UserError, nearest
+from train.settings.schema import NO_NAME, OTHER_NAME, json_schema
 
 # Settings of earlier versions: the value that switched each one off, and what to write instead. A
 # run that has one with that value goes on.
@@ -46,6 +39,7 @@ REMOVED: Mapping[str, tuple[Any, str]] = {
 
 Keys = tuple[str | int, ...]  # the path to a value: keys of mappings and indices of lists
 Schema = Mapping[str, Any]  # JSON schema, as pydantic writes it
+M = TypeVar("M", bound=BaseModel)
 
 
 @dataclass
@@ -66,10 +60,9 @@ class ConfigSource:
     notes: list[str] = field(default_factory=list)
 
     def apply(self, overrides: Sequence[str]) -> None:
-        """Apply `key.sub=value` overrides, and check the values. Raises UserError."""
+        """Apply `key.sub=value` overrides. Raises UserError."""
         for override in overrides:
             self.override(override)
-        self.check()
         self._leave_out_other_splits()
 
     def _leave_out_other_splits(self) -> None:
@@ -84,7 +77,7 @@ class ConfigSource:
             for value in (self.before[train], data["train"])
         )
         left_out = [split for split in splits if data.get(split) is not None]
-        if left_out and not set(old) & set(new):
+        if left_out and not any(source in old for source in new):
             data |= dict.fromkeys(left_out)
             names = " and ".join(f"data.{split}" for split in left_out)
             self.notes.append(
@@ -92,11 +85,14 @@ class ConfigSource:
                 "another; test and dev are split off from it, unless you give them"
             )
 
-    def check(self) -> None:
-        """Raise UserError with everything in the values that the schema refuses."""
-        problems = find_problems(self.values, schema())
-        if problems:
-            raise UserError("\n".join(self.explain(*problem) for problem in problems))
+    def parsed(self, kind: type[M]) -> M:
+        """The values as this class of settings. Raises UserError with everything that it
+        refuses."""
+        try:
+            return kind.model_validate(self.values)
+        except ValidationError as error:
+            problems = Problems(self, kind).of(error)
+            raise UserError("\n".join(self.explain(*problem) for problem in problems)) from None
 
     def explain(self, keys: Keys, problem: str) -> str:
         """The message for a problem with the value at `keys`."""
@@ -119,12 +115,13 @@ class ConfigSource:
         return ".".join(words)
 
     def existing(self, path: Sequence[Any]) -> Keys:
-        """The parts of a path that lead to a value. pydantic's paths also contain type names."""
+        """The parts of a path of pydantic that are keys. The others are names of types."""
         keys: list[Any] = []
         value: Any = self.values
-        for part in path:
-            if (child := _child(value, part)) is not None:
-                value = child
+        for place, part in enumerate(path):
+            is_kind = place == 2 and path[0] == "stages"
+            if not is_kind and _has(value, part):
+                value = value[part]
                 keys.append(part)
         return tuple(keys)
 
@@ -167,7 +164,7 @@ class ConfigSource:
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> ConfigSource:
-    """Read a YAML file, apply `key.sub=value` overrides, and check the values.
+    """Read a YAML file, and apply `key.sub=value` overrides.
 
     Overrides select a stage by name or number: `stages.distill.epochs=3`. Raises UserError with the
     line or the override, the key, and the nearest known spelling.
@@ -254,11 +251,13 @@ _Loader.add_implicit_resolver(
 
 def _child(value: Any, key: Any) -> Any:
     """The value at a key of a mapping or a number of a list entry; None if there is none."""
+    return value[key] if _has(value, key) else None
+
+
+def _has(value: Any, key: Any) -> bool:
     if isinstance(value, dict):
-        return value.get(key)
-    if isinstance(value, list) and isinstance(key, int) and key < len(value):
-        return value[key]
-    return None
+        return key in value
+    return isinstance(value, list) and isinstance(key, int) and key < len(value)
 
 
 def _key_in(parent: Any, word: str, override: str) -> str | int:
@@ -281,7 +280,7 @@ def _key_in(parent: Any, word: str, override: str) -> str | int:
     )
 
 
-# --- the schema -----------------------------------------------------------------------------------
+# --- what is wrong with a value -------------------------------------------------------------------
 
 _TYPES = {
     "string": "text",
@@ -295,37 +294,114 @@ _TYPES = {
 _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 
 
-def _is_number(_: Any, value: Any) -> bool:
-    return Draft4Validator.TYPE_CHECKER.is_type(value, "number") and not math.isnan(value)
+@dataclass
+class Problems:
+    """Puts what pydantic refuses of a config into words, with the JSON schema of its class."""
+
+    source: ConfigSource
+    kind: type[BaseModel]
+
+    @cached_property
+    def _schema(self) -> Schema:
+        return json_schema(self.kind)
+
+    def of(self, error: ValidationError) -> list[tuple[Keys, str]]:
+        """(keys, problem) of each value. A value that may have several types has an error for each
+        of them: those within it are of the type that was meant."""
+        found = [(self._keys(item), item) for item in error.errors(include_url=False)]
+        within = {keys[:n] for keys, _ in found for n in range(len(keys))}
+        problems = (self._problem(keys, item) for keys, item in found if keys not in within)
+        return list(dict.fromkeys(problems))
+
+    def _keys(self, item: Any) -> Keys:
+        path, value = item["loc"], item["input"]
+        if item["type"] == "missing":
+            return (*self.source.existing(path[:-1]), path[-1])
+        keys = self.source.existing(path)
+        if item["type"] in ("union_tag_not_found", "union_tag_invalid"):
+            return (*keys, item["ctx"]["discriminator"].strip("'"))
+        if item["type"] == NO_NAME or (item["type"] == OTHER_NAME and isinstance(value, dict)):
+            return (*keys, "name")
+        return keys
+
+    def _problem(self, keys: Keys, item: Any) -> tuple[Keys, str]:
+        kind = item["type"]
+        if kind == "value_error":
+            return keys, f"does not fit: {item['ctx']['error']}"
+        options, defs = self._options(keys), self._schema["$defs"]
+        part = {"anyOf": options}
+        if kind in ("missing", "union_tag_not_found", NO_NAME):
+            return keys, f"is missing; expected {describe(part, defs)}."
+        if kind == "extra_forbidden" or item["loc"][-1] == "[key]":
+            key = keys[-1]
+            if key in REMOVED:
+                return keys, f"was removed: {REMOVED[str(key)][1]}."
+            known = {k: x for o in self._options(keys[:-1]) for k, x in _properties(o).items()}
+            return keys, f"is unknown.{_place_of(str(key), known, defs)}"
+        value: Any = self.source.values
+        for key in keys:
+            value = _child(value, key)
+        said = f"is {_show(value)}; expected {describe(part, defs)}."
+        return keys, said + _suggestion(value, options, defs)
+
+    def _options(self, keys: Keys) -> list[Schema]:
+        """The schemas of the value at `keys`, of which it must fit one."""
+        value: Any = self.source.values
+        options, defs = [self._schema], self._schema["$defs"]
+        for key in keys:
+            inner = [part for option in options if (part := _inside(option, key)) is not None]
+            value = _child(value, key)
+            options = [
+                _chosen(option, value, defs)
+                for part in inner
+                for option in alternatives(part, defs)
+            ]
+        return options
 
 
-# To draft 4, 1.0 is no whole number.
-_Checker = extend(
-    Draft202012Validator, type_checker=Draft4Validator.TYPE_CHECKER.redefine("number", _is_number)
-)
+def _chosen(option: Schema, value: Any, defs: Schema) -> Schema:
+    """Of an option that is one of several classes, the class that the value names, if it does."""
+    if "discriminator" not in option or not isinstance(value, dict):
+        return option
+    tag, by_tag = option["discriminator"]["propertyName"], option["discriminator"]["mapping"]
+    name = value.get(tag)
+    if isinstance(name, str) and name in by_tag:
+        (chosen,) = alternatives({"$ref": by_tag[name]}, defs)
+        return chosen
+    return {"type": "object", "properties": {tag: {"enum": list(by_tag)}}}
 
 
-@cache
-def schema() -> Schema:
-    """The schema of all configs, generated by `python -m tests.reference --write`."""
-    return json.loads((Path(__file__).parents[1] / "schema.json").read_text("utf-8"))
+def _properties(option: Schema) -> Schema:
+    found: Schema = option.get("properties", {})
+    return found
 
 
-def alternatives(part: Schema) -> list[Schema]:
+def _inside(option: Schema, key: str | int) -> Schema | None:
+    """The schema of what a value of this schema has at a key; None if it says nothing."""
+    if isinstance(key, int) and "items" in option:
+        found: Schema = option["items"]
+        return found
+    rest = option.get("additionalProperties")
+    found = _properties(option).get(str(key), rest if isinstance(rest, Mapping) else None)
+    return found
+
+
+def alternatives(part: Schema, defs: Schema) -> list[Schema]:
     """The schemas, with references resolved. A value must fit at least one of them."""
     if "$ref" in part:
-        return alternatives(schema()["$defs"][part["$ref"].rpartition("/")[2]])
+        return alternatives(defs[part["$ref"].rpartition("/")[2]], defs)
     if "anyOf" in part:
-        return [option for entry in part["anyOf"] for option in alternatives(entry)]
+        return [option for entry in part["anyOf"] for option in alternatives(entry, defs)]
     return [part]
 
 
-def describe(part: Schema) -> str:
-    """What a schema expects, in words."""
-    return " or ".join(dict.fromkeys(_describe(option) for option in alternatives(part)))
+def describe(part: Schema, defs: Schema) -> str:
+    """What a schema expects, in words. defs: what it may refer to."""
+    found = (_describe(option, defs) for option in alternatives(part, defs))
+    return " or ".join(dict.fromkeys(found))
 
 
-def _describe(option: Schema) -> str:
+def _describe(option: Schema, defs: Schema) -> str:
     if "title" in option:
         return str(option["title"])
     if names := _names(option):
@@ -340,56 +416,16 @@ def _describe(option: Schema) -> str:
         bounds.append(f"that matches {option['pattern']}")
     if "minItems" in option:
         bounds.append(f"of {option['minItems']} or more")
-    each = f"(each {describe(option['items'])})" if option.get("items") else ""
+    each = f"(each {describe(option['items'], defs)})" if option.get("items") else ""
     return " ".join(filter(None, [words, " and ".join(bounds), each]))
 
 
-@cache
-def _checker() -> Validator:
-    """Checks a value against the schema of all configs. Its parts may refer to this schema."""
-    return _Checker(schema())
-
-
-def find_problems(value: Any, part: Schema, keys: Keys = ()) -> list[tuple[Keys, str]]:
-    """(keys, problem) for every part of a value that does not fit the schema."""
-    errors = _checker().evolve(schema=part).iter_errors(value)
-    found = (_problems(error, (*keys, *error.path)) for error in errors)
-    return list(dict.fromkeys(chain.from_iterable(found)))
-
-
-def _problems(error: ValidationError, keys: Keys) -> Iterator[tuple[Keys, str]]:
-    value: Any = error.instance
-    part = cast(Schema, error.schema)
-    options = alternatives(part)
-    fitting = [x for x in options if _checker().is_type(value, x.get("type", "object"))]
-    if error.validator == "anyOf" and fitting:
-        yield from min((find_problems(value, option, keys) for option in fitting), key=len)
-    elif error.validator == "oneOf" and fitting:
-        tag, by_tag = part["discriminator"]["propertyName"], part["discriminator"]["mapping"]
-        known = {"properties": {tag: {"enum": list(by_tag)}}, "required": [tag]}
-        chosen = {"$ref": by_tag[value[tag]]} if value.get(tag) in list(by_tag) else known
-        yield from find_problems(value, chosen, keys)
-    elif error.validator == "additionalProperties":
-        for key in value:
-            if key not in part.get("properties", {}):
-                if key in REMOVED:
-                    yield (*keys, key), f"was removed: {REMOVED[key][1]}."
-                    continue
-                yield (*keys, key), f"is unknown.{_place_of(str(key), part['properties'])}"
-    elif error.validator == "required":
-        for key in part["required"]:
-            if key not in value:
-                yield (*keys, key), f"is missing; expected {describe(part['properties'][key])}."
-    else:
-        yield keys, f"is {_show(value)}; expected {describe(part)}.{_suggestion(value, options)}"
-
-
-def _place_of(key: str, properties: Schema) -> str:
+def _place_of(key: str, properties: Schema, defs: Schema) -> str:
     """' Did you mean …?' with the property that has this key, or with the nearest property."""
     inner = [
         f'"{name}.{key}"'
         for name, part in properties.items()
-        if any(key in inside.get("properties", {}) for inside in alternatives(part))
+        if any(key in _properties(inside) for inside in alternatives(part, defs))
     ]
     return f" Did you mean {' or '.join(inner)}?" if inner else nearest(key, properties)
 
@@ -398,13 +434,14 @@ def _names(option: Schema) -> list[str]:
     return list(map(str, option.get("enum", [option["const"]] if "const" in option else [])))
 
 
-def _suggestion(value: Any, options: Sequence[Schema]) -> str:
+def _suggestion(value: Any, options: Sequence[Schema], defs: Schema) -> str:
     """' Did you mean …?' with the likely value, or ''."""
     for option in options:
         if option.get("type") == "array" and not isinstance(value, list | dict):
-            if not find_problems([value], option):
+            entries = alternatives(option.get("items", {}), defs)
+            if any(_is_one(value, entry) for entry in entries):
                 return f" Did you mean [{value}]?"
-            return _suggestion(value, alternatives(option.get("items", {})))
+            return _suggestion(value, entries, defs)
         tagged = option.get("discriminator", {"mapping": ()})
         if isinstance(value, str) and value in tagged["mapping"]:
             return f" Did you mean {{{tagged['propertyName']}: {value}}}?"
@@ -413,6 +450,16 @@ def _suggestion(value: Any, options: Sequence[Schema]) -> str:
         return ' Did you mean "no"? Without quotes it is read as false.'
     # A part's options come after its name: NAME:option=value.
     return nearest(str(value).partition(":")[0], names)
+
+
+def _is_one(value: Any, option: Schema) -> bool:
+    """Whether a plain value is of the type of a list's entries."""
+    if names := _names(option):
+        return value in names
+    type_ = {"string": str, "integer": int, "number": int | float, "boolean": bool}.get(
+        option.get("type", ""), ()
+    )
+    return isinstance(value, type_) and isinstance(value, bool) == (type_ is bool)
 
 
 def _show(value: Any) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from decode.base.errors import UserError
-from train.base.schema import StageConfig, closest_stage
+from train.settings.schema import StageConfig, closest_stage
 
 # Kinds of stages that make small language models, which later stages can continue to train.
 DRAFTER_STAGES = ("distill", "online")

@@ -47,7 +47,12 @@ def _git(*arguments: str) -> str | None:
     here = Path(__file__).parent
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10, check=False
+            ["git", *arguments],
+            cwd=here,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=10,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None

@@ -11,6 +11,8 @@ from decode.base.errors import UserError
 
 EVALUATIONS, EVALUATION = "evaluations", "evaluation.json"
 BEFORE = "before"  # the stage of an untrained drafter
+STAGES = "stages"
+FORECASTS, FORECAST = "-forecast", "forecast.json"
 START = " (start)"  # of a drafter before its training, after the stage's name
 
 # (stage, kind of drafter): unique in a run
@@ -20,10 +22,10 @@ Key = tuple[str, str]
 def stage_directory(run: Path, name: str, number: int) -> Path:
     """The directory of a run's stage, the `number`-th of its config. The stage keeps the directory
     in which it began, also if the config later has other stages before it."""
-    planned = run / "stages" / f"{number:02d}-{name}"
+    planned = run / STAGES / f"{number:02d}-{name}"
     if planned.is_dir():
         return planned
-    begun = (run / "stages").glob(f"*-{glob.escape(name)}")
+    begun = (run / STAGES).glob(f"*-{glob.escape(name)}")
     named = re.compile(rf"\d+-{re.escape(name)}")
     return next((path for path in sorted(begun) if named.fullmatch(path.name)), planned)
 
@@ -49,6 +51,17 @@ def read_record(path: Path) -> Any:
             f"the report cannot be made: {path} cannot be read ({error}). Restore it from a copy, "
             "or start the run again under another name."
         ) from error
+
+
+def forecast_of(run: Path) -> Path:
+    """The file of the forecast of a run, beside the run's directory."""
+    return run.with_name(f"{run.name}{FORECASTS}") / FORECAST
+
+
+def stored_forecast(run: Path) -> Any:
+    """What `draftsmith forecast` said of a run before its training. None: there is no forecast."""
+    file = forecast_of(run)
+    return read_record(file) if file.is_file() else None
 
 
 def rows_of(config: Mapping[str, Any], stored: Mapping[Key, Path]) -> list[Path]:

@@ -16,8 +16,8 @@ from decode.base.registry import Registry
 from decode.model.hidden_states import layer_list_name
 from decode.model.loading import Target
 from train.base.console import Reporter
-from train.base.schema import StageConfig
 from train.data.corpus import Corpus
+from train.settings.schema import StageConfig
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class StageInputs:
     the run's examples as tokens. run_name: for provenance. allow_changes: continue a run that began
     with other settings or another number of ranks. processes: the number that a plan is for; None:
     those that run now. sharded: whether they share the target's layers. profile_steps: the number
-    of steps of each training to profile; None: no profile.
+    of steps of each training to profile; None: no profile. later: the settings of the stages after
+    this one.
     """
 
     target: Target
@@ -94,6 +95,7 @@ class StageInputs:
     processes: int | None = None
     sharded: bool = False
     profile_steps: int | None = None
+    later: Sequence[StageConfig] = ()
 
 
 @dataclass
@@ -138,7 +140,6 @@ class Stage(ABC, Generic[C]):
     where a killed run stopped.
     """
 
-    Config: ClassVar[type[StageConfig]]
     # Whether the target may have an encoder.
     with_encoder: ClassVar[bool] = False
     # Whether the target's layers may be on several devices, or offloaded (`target.device_map`).
@@ -152,6 +153,7 @@ class Stage(ABC, Generic[C]):
         self.run_name, self.allow_changes = inputs.run_name, inputs.allow_changes
         self.processes = inputs.processes or inputs.accelerator.num_processes
         self.sharded, self.profile_steps = inputs.sharded, inputs.profile_steps
+        self.later = inputs.later
 
     @property
     def origin(self) -> dict[str, Any]:

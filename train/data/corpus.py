@@ -21,6 +21,7 @@ from train.data.self_prompts import read_prompts
 from train.data.stored_samples import sizes
 from train.data.turns import TURN, turn
 from train.data.usable_rows import UsableRows
+from train.settings.text_settings import stages_of
 
 PART = "part-"
 ANSWERS = "answers.jsonl"  # in a part
@@ -140,6 +141,14 @@ class Corpus:
             ):
                 yield sample if self.start is None else sample.under_encoder(self.start)
 
+    def answered(self, example: Example, stage: str, number: int, answer: list[int]) -> Sample:
+        """The sample of an example with the answer of this number of a generate stage, as token
+        ids."""
+        encoder = self.start is not None
+        sample = to_sample(example, self.tokenizer, answer, self.system, encoder=encoder)
+        sample = replace(sample, id=f"{sample.id}#{stage}-{number}")
+        return sample if self.start is None else sample.under_encoder(self.start)
+
     def _answered(
         self, stage: str, parts: Sequence[Path], asked: Mapping[str, "_ById"]
     ) -> Iterator[Sample]:
@@ -148,11 +157,8 @@ class Corpus:
             split = verify_directory(part, deep=False).get("split")
             places = asked if split is None else {split: asked[split]}
             for answer in answers_of(part):
-                example, encoder = _find(answer["id"], places, part), self.start is not None
-                tokens = answer["tokens"]
-                sample = to_sample(example, self.tokenizer, tokens, self.system, encoder=encoder)
-                sample = replace(sample, id=f"{sample.id}#{stage}-{answer['sample']}")
-                yield sample if self.start is None else sample.under_encoder(self.start)
+                example = _find(answer["id"], places, part)
+                yield self.answered(example, stage, answer["sample"], answer["tokens"])
 
     def sha256(self, text: str | list[str], split: str = "train") -> str:
         """A hash of what decides the samples of a text, but not of the rows' content: a run's data
@@ -199,11 +205,6 @@ def _find(name: str, places: Mapping[str, _ById], part: Path) -> Example:
             "answers again"
         )
     return found[0]
-
-
-def stages_of(text: str | list[str]) -> list[str]:
-    """The generate stages whose answers are the text. Empty for the data's own responses."""
-    return [] if text == "data" else [text] if isinstance(text, str) else text
 
 
 def write_answers(

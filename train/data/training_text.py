@@ -6,20 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
-from pydantic import Field
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from decode.base.artifact import remove_directory, verify_directory, write_directory
-from decode.base.strict import Strict
 from decode.drafters import DRAFTERS
-from decode.draw.sampling_config import SamplingConfig
 from decode.loop.decoding import Decoder
 from decode.measure.ranks import Ranks
 from decode.model.loading import Target
@@ -28,6 +25,7 @@ from train.data.batches import permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import Example
+from train.settings.training import OnPolicyConfig
 
 # Returns the complete trained parameters whose names begin with a prefix, on every rank. The prefix
 # is removed from the names.
@@ -62,31 +60,6 @@ class FixedText:
 
 FILE = "samples.jsonl"  # in the directory of a round
 Item = TypeVar("Item")
-
-
-class OnPolicySampling(SamplingConfig):
-    """How text is drawn, with temperature 1 as the default."""
-
-    temperature: float = Field(1.0, ge=0)
-    """Divides the logits. 0: greedy decoding."""
-
-
-class OnPolicyConfig(Strict):
-    """Text that the drafter generates during its training (GKD, 2306.13649)."""
-
-    fraction: float = Field(0.5, gt=0, le=1)
-    """λ, the share of samples that the drafter generates; the others come from the text."""
-    samples: int = Field(128, ge=1)
-    """The number of samples of a round. Each round generates new text with the current drafter."""
-    max_new_tokens: int = Field(128, ge=1)
-    """The length limit of a generated answer in tokens."""
-    sampling: OnPolicySampling = OnPolicySampling()
-    """How the text is drawn."""
-    batch_size: int = Field(32, ge=1)
-    """The number of prompts that a process answers together."""
-    drafter: Literal["auto", "none", "ngram"] = "auto"
-    """The drafter that speeds up the generation: none, ngram (speculative decoding), or auto, the
-    faster of the two on the first batch. It does not change the text."""
 
 
 class OnPolicyText:

@@ -4,10 +4,9 @@ import asyncio
 import math
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar, Self
@@ -15,25 +14,38 @@ from typing import Any, ClassVar, Self
 import httpx2
 
 from decode.base.errors import UserError
-from train.engines.answers.protocols import PROTOCOLS, Answer, AnswerReader, AskSettings, Row
-from train.engines.server_config import EngineServer, ServerConfig
+from train.engines.answers.protocols import (
+    PROTOCOLS,
+    Answer,
+    AnswerReader,
+    AskSettings,
+    Protocol,
+    Row,
+)
+from train.settings.server_config import EngineServer, ServerConfig
 
 CONNECT_SECONDS = 10.0
 RETRIED = (408, 409, 429)
 # Of one row, such as a prompt that is too long for the engine.
 REFUSED_ROW = (400, 413, 422)
 REFUSED = "refused by the server"
+UNANSWERED = "not answered by the server"
+OTHER = -1  # the number of a row that only shows whether a server answers
 FIRST_WAIT = 0.5
 LONGEST_WAIT = 30.0
 
 
 class ServerLost(UserError):
-    """A server does not answer any more. Others can take its rows. reached: there is a server, so
+    """A server does not answer any more. Others can take its rows. reached: there was a server, so
     that it may be this request alone that it does not answer."""
 
     def __init__(self, message: str, *, reached: bool = False) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+class Unanswered(UserError):
+    """A server does not answer a request, but others."""
 
 
 class ServerClient:
@@ -119,7 +131,8 @@ class ServerClient:
                 reached = True
             except httpx2.RequestError as error:
                 problem = f"{type(error).__name__} {error}".strip()
-                reached = not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+                # A request that ends an engine does so at its first attempt.
+                reached |= not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
             else:
                 if response.status_code not in RETRIED and response.status_code < 500:
                     return response
@@ -129,10 +142,28 @@ class ServerClient:
         if wait > limit:
             asked = self.setting("timeout_seconds")
             problem += f"; it asks to wait {wait:.0f} s, more than {asked}"
+            reached = False  # by its own word it answers no request
         raise ServerLost(
             f"{self.url} did not answer in {tries} attempts ({problem}). {self.kept}",
             reached=reached,
         )
+
+    async def ask(
+        self, protocol: Protocol, body: Any, settings: AskSettings, path: str | None = None
+    ) -> httpx2.Response:
+        """As `send`, to the protocol's path or another. Raises Unanswered if the server answers
+        another request: a token after a token. Then the request is at fault, and else the server,
+        for which it raises ServerLost."""
+        try:
+            return await self.send("POST", path or protocol.path, body)
+        except ServerLost as error:
+            token = settings.eos_token_ids[0] if settings.eos_token_ids else 0
+            other = protocol.body(Row(OTHER, [token]), replace(settings, max_new_tokens=1))
+            if error.reached:
+                with suppress(ServerLost):
+                    await self.send("POST", protocol.path, other)
+                    raise Unanswered(f"{error}. It answers other requests") from error
+            raise
 
 
 class AnswerServer(ServerClient):
@@ -155,10 +186,14 @@ class AnswerServer(ServerClient):
         return self
 
     async def answer(self, row: Row) -> Answer:
-        """The answer to a row's prompt. Raises ServerLost if the server does not answer, and
-        UserError if it refuses every request, or replies something else."""
+        """The answer to a row's prompt; one without tokens if the server refuses it, or answers
+        others only. Raises ServerLost if the server does not answer, and UserError if it refuses
+        every request, or replies something else."""
         body = self._protocol.body(row, self._settings)
-        response = await self.send("POST", self._protocol.path, body)
+        try:
+            response = await self.ask(self._protocol, body, self._settings)
+        except Unanswered as error:
+            return Answer([], str(error), UNANSWERED)
         if response.status_code in REFUSED_ROW:
             return Answer([], excerpt(response), REFUSED)
         try:
@@ -180,20 +215,21 @@ def ask_servers(
     reader: AnswerReader,
     on_answer: Callable[[Row, Answer], None],
     concurrency: int | None = None,
-    on_lost: Callable[[str], None] = lambda problem: None,
+    say: Callable[[str], None] = lambda problem: None,
 ) -> None:
     """Ask for every row, and call `on_answer` with each answer as it comes. rows: taken one by one,
     as servers become free. concurrency: requests at a time for each server; None: the config's.
-    If one of several servers does not answer any more, the others take its rows, and `on_lost` is
-    called with the problem. Raises UserError as `AnswerServer.answer` does, ServerLost for the last
-    server only, and cancels all other requests."""
+    If one of several servers does not answer any more, the others take its rows. A row that a
+    server alone does not answer is asked of the others; if none answers it, it is left out. `say`
+    is called with both problems. Raises UserError as `AnswerServer.answer` does, ServerLost for the
+    last server only, and cancels all other requests."""
     run_apart(
         _ask(
             [AnswerServer(url, config, settings, reader) for url in urls],
             iter(rows),
             concurrency or config.concurrency,
             on_answer,
-            on_lost,
+            say,
         )
     )
 
@@ -214,40 +250,45 @@ async def _ask(
     rows: Iterator[Row],
     concurrency: int,
     on_answer: Callable[[Row, Answer], None],
-    on_lost: Callable[[str], None],
+    say: Callable[[str], None],
 ) -> None:
     up = list(servers)
-    given_back: deque[Row] = deque()
+    free = {server: asyncio.Semaphore(concurrency) for server in servers}
+
+    async def answered(row: Row, first: AnswerServer) -> Answer:
+        """By the first server that answers it. At least one is up, else the last has raised."""
+        answer = Answer([], "", UNANSWERED)
+        for server in (first, *(server for server in servers if server is not first)):
+            if server not in up:
+                continue
+            try:
+                async with free[server]:
+                    answer = await server.answer(row)
+            except ServerLost as error:
+                if up == [server]:
+                    raise
+                if server in up:
+                    up.remove(server)
+                    say(f"{error}. The other servers take its rows")
+                continue
+            if answer.left_out != UNANSWERED:
+                return answer
+        say(f"{answer.finish_reason}, so this one is left out")
+        return answer
 
     async def work(server: AnswerServer) -> None:
-        while server in up:
-            # Shared by all: each row has one taker.
-            row = given_back.popleft() if given_back else next(rows, None)
-            if row is None:
-                return
-            try:
-                answer = await server.answer(row)
-            except ServerLost as error:
-                given_back.append(row)
-                if server in up:
-                    if len(up) == 1:
-                        raise
-                    up.remove(server)
-                    on_lost(f"{error}. The other servers take its rows")
-                return
-            on_answer(row, answer)
+        # Shared by all: each row has one taker.
+        while server in up and (row := next(rows, None)) is not None:
+            on_answer(row, await answered(row, server))
 
     async with AsyncExitStack() as stack:
         for server in servers:
             await stack.enter_async_context(server)
-        tasks: list[asyncio.Task[None]] = []
+        tasks = [
+            asyncio.create_task(work(server)) for _ in range(concurrency) for server in servers
+        ]
         try:
-            # Again for rows that came back when the others had nothing left to do.
-            while not tasks or given_back:
-                tasks = [
-                    asyncio.create_task(work(server)) for _ in range(concurrency) for server in up
-                ]
-                await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()

@@ -25,7 +25,7 @@ from train.base.launcher import cores, environment_of_one, on_several_machines
 from train.base.platforms import require_posix
 from train.engines.child_process import model_directory, python_of, serving
 from train.engines.programs import VLLM_ENVIRONMENT, find_vllm, llama_server_program
-from train.engines.server_config import EngineServer
+from train.settings.server_config import EngineServer
 
 LARGE = 2e9  # parameters, from which a build for CPUs is refused unless it is asked for
 

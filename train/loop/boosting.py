@@ -12,16 +12,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.artifact import manifest_sha256, verify_directory, write_directory
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.drafters.draft_vocabulary import load_vocabulary
 from decode.measure.ranks import ALONE, Ranks
 from decode.model.identity import require_same_vocabulary
@@ -38,28 +35,13 @@ from train.base.drafter_stages import (
     heads_stage,
     require_whole,
 )
-from train.base.schema import StageConfig, closest_stage
 from train.data.batches import Inputs, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.stored_samples import sample_ids, sizes, take, texts
+from train.settings.schema import StageConfig, closest_stage
+from train.settings.training import BoostConfig
 
 FILE = "right.npy"  # whether tokens are guessed, eight in a byte
-
-
-class BoostConfig(Strict):
-    """A drafter that learns the tokens that earlier drafters miss (SpecInfer, 2305.09781)."""
-
-    missed_by: str | Annotated[list[str], Field(min_length=1)]
-    """The earlier drafters: the name of a distill or online stage, a drafter directory, or several
-    of them. A token is missed if it is the likeliest token of none of them."""
-    hit_weight: float = Field(0.1, ge=0, lt=1)
-    """The weight of a token that an earlier drafter guesses; that of a missed token is 1. 0: learn
-    only the missed tokens."""
-
-    @property
-    def names(self) -> list[str]:
-        """The earlier drafters, as a list."""
-        return [self.missed_by] if isinstance(self.missed_by, str) else self.missed_by
 
 
 def check_boost(config: BoostConfig, earlier: Sequence[StageConfig], *, stage: str) -> None:

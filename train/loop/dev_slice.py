@@ -5,11 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from pydantic import Field
 from torch import Tensor, nn
 
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
 from decode.loop.rows import require_prompts
@@ -20,25 +18,7 @@ from train.data.batches import Batches, Inputs, RankText, collate, inputs
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.data.training_text import Weights
-
-
-class DevConfig(Strict):
-    """Figures of a drafter during its training, on a slice of the dev split."""
-
-    text: str = "data"
-    """A generate stage that answered the dev split, or `data` for the split's own responses."""
-    samples: int = Field(32, ge=1)
-    """The number of samples, spread evenly over the text."""
-    every: int = Field(50, ge=1)
-    """Optimizer steps between two measurements."""
-    decode_prompts: int = Field(0, ge=0)
-    """The number of dev prompts to decode greedily at each measurement, for the acceptance rate of
-    real decoding. 0: none."""
-    gamma: int = Field(4, ge=1)
-    """The depth of a draft in tokens, for figures on drafts. For heads it is at most their
-    number."""
-    max_new_tokens: int = Field(48, ge=2)
-    """The length limit of a decoded answer in tokens."""
+from train.settings.training import DevConfig
 
 
 @dataclass

@@ -23,8 +23,8 @@ from train.base.stage import Memory, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
 from train.loop.live_window import WINDOW_PASSES
-from train.loop.optimizer import OptimizerConfig
-from train.loop.training_task import LoopConfig
+from train.settings.optimizer_config import OptimizerConfig
+from train.settings.training import LoopConfig
 
 PROMPTS_MEASURED = 64  # prompts whose mean length stands for all
 LOGIT_BYTES = 12  # of a token's logit with its float64 copy, from which tokens are drawn

@@ -11,9 +11,10 @@ from decode.opening.directory import describe_drafter
 from decode.opening.shipped import shipped_drafter
 from distill.students import refuse
 from heads.heads_directory import stored_options
-from heads.heads_module import HEADS, HeadOptions
+from heads.kinds import HEADS
+from heads.options import HeadOptions
 from train.base.drafter_stages import require_whole
-from train.base.schema import StageConfig, closest_stage
+from train.settings.schema import StageConfig, closest_stage
 
 
 def start_directory(start: str) -> Path:

@@ -2,10 +2,7 @@
 
 from collections.abc import Callable
 
-from pydantic import Field
-
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.loop.rows import require_prompts
 from decode.measure.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
@@ -16,20 +13,7 @@ from decode.model.loading import Target
 from heads.heads_module import Heads
 from train.data.corpus import Corpus
 from train.data.read import spread
-
-
-class TreeConfig(Strict):
-    """The tree stored with the drafter, calibrated on the dev split (Medusa 2401.10774, section
-    2.3.3)."""
-
-    nodes: int | None = Field(None, ge=1)
-    """The size of the tree. None: as many nodes as pay off at this machine's measured costs."""
-    width: int = Field(10, ge=1)
-    """The calibration measures the acceptance of each head's `width` likeliest tokens."""
-    prompts: int = Field(32, ge=1)
-    """The number of prompts to measure on, spread evenly over the split."""
-    max_new_tokens: int = Field(48, ge=2)
-    """How many tokens are decoded for each prompt."""
+from train.settings.training import TreeConfig
 
 
 def require_tree(settings: TreeConfig, target: Target, corpus: Corpus, *, stage: str) -> None:

@@ -14,7 +14,8 @@ from train.data.batches import RankText, bucket_batches, collate, inputs
 from train.data.chat_tokens import Sample
 from train.engines.states.served_states import ServedStates
 from train.loop.open_caches import Cache
-from train.loop.training_task import LookAhead, LoopConfig
+from train.loop.training_task import LookAhead
+from train.settings.training import LoopConfig
 
 # With samples for several passes, each pass gets rows of similar length.
 WINDOW_PASSES = 4

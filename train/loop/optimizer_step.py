@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from train.loop.optimizer import OptimizerConfig
+from train.settings.optimizer_config import OptimizerConfig
 
 
 def learning_rate_factor(

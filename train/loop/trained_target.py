@@ -5,78 +5,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from decode.base.artifact import write_directory
 from decode.base.device import dtype_name
 from decode.base.errors import UserError
-from decode.base.strict import Strict
 from decode.model.loading import Target, load_target
 from distill.drift import Drift, measure_drift
 from distill.losses import WeightedLoss
 from distill.teacher.linear_logits import split_model
 from distill.teacher.live_teacher import LiveTeacher
 from distill.teacher.teacher_signal import Teacher
-from distill.trainable_model import LoraConfig, Trainable
-from train.base.schema import StageConfig, closest_stage
+from distill.trainable_model import Trainable
 from train.data.batches import Inputs, batches_for
 from train.data.chat_tokens import Sample
 from train.data.corpus import Corpus
 from train.data.read import spread
 from train.loop.trainer import Clock
-
-PREFIX = "backbone."
-
-
-class AdapterConfig(LoraConfig):
-    """LoRA adapters on the target. The defaults are those of Medusa's experiments, which also
-    adapted the output layer."""
-
-    r: int = Field(32, ge=1)
-    """The rank of an adapter."""
-    alpha: float = Field(16.0, gt=0)
-    """The scale of an adapter is alpha / r."""
-    dropout: float = Field(0.05, ge=0, lt=1)
-    """The dropout rate of an adapter's input."""
+from train.settings.training import PREFIX, TrainedTargetConfig
 
 
-class TrainedTargetConfig(Strict):
-    """The settings of a stage that trains a copy of the target."""
-
-    lora: AdapterConfig | None = AdapterConfig()
-    """Adapters on the target, merged at the end. None: all of its weights are trained."""
-    held_out: str = "data"
-    """The text for measuring drift: `data` for the test split's own responses, or a generate stage
-    that answered the dev split."""
-    held_out_samples: int = Field(64, ge=1)
-    """How many samples of `held_out` are used, spread evenly."""
-
-    def require_sound(
-        self, stage: str, earlier: Sequence[StageConfig], loss: WeightedLoss, key: str
-    ) -> None:
-        """Raise UserError for settings that do not fit together. key: where these settings are in
-        the stage, such as `backbone.`."""
-        if self.held_out == "data":
-            return
-        answers: Any = closest_stage(self.held_out, earlier, "generate")
-        if answers.split == "train":
-            raise UserError(
-                f"stage {stage}: {key}held_out {self.held_out} answered the train split, which "
-                "is not held out; name a generate stage that answers the dev or the test split, or "
-                "leave held_out out"
-            )
-
-    def trained_parameters(self, target: Target) -> int:
-        """The number of the target's weights that are trained, adapter weights included."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(target.model.config)
-            model = Trainable(model, lora=self.lora).model
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
+def trained_parameters(config: TrainedTargetConfig, target: Target) -> int:
+    """The number of the target's weights that are trained, adapter weights included."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(target.model.config)
+        model = Trainable(model, lora=config.lora).model
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 class TrainedTarget:

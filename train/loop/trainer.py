@@ -24,10 +24,12 @@ from train.loop.meters.peak_flops import device_peak
 from train.loop.meters.peak_memory import peak_memory
 from train.loop.meters.profiler import StepProfiler
 from train.loop.meters.throughput import Throughput, flops_of, in_words
-from train.loop.optimizer import OptimizerConfig, grouped_names, make_optimizer
+from train.loop.optimizer import grouped_names, make_optimizer
 from train.loop.optimizer_step import EMA, take_step
 from train.loop.rank_weights import RankWeights
-from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask, steps_in
+from train.loop.training_task import TrainingProgress, TrainingTask, steps_in
+from train.settings.optimizer_config import OptimizerConfig
+from train.settings.training import LoopConfig
 
 CHECKPOINTS = "checkpoints"  # in the directory of a training stage
 AVERAGE = "average"  # in a checkpoint
@@ -277,6 +279,12 @@ class Trainer:
         if self._weights.changed() or not self.progress.step:
             return
         what = f"stage {self.task.label}: no weight changed in {self.progress.step} steps"
+        if self.progress.skipped == self.progress.step:
+            raise UserError(
+                f"{what}: the loss or the gradient of each was not finite, so the drafter would be "
+                "its start and is not written. Check the teacher and the samples that the lines "
+                "above name, and delete this stage's directory to train it again"
+            )
         if self._should_change:
             raise UserError(
                 f"{what}, although their gradients and learning rates are large enough, so the "

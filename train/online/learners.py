@@ -19,7 +19,7 @@ from distill.losses import WeightedLoss
 from distill.replay.online_student import OnlineStudent, SmallLMStudent
 from distill.students.student_start import choose_trained
 from heads.heads_directory import read_heads
-from heads.heads_module import HEADS
+from heads.kinds import HEADS
 from heads.online_heads import HeadStudent
 
 # Why a drafter with another tokenizer does not learn while it serves.

@@ -26,67 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field, model_validator
 from torch import Tensor
 
-from decode.base.strict import Strict
 from decode.drafters import Drafter
 from decode.model.loading import Target
 from decode.verification import Verification
 from distill.replay.online_student import OnlineStudent
 from distill.replay.rejections import Collector
 from distill.replay.replay_buffer import Record, ReplayBuffer, describe_heads
-from train.loop.optimizer import OptimizerConfig, make_optimizer
+from train.loop.optimizer import make_optimizer
 from train.loop.optimizer_step import take_step
 from train.online.replayed_batches import by_length, replayed_batches
+from train.settings.online_config import OnlineConfig
 
 # Sums a tensor over the processes that learn together; every process must call it.
 Reduce = Callable[[Tensor], Tensor]
-
-
-class OnlineConfig(Strict):
-    """The schedule and the data of online learning. At least one of every_requests and
-    every_rejected is set."""
-
-    every_requests: int | None = Field(16, ge=1)
-    """Start a round after this many requests, or at `every_rejected`, whichever comes first. None:
-    requests are not counted."""
-    every_rejected: int | None = Field(None, ge=1)
-    """Start a round after this many rejected tokens. None: they are not counted."""
-    steps: int = Field(4, ge=1)
-    """Optimizer steps of a round."""
-    tokens_per_batch: int = Field(1024, ge=2)
-    """Tokens of text for each step and process, padding included."""
-    accepted: float = Field(0.25, ge=0, le=1)
-    """Also learn from this share of the tokens that were not rejected."""
-    k: int = Field(64, ge=1)
-    """How many of the target's likeliest tokens are kept of each distribution."""
-    buffer_mib: float = Field(64.0, gt=0)
-    """The maximum size of the replay buffer in MiB."""
-    holdout_every: int = Field(8, ge=2)
-    """One request in holdout_every is held out. Held-out requests are used to judge versions, not
-    to learn."""
-    holdout_requests: int = Field(16, ge=1)
-    """The number of the newest held-out requests that count."""
-    max_length: int = Field(1024, ge=2)
-    """The maximum length of a text in tokens. A longer text keeps the last tokens before each
-    position."""
-    seed: int = 0
-    """The seed of the choice of recorded tokens and of their order."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-3, warmup_steps=4, schedule="constant")
-    """AdamW. The schedule is constant and there is no EMA."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "OnlineConfig":
-        if self.every_requests is None and self.every_rejected is None:
-            raise ValueError("set every_requests or every_rejected; without both no round starts")
-        if self.optimizer.schedule != "constant":
-            raise ValueError("optimizer.schedule must be constant: a stream has no known end")
-        if self.optimizer.ema is not None:
-            raise ValueError(
-                "optimizer.ema cannot be set: versions have the last weights, not averaged ones"
-            )
-        return self
 
 
 @dataclass(frozen=True)
@@ -375,11 +329,11 @@ class Online:
     # A restart needs these besides the weights. The student saves the weights.
 
     def moments(self) -> dict[str, Tensor]:
-        """The optimizer's state, by parameter and name."""
+        """The optimizer's state, by weight and name."""
         return {
-            f"{number} {name}": value
-            for number, state in self.optimizer.state_dict()["state"].items()
-            for name, value in state.items()
+            f"{name} {key}": value
+            for name, parameter in self.student.trained().items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
         }
 
     def state(self) -> dict[str, int]:
@@ -404,10 +358,13 @@ class Online:
         self.collector.requests = state["requests"]
         self.collector.rejections = state["rejections"]
         self._requests, self._rejections = state["requests_learnt"], state["rejections_learnt"]
-        stored = self.optimizer.state_dict()
+        # By name: in other groups of `optimizer.groups` a weight has another number.
+        names = {id(p): name for name, p in self.student.trained().items()}
+        numbered = [names[id(p)] for group in self.optimizer.param_groups for p in group["params"]]
         state_by_number: dict[int, dict[str, Tensor]] = {}
         for key, value in moments.items():
-            number, _, name = key.partition(" ")
-            state_by_number.setdefault(int(number), {})[name] = value
-        self.optimizer.load_state_dict(stored | {"state": state_by_number})
+            name, _, of = key.rpartition(" ")
+            number = int(name) if name.isdecimal() else numbered.index(name)  # of earlier versions
+            state_by_number.setdefault(number, {})[of] = value
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state_by_number})
         self._kept = self._snapshot()

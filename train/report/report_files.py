@@ -14,7 +14,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from decode.base.artifact import write_file
-from train.base.run_files import EVALUATION, read_record, rows_of, stage_directory, stored_rows
+from train.base.run_files import (
+    EVALUATION,
+    read_record,
+    rows_of,
+    stage_directory,
+    stored_forecast,
+    stored_rows,
+)
 from train.base.stage import STAGES
 from train.report.drafter_table import COLUMNS, DETAILS, is_baseline, row_labels, without_gamma
 from train.report.format_figures import MISSING, format_duration, format_number, format_share
@@ -88,6 +95,7 @@ def collect(directory: Path) -> tuple[dict[str, Any], dict[str, list[Any]]]:
         "data_notes": read_record(notes) if (notes := directory / NOTES_FILE).exists() else [],
         "provenance": read_record(directory / "provenance.json"),
         "config": config,
+        "forecast": stored_forecast(directory),
     }
     return report, dict(zip(row_labels(report), samples, strict=True))
 

@@ -227,6 +227,7 @@ def footnotes(report: dict[str, Any]) -> list[str]:
             if (changed := stage.get("changed_since"))
         ),
     ]
+    lines += _forecasts(report)
     for label, row in zip(row_labels(report), rows, strict=True):
         name, evaluation = without_gamma(label), row["evaluation"]
         if evaluation.get("drift"):
@@ -318,6 +319,21 @@ def _machine(report: dict[str, Any]) -> str:
     text = processor + (f", {cores} cores" if cores else "")
     text += f", {threads} thread{'s' if threads != 1 else ''}" if threads else ""
     return ", ".join([*(machine.get("gpus") or []), text])
+
+
+def _forecasts(report: dict[str, Any]) -> Iterator[str]:
+    """What was forecast of each drafter, beside what came out."""
+    forecast = {line["name"]: line for line in (report.get("forecast") or {}).get("lines", ())}
+    for row in report["rows"]:
+        line, tokens = forecast.get(row["stage"]), row["evaluation"].get("tokens_per_step")
+        if line is not None and tokens is not None:
+            said = line["tokens_per_step"]
+            inside = said["low"] <= tokens <= said["high"]
+            yield (
+                f"{row['stage']}: forecast {said['value']:.2f} [{said['low']:.2f}, "
+                f"{said['high']:.2f}] tokens per step, and {tokens:.2f} came out, "
+                f"{'inside' if inside else 'outside'} of the 90% interval"
+            )
 
 
 def _setting(

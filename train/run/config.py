@@ -1,38 +1,28 @@
-"""Run configs: one YAML file, completely validated before anything expensive happens."""
+"""Run configs: one YAML file. Nothing here imports torch, so a mistake is told within a second;
+`train.run.config_checks` then finds the settings that do not fit together."""
 
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
-from decode.base.errors import UserError, nearest
-from decode.base.strict import Strict
-from decode.drafters import DRAFTERS
+import train.settings  # noqa: F401  (has the settings of each kind of stage)
+from decode.base.registry import registered_names
+from decode.base.strict import Strict, kinds_of
 from decode.draw.sampling_config import SamplingConfig
-from decode.lengths import POLICIES
-from decode.loop.parts import make_rule
-from decode.model.loading import require_sound_map
-from decode.rules import RULES
-from decode.settings import EvaluationProtocol
-from decode.shapes import SHAPES
-from train.base.config_file import REMOVED, ConfigSource, read_config
-from train.base.drafter_stages import heads_stage
-from train.base.schema import Seed, StageConfig, name_in, one_of, part_of
+from train.base.config_file import REMOVED, ConfigSource
 from train.base.tracking.trackers import Tracker, TrackingConfig
-from train.data.sources import SourceName
-from train.stages import STAGES
+from train.settings.schema import NameIn, Seed, StageConfig, json_schema, one_of, part_in
 
-# Words that stand where a stage's name could, the kinds of these stages, and what they mean there.
-OTHER_MEANINGS = {
-    "data": (["generate"], "the data's own responses (text: data)"),
-    "live": (["teacher_cache", "feature_cache"], "the live target (teacher: live, features: live)"),
-    "before": (list(STAGES), "the drafters that the report measures before the stages"),
-    "evaluation": (list(STAGES), "the speed of evaluations (--speed)"),
-}
+if TYPE_CHECKING:
+    from decode.settings import EvaluationProtocol
+
 SPLITS = ("train", "dev", "test", "stream")
 
-Untrained = Annotated[str, name_in(name for name in DRAFTERS if not DRAFTERS[name].trained)]
+# A file of a drafter that only a directory has says so.
+UNTRAINED = registered_names("decode.drafters", "decode.drafters.lookup", without="trained = True")
+Untrained = Annotated[str, NameIn(UNTRAINED)]
 
 
 class TargetConfig(Strict):
@@ -140,11 +130,11 @@ class EvaluationConfig(Strict):
     Each adds one row, `ngram++STAGE`, on the same prompts."""
     gamma: int = Field(4, ge=1)
     """The depth of a draft in tokens. Ignored for trees, which have a fixed depth."""
-    rule: Annotated[str | dict[str, Any], part_of(RULES)] | None = None
+    rule: Annotated[str | dict[str, Any], part_in("decode.rules")] | None = None
     """The verification rule. None: `speculative`, or `multi_round` for trees."""
-    policy: Annotated[str | dict[str, Any], part_of(POLICIES)] = "fixed"
+    policy: Annotated[str | dict[str, Any], part_in("decode.lengths")] = "fixed"
     """The policy that sets the length of each draft."""
-    shape: Annotated[str | dict[str, Any], part_of(SHAPES)] | None = None
+    shape: Annotated[str | dict[str, Any], part_in("decode.shapes")] | None = None
     """The shape of trained drafters' drafts. None: each drafter's default, a chain or the tree
     stored with it."""
     sampling: SamplingConfig = SamplingConfig()
@@ -170,20 +160,14 @@ class EvaluationConfig(Strict):
     seed: Seed = 0
     """The seed of the draws."""
 
-    @model_validator(mode="after")
-    def _fits(self) -> "EvaluationConfig":
-        try:
-            self.protocol()
-        except UserError as error:
-            raise ValueError(str(error)) from None
-        return self
-
-    def protocol(self, gamma: int | None = None, *, trained: bool = True) -> EvaluationProtocol:
+    def protocol(self, gamma: int | None = None, *, trained: bool = True) -> "EvaluationProtocol":
         """The measuring protocol for a trained drafter or a baseline.
 
         gamma: the depth of a draft; None: the run's γ. Raises UserError for unknown parts and parts
         that do not fit together.
         """
+        from decode.settings import EvaluationProtocol  # imports torch
+
         return EvaluationProtocol(
             gamma=gamma or self.gamma,
             sampling=self.sampling.build(),
@@ -205,7 +189,7 @@ class EvaluationConfig(Strict):
 if TYPE_CHECKING:
     AnyStage = Any
 else:
-    AnyStage = one_of((STAGES[kind].Config for kind in STAGES), "kind")
+    AnyStage = one_of(kinds_of(StageConfig, "kind").values(), "kind")
 
 
 class RunConfig(Strict):
@@ -250,158 +234,16 @@ class RunConfig(Strict):
         return Path(self.output_dir) / self.name
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read and validate a config with `key.sub=value` overrides applied; see
-    `train.base.config_file.read_config`."""
-    return build_config(read_config(path, overrides))
+def schema_text() -> str:
+    """The JSON schema of configs, for editors. The build of the package writes it into
+    `train/schema.json`."""
+    return json.dumps(json_schema(RunConfig), indent=1, ensure_ascii=False) + "\n"
 
 
-def validate_config(raw: dict[str, Any], *, base_dir: Path) -> RunConfig:
-    """Validate plain values. Data paths are relative to `base_dir` if such a file exists there.
-
-    Raises UserError as `load_config` does.
-    """
-    source = ConfigSource(raw, base_dir)
-    source.check()
-    return build_config(source)
-
-
-def build_config(source: ConfigSource) -> RunConfig:
-    """The config with these values. They must fit the schema. Raises UserError for values that do
-    not fit together, before any model is loaded."""
-    try:
-        config = RunConfig.model_validate(source.values)
-    except ValidationError as error:
-        raise UserError("\n".join(_explain(source, item) for item in error.errors())) from None
-    names = [stage.name for stage in config.stages]
-    for index, stage in enumerate(config.stages):
-        try:
-            kinds, meaning = OTHER_MEANINGS.get(stage.name, ([], ""))
-            if stage.kind in kinds:
-                raise UserError(
-                    f"a {stage.kind} stage has the name {stage.name!r}, which means {meaning}; "
-                    "give the stage another name"
-                )
-            if stage.name in names[:index]:
-                raise UserError(
-                    f"two stages have the name {stage.name!r}; give each stage a different name"
-                )
-            STAGES[stage.kind].check(stage, config.stages[:index])
-        except UserError as error:
-            raise UserError(f"{source.place(('stages', index))}{error}") from error
-    for name in config.evaluation.stages or []:
-        if name not in names:
-            raise UserError(
-                f"{source.place(('evaluation', 'stages'))}evaluation.stages names {name!r}, but no "
-                f"stage has that name; expected one of {', '.join(names)}.{nearest(name, names)}"
-            )
-    if config.target.sharded:
-        _check_sharded(config, source)
-    _check_device_map(config, source)
-    try:
-        _check_evaluation(config)
-    except UserError as error:
-        raise UserError(f"{source.place(('evaluation',))}{error}") from error
-    splits = {split: _resolve(getattr(config.data, split), source.base_dir) for split in SPLITS}
-    return config.model_copy(update={"data": config.data.model_copy(update=splits)})
-
-
-def _explain(source: ConfigSource, item: Any) -> str:
-    """The message for an error of pydantic."""
-    path = item["loc"]
-    # After the number of a stage, pydantic names its kind.
-    keys = source.existing((*path[:2], *path[3:]) if path[:1] == ("stages",) else path)
-    if item["type"] == "value_error":
-        return source.explain(keys, f"does not fit: {item['ctx']['error']}")
-    reason = item["msg"].replace("Input should be", "expected")
-    return source.explain(keys, f"is {item['input']!r}; {reason}")
-
-
-def _check_device_map(config: RunConfig, source: ConfigSource) -> None:
-    """Raise UserError if the target is spread over devices and a stage needs it on one."""
-    target = config.target
-    try:
-        require_sound_map(target.device_map, target.max_memory, target.device, target.sharded)
-    except UserError as error:
-        raise UserError(f"{source.place(('target',))}{error}") from error
-    for index, stage in enumerate(config.stages):
-        if target.device_map is not None and not STAGES[stage.kind].takes_device_map:
-            raise UserError(
-                f"{source.place(('stages', index))}stage {stage.name} (kind: {stage.kind}) needs "
-                "the target on one device, but target.device_map is set; leave it out, shard the "
-                "target (target.sharded), or do this stage in a run of its own"
-            )
-
-
-def _check_sharded(config: RunConfig, source: ConfigSource) -> None:
-    """Raise UserError if the target is sharded and a part of the run needs all of it."""
-    for index, stage in enumerate(config.stages):
-        if part := STAGES[stage.kind].needs_complete_target(stage):
-            raise UserError(
-                f"{source.place(('stages', index))}stage {stage.name}: {part} needs the complete "
-                "target in one process, but target.sharded is set; leave it out, or do it in a "
-                "run whose target is not sharded"
-            )
-    if config.evaluation.stages != [] or config.evaluation.baselines:
-        raise UserError(
-            f"{source.place(('evaluation',))}evaluation decodes with the complete target in one "
-            "process, but target.sharded is set; set evaluation: {stages: [], baselines: []}, and "
-            "measure the drafter with `draftsmith evaluate` on a machine that holds the target"
-        )
-
-
-def _check_evaluation(config: RunConfig) -> None:
-    """Raise UserError if a drafter could be trained but not evaluated."""
-    settings, stages = config.evaluation, config.stages
-    if getattr(config.data, settings.split) is None and settings.split not in config.data.split_off:
-        raise UserError(
-            f"evaluation.split is {settings.split}, but data has no such split; set "
-            f"data.{settings.split}, or set evaluation.split: test"
-        )
-    protocol = settings.protocol()
-    judged = [s for s in stages if settings.stages is None or s.name in settings.stages]
-    for stage in judged:
-        heads: Any = getattr(stage, "heads", None)
-        if (
-            stage.kind in ("distill", "heads", "layer_skip")
-            and protocol.make_policy().reads_estimates
-            and not getattr(heads, "confidence", False)
-        ):
-            raise UserError(
-                f"evaluation.policy {settings.policy} reads the drafter's estimates of acceptance, "
-                f"but the drafter of stage {stage.name} has none; set evaluation.policy: "
-                "confidence, or train dspark heads"
-            )
-    if settings.shape is not None:
-        # The protocol has already checked it against rule and policy.
-        looked_up = [stage.name for stage in judged if stage.kind == "datastore"]
-        if looked_up and protocol.branches:
-            raise UserError(
-                f"evaluation.shape is {settings.shape}, but the drafter of stage {looked_up[0]} "
-                "looks its tokens up and has no distributions for a shape; leave "
-                "evaluation.shape out, set it to chain, or leave the stage out of "
-                "evaluation.stages"
-            )
-        return
-    for stage in judged:
-        if not _drafts_trees(stage, stages):
-            continue
-        name = f"the drafter of stage {stage.name}"
-        make_rule(protocol.rule, protocol.sampling, name, True, "chosen")
-        if protocol.make_policy().watches:
-            raise UserError(
-                f"evaluation.policy {settings.policy} works only on chains, but {name} drafts the "
-                "tree that is stored with it; set evaluation.policy: fixed, or "
-                "evaluation.shape: chain"
-            )
-
-
-def _drafts_trees(stage: StageConfig, stages: Sequence[StageConfig]) -> bool:
-    """Whether a stage's drafter is stored with a tree, as far as its config tells."""
-    settings: Any = stage
-    if stage.kind == "online" and settings.drafter.stage is not None:
-        stage = heads_stage(settings.drafter.stage, stages[: list(stages).index(stage)]) or stage
-    return any(getattr(stage, name, None) is not None for name in ("tree", "tree_nodes"))
+def parse_config(source: ConfigSource) -> RunConfig:
+    """The config with these values, each of which is right by itself. Raises UserError with all
+    that are not; the others are not compared (`train.run.config_checks.build_config`)."""
+    return source.parsed(RunConfig)
 
 
 def dump_config(config: RunConfig) -> dict[str, Any]:
@@ -452,13 +294,3 @@ def _by_name(entries: Any) -> dict[str, Any] | None:
         return None
     named = {entry["name"]: entry for entry in entries}
     return named if len(named) == len(entries) else None
-
-
-def _resolve(source: str | list[str] | None, base_dir: Path) -> str | list[str] | None:
-    if source is None:
-        return None
-    if isinstance(source, list):
-        return [str(_resolve(entry, base_dir)) for entry in source]
-    name = SourceName.parse(source, base_dir)
-    beside = base_dir / name.path
-    return name.of(str(beside)) if beside.exists() else source

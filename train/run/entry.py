@@ -22,7 +22,8 @@ from train.base.console import Reporter, quieten
 from train.base.launcher import cores, end_with_launcher, local_processes
 from train.base.tracking.trackers import chosen_trackers
 from train.loop.accelerator import launched_accelerator
-from train.run.config import RunConfig, build_config, dump_config
+from train.run.config import RunConfig, dump_config
+from train.run.config_checks import build_config
 from train.run.run import Run
 
 ConfigLike = str | Path | Mapping[str, Any] | RunConfig

@@ -34,7 +34,6 @@ from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
 from train.base.run_files import stage_directory
-from train.base.schema import StageConfig
 from train.base.shared_disk import require_shared
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.base.tracking.trackers import start_trackers
@@ -47,8 +46,10 @@ from train.data.usable_rows import UsableRows
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
-from train.run.config import SPLITS, RunConfig, differences, dump_config, validate_config
+from train.run.config import SPLITS, RunConfig, differences, dump_config
+from train.run.config_checks import validate_config
 from train.run.run_evaluation import RunEvaluation
+from train.settings.schema import StageConfig
 from train.stages import STAGES
 
 Splits = dict[str, Sequence[Example]]
@@ -252,7 +253,8 @@ class Run:
         require_decoding(self.target.model)
         plans: dict[str, StagePlan] = {}
         for settings in self.config.stages:
-            inputs = self._inputs(self.directory / "stages" / settings.name, {}, examples)
+            directory = self.directory / "stages" / settings.name
+            inputs = self._inputs(settings, directory, {}, examples)
             plans[settings.name] = STAGES[settings.kind](settings, inputs).plan(plans)
         return [(stage.name, stage.kind, plans[stage.name]) for stage in self.config.stages]
 
@@ -423,8 +425,10 @@ class Run:
         for split in changed:
             self.reporter.say(f"changed since the run began: the data of {split}")
 
-    def _inputs(self, directory: Path, earlier: dict[str, Path], examples: Splits) -> StageInputs:
-        earlier = dict(earlier)
+    def _inputs(
+        self, settings: StageConfig, directory: Path, earlier: dict[str, Path], examples: Splits
+    ) -> StageInputs:
+        earlier, stages = dict(earlier), self.config.stages
         return StageInputs(
             self.target,
             self.accelerator,
@@ -437,6 +441,7 @@ class Run:
             processes=self.processes,
             sharded=self.config.target.sharded,
             profile_steps=self.profile_steps,
+            later=stages[stages.index(settings) + 1 :],
         )
 
     def _stage(
@@ -463,7 +468,7 @@ class Run:
         # Seed again for each stage, not only at the start of the process: an earlier stage that is
         # already done draws no random numbers.
         set_seed(self.config.seed)
-        inputs = self._inputs(directory, earlier, examples)
+        inputs = self._inputs(settings, directory, earlier, examples)
         outcome = STAGES[settings.kind](settings, inputs).run()
         outcome.summary["seconds"] = time.perf_counter() - begin
         # The peak of the process would be that of whatever ran before.

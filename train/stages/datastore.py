@@ -4,45 +4,26 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
-from pydantic import Field
 
 from decode.drafters.lookup.documents import memory_to_sort, require_memory_to_sort
 from decode.drafters.lookup.rest import RestOptions, write_rest
 from decode.measure.ranks import Ranks
 from decode.opening.directory import describe_drafter, save_drafter
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.stored_samples import StoredSamples
-from train.stages.text_stages import TextConfig, TextStage, size
+from train.settings.datastore_config import DatastoreConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import TextStage, size
 
 # Bytes of a finished datastore per token: at most four for the token and its position each, up to
 # two billion tokens.
 STORED_BYTES = 8
 
 
-class DatastoreConfig(TextConfig):
-    """A text as tokens with a suffix array, for drafts that are looked up (REST, 2311.08252). The
-    text is the train split or answers, never the test split."""
-
-    kind: Literal["datastore"] = "datastore"
-    max_length: int = Field(1_000_000, ge=2)
-    """The maximum length of a document in tokens, prompt included."""
-    min_n: int = 2
-    """The shortest end of a text that is looked up, in tokens."""
-    max_n: int = 16
-    """The longest end of a text that is looked up, in tokens: at most 16."""
-    max_hits: int = 5000
-    """How many places of a match are read. More of them are thinned out evenly."""
-    tree_nodes: int | None = 64
-    """The number of nodes of a draft. None: a path. The paper's 64 suit accelerators; on a CPU
-    fewer are faster."""
-
-    @property
-    def options(self) -> RestOptions:
-        return RestOptions(self.min_n, self.max_n, self.max_hits, self.tree_nodes)
+def _options(config: DatastoreConfig) -> RestOptions:
+    return RestOptions(config.min_n, config.max_n, config.max_hits, config.tree_nodes)
 
 
 @dataclass(frozen=True)
@@ -59,12 +40,11 @@ class _Documents:
 class DatastoreStage(TextStage[DatastoreConfig]):
     """Writes `drafter`, a directory of the drafter `rest`, complete or not at all."""
 
-    Config = DatastoreConfig
     takes_device_map = True
 
     @classmethod
     def check(cls, config: DatastoreConfig, earlier: Sequence[StageConfig]) -> None:
-        config.options  # noqa: B018  # refuses options out of range
+        _options(config)  # refuses options out of range
         super().check(config, earlier)
 
     @classmethod
@@ -107,6 +87,6 @@ class DatastoreStage(TextStage[DatastoreConfig]):
         provenance = self.origin | {"datastore": figures}
 
         def write(path: Path) -> None:
-            write_rest(path, _Documents(samples), config.options)
+            write_rest(path, _Documents(samples), _options(config))
 
         save_drafter(directory, "rest", write, target=self.target, provenance=provenance)

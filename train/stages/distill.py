@@ -20,7 +20,6 @@ from distill.teacher.feature_sources import LiveFeatures
 from distill.teacher.live_teacher import TeacherSource
 from distill.teacher.top_k_cache import CachedTeacher
 from distill.trainable_model import Trainable, linear_sizes
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
@@ -32,7 +31,7 @@ from train.loop.boosting import (
     check_earlier_drafter,
     stored_guesses,
 )
-from train.loop.dev_slice import DevConfig, DevSlice, Judging
+from train.loop.dev_slice import DevSlice, Judging
 from train.loop.estimates import (
     optimizer_bytes,
     planned_tokens,
@@ -52,7 +51,10 @@ from train.loop.teachers import (
 )
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
-from train.stages.distill_config import DistillConfig, check_settings
+from train.settings.distill_config import DistillConfig
+from train.settings.schema import StageConfig
+from train.settings.training import DevConfig
+from train.stages.distill_checks import check_settings
 from train.stages.text_stages import TrainingStage, complete_target_part
 from train.stages.training_memory import distill_memory
 
@@ -61,7 +63,6 @@ from train.stages.training_memory import distill_memory
 class DistillStage(TrainingStage[DistillConfig]):
     """Trains a small LM on text, with the target as the teacher, and writes it to `drafter/`."""
 
-    Config = DistillConfig
     with_encoder = True
 
     @classmethod

@@ -1,16 +1,19 @@
 """`feature_cache`: the target's hidden states of a text, for any number of trainings of heads."""
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
+from decode.base.artifact import verify_directory
 from decode.base.errors import UserError
-from decode.model.hidden_states import FINAL, Recorder
+from decode.measure.ranks import Ranks
+from decode.model.hidden_states import Recorder
 from decode.model.pretrained import require_present
+from distill.teacher.cache_parts import check_parts, parts_of
 from distill.teacher.cached_features import (
     CachedFeatures,
     bytes_per_token,
@@ -19,28 +22,21 @@ from distill.teacher.cached_features import (
 )
 from distill.teacher.feature_sources import LiveFeatures, split_rows
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheConfig, CacheStage
+from train.settings.cache_configs import FeatureCacheConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import CacheStage
 
-
-class FeatureCacheConfig(CacheConfig):
-    """The target's hidden states of a text, for any number of trainings."""
-
-    kind: Literal["feature_cache"] = "feature_cache"
-    captured_layers: list[int] = Field([FINAL], min_length=1)
-    """The layers whose hidden states are captured, by number; −1 for the hidden states that the
-    output layer reads."""
+STATES = "states"  # in a generate stage's directory: those that it kept
 
 
 @STAGES.register("feature_cache")
 class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.cached_features`)."""
 
-    Config = FeatureCacheConfig
     takes_device_map = True
 
     @classmethod
@@ -61,6 +57,10 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
         token_bytes = bytes_per_token(self.target, layers)
         what = f"{len(layers)} hidden states: {token_bytes} bytes a token, prompts included"
         tokens = self.planned_text_tokens(plans)
+        kept = [n for n in self.config.text_stages if {*layers} <= {*plans[n].captured_layers}]
+        if kept:
+            what += f"; kept while answering: {', '.join(kept)}"
+            tokens -= sum(plans[name].text_tokens for name in kept)
         return StagePlan(
             what,
             tokens=tokens,
@@ -84,18 +84,39 @@ class FeatureCacheStage(CacheStage[FeatureCacheConfig]):
             write_features(self.directory, number, hashes, self._states(source, part), made_with)
             return sum(len(sample.tokens) for sample in part)
 
-        speed = self.write_parts(samples, lengths, token_bytes, write)
+        scored, speed = self.write_parts(
+            samples, lengths, token_bytes, write, kept=self._kept(made_with)
+        )
         # Checks that the cache is complete and belongs to this target.
         CachedFeatures(self.directory, target, config.captured_layers)
         return Outcome(
             summary={
                 "samples": counts,
                 "tokens": int(lengths.sum()),
+                "tokens_scored": scored,
                 "captured_layers": config.captured_layers,
                 "bytes_per_token": token_bytes,
                 "tokens_per_second": speed,
             }
         )
+
+    def _kept(self, made_with: Mapping[str, Any]) -> list[Path]:
+        """The parts with states of these layers that this target kept while it answered."""
+        ranks, layers = Ranks.of(self.accelerator), set(self.config.captured_layers)
+
+        def fits(part: Path) -> bool:
+            meta = verify_directory(part, deep=False)
+            return meta["teacher"] == made_with and layers <= {*meta["captured_layers"]}
+
+        def found() -> list[Path]:
+            kept = list[Path]()
+            for name in self.config.text_stages:
+                parts = parts_of(self.earlier[name] / STATES)
+                check_parts(ranks.share(parts))
+                kept += filter(fits, parts)
+            return kept
+
+        return ranks.together(found)
 
     def _states(self, source: LiveFeatures, part: Sequence[Sample]) -> dict[int, list[Tensor]]:
         """The hidden states of a part's samples, in order, by captured layer."""

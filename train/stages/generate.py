@@ -4,18 +4,18 @@ answer to a row with a `json_schema` is held to it.
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field, model_validator
+from torch import Tensor
 
 from decode.base.artifact import remove_directory, verify_directory
 from decode.base.errors import UserError
-from decode.drafters import DRAFTERS
-from decode.draw.sampling_config import SamplingConfig
 from decode.grammars import Grammar
 from decode.loop.decoding import Decoder
 from decode.loop.rows import RowSettings
@@ -28,90 +28,34 @@ from decode.model.generation_config import (
     stated_config,
 )
 from decode.model.loading import Target
+from distill.teacher.cache_parts import check_parts, note_checked, parts_of, text_sha256
+from distill.teacher.cached_features import bytes_per_token, describe_source, write_features
+from distill.teacher.kept_states import KeptStates, OneMore
 from train.base.console import Bar
-from train.base.schema import Seed, StageConfig
-from train.base.stage import STAGES, Outcome, Stage, StagePlan
+from train.base.stage import STAGES, Memory, Outcome, Stage, StagePlan
 from train.data.corpus import PART, SELF_PROMPTS, read_answers, unusable_answers, write_answers
 from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
+from train.data.write_samples import fit
 from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
-from train.engines.server_config import ServerConfig
 from train.loop.estimates import PROMPTS_MEASURED, decoding_memory, prompt_length
-
-
-class SelfPromptSampling(SamplingConfig):
-    """How prompts are drawn, with temperature 1 as the default."""
-
-    temperature: float = Field(1.0, gt=0)
-    """Divides the logits."""
-
+from train.settings.cache_configs import FeatureCacheConfig
+from train.settings.generate_config import GenerateConfig
+from train.stages.feature_cache import STATES
 
 ID_BYTES = 7  # of a token id in JSON, for the plan
-
-
-class GenerateConfig(StageConfig):
-    """The target answers prompts. No stage trains on answers to the test split."""
-
-    kind: Literal["generate"] = "generate"
-    split: Literal["train", "dev", "test"] = "train"
-    """The split whose prompts are answered."""
-    prompts: int | None = Field(None, ge=1)
-    """The number of prompts, spread evenly over the split. None: all."""
-    turns: Literal["last", "every"] = "last"
-    """The turns of a chat that are answered: the last one, or each turn of the assistant, after the
-    chat's own messages before it."""
-    self_prompts: int | None = Field(None, ge=1)
-    """The number of prompts that the target writes itself (Magpie, 2406.08464) and then answers, in
-    place of those of a split. None: the split's prompts."""
-    prompt_sampling: SelfPromptSampling = SelfPromptSampling()
-    """How the target draws its own prompts."""
-    max_prompt_tokens: int = Field(96, ge=1)
-    """The length limit of a prompt that the target writes. A longer one is left out."""
-    max_new_tokens: int = Field(128, ge=1)
-    """The length limit of an answer in tokens."""
-    batch_size: int = Field(16, ge=1)
-    """The number of prompts that a process answers together."""
-    sampling: SamplingConfig = SamplingConfig()
-    """How answers are drawn."""
-    samples: int = Field(1, ge=1)
-    """Answers per prompt. They differ if the temperature is above 0."""
-    num_beams: int = Field(1, ge=1)
-    """Above 1: beam search by `generate()` of `transformers`, for Blockwise distillation."""
-    part_prompts: int = Field(64, ge=1)
-    """The number of answers per saved part. A killed stage loses at most one part."""
-    seed: Seed = 0
-    """The seed of the draws."""
-    server: ServerConfig | None = None
-    """A server that answers in place of our own loop. None: our own loop."""
-
-    @model_validator(mode="after")
-    def _fits(self) -> "GenerateConfig":
-        if self.sampling.temperature == 0 and self.samples > 1:
-            raise ValueError(
-                "samples > 1 needs sampling.temperature > 0; without it all answers are the same"
-            )
-        if self.num_beams > 1 and self.sampling.temperature > 0:
-            raise ValueError("beam search (num_beams > 1) needs sampling.temperature 0")
-        if self.num_beams > 1 and self.server:
-            raise ValueError("a server draws answers, it does not search beams; leave one out")
-        if self.self_prompts and (self.prompts or self.split != "train" or self.turns != "last"):
-            raise ValueError(
-                "self_prompts takes the place of a split's prompts; leave split, prompts and turns "
-                "out"
-            )
-        return self
 
 
 @STAGES.register("generate")
 class GenerateStage(Stage[GenerateConfig]):
     """Writes part-0, part-1, …, each a directory with a file of one answer per line. A kill loses
-    at most one part of each rank."""
+    at most one part of each rank. Beside them are, in parts of the same numbers, the hidden states
+    that later stages ask for (`distill.teacher.cached_features`)."""
 
-    Config = GenerateConfig
     takes_device_map = True
     with_encoder = True
 
@@ -144,20 +88,43 @@ class GenerateStage(Stage[GenerateConfig]):
             require_server(config.server, self.target)
             what += " by a server"
         reads_probes = config.server is not None and not config.self_prompts
-        return StagePlan(
+        # With a server, the target writes prompts, or reads a few probes one after the other.
+        memory = decoding_memory(
+            self.target,
+            self.target_bytes,
+            rows=1 if reads_probes else config.batch_size * config.num_beams,
+            prompt=prompt,
+            new=0 if config.server else config.max_new_tokens,
+        )
+        plan = StagePlan(
             f"{count} answers{what} of at most {config.max_new_tokens} tokens",
             tokens=count * config.max_new_tokens,
-            # With a server, the target writes prompts, or reads a few probes one after the other.
-            memory=decoding_memory(
-                self.target,
-                self.target_bytes,
-                rows=1 if reads_probes else config.batch_size * config.num_beams,
-                prompt=prompt,
-                new=0 if config.server else config.max_new_tokens,
-            ),
+            memory=memory,
             disk_bytes=count * config.max_new_tokens * ID_BYTES,
             text_tokens=count * (prompt + config.max_new_tokens),
+            captured_layers=self._kept_layers,
         )
+        if self._kept_layers:
+            readers = ", ".join(stage.name for stage in self._readers)
+            token_bytes = bytes_per_token(self.target, self._kept_layers)
+            together = min(config.part_prompts, count) * (prompt + config.max_new_tokens)
+            plan.what += f"; keeps {len(self._kept_layers)} hidden states a token for {readers}"
+            plan.memory += Memory(states=token_bytes * together)
+            plan.disk_bytes += token_bytes * plan.text_tokens
+        return plan
+
+    @property
+    def _readers(self) -> list[FeatureCacheConfig]:
+        """The later stages that store states of these answers, if our own loop makes them."""
+        if self.config.server or self.config.num_beams > 1:
+            return []
+        caches = [stage for stage in self.later if isinstance(stage, FeatureCacheConfig)]
+        return [cache for cache in caches if self.config.name in cache.text_stages]
+
+    @property
+    def _kept_layers(self) -> list[int]:
+        """The layers whose hidden states are kept."""
+        return sorted({layer for cache in self._readers for layer in cache.captured_layers})
 
     def _require_schemas(self, examples: Sequence[Example]) -> None:
         """Raise UserError unless the answers can be held to the JSON Schemas of their rows."""
@@ -250,8 +217,10 @@ class GenerateStage(Stage[GenerateConfig]):
     def _generate(self, jobs: Jobs) -> int:
         """Write every missing part, with all ranks together. Returns the number of tokens that they
         generated."""
-        ranks = Ranks.of(self.accelerator)
+        ranks, states = Ranks.of(self.accelerator), self.directory / STATES
         parts = self._parts(jobs, ranks)
+        # Those of an earlier start; the writer hashes each of the others.
+        ranks.together(lambda: check_parts(ranks.share(parts_of(states))))
 
         def take_apart() -> None:
             if count := take_over(self.directory, parts, self._made_by):
@@ -272,6 +241,8 @@ class GenerateStage(Stage[GenerateConfig]):
                 generated = sum(self._write_part(part, grammars, bar) for part in missing)
             bar.update(len(jobs))
         self.accelerator.wait_for_everyone()
+        if ranks.is_main and parts_of(states):
+            note_checked(states, "states")
         return sum(ranks.gather(generated))
 
     @property
@@ -345,8 +316,11 @@ class GenerateStage(Stage[GenerateConfig]):
         row_ids = [row for row, *_ in missing]
         first = min(part.keys) + len(answers)
         prompts, held = [prompt for _, prompt, _ in missing], [grammar for *_, grammar in missing]
-        outputs = self._answer(prompts, held, row_ids, first, bar)
+        outputs, states = self._answer(prompts, held, row_ids, first, bar)
         answers |= dict(zip(row_ids, outputs, strict=True))
+        if states:
+            texts = [prompt + answer for prompt, answer in zip(prompts, outputs, strict=True)]
+            self._write_states(part, answers, dict(zip(row_ids, texts, strict=True)), states)
         write_answers(
             part.directory,
             (
@@ -358,6 +332,38 @@ class GenerateStage(Stage[GenerateConfig]):
         part.journal.remove()
         return sum(map(len, outputs))
 
+    def _write_states(
+        self,
+        part: Part,
+        answers: Mapping[int, list[int]],
+        read: Mapping[int, list[int]],
+        states: Mapping[int, Mapping[int, Tensor]],
+    ) -> None:
+        """Write the states that a part's rows have, as a later stage looks for them: those of the
+        samples that a training has of their answers. read: what the target read of a row."""
+        names, stored = list[tuple[str, str]](), defaultdict[int, list[Tensor]](list)
+        cache = max(self._readers, key=lambda cache: cache.max_length)
+        longest = min(cache.max_length, self.target.max_positions)
+        for row, (example, number) in zip(part.keys, part.jobs, strict=True):
+            if row not in states:
+                continue
+            sample = self.corpus.answered(example, self.config.name, number, answers[row])
+            for fitting in fit([sample], longest, cache.on_long)[0]:
+                length = len(fitting.tokens)
+                row_states = {layer: x[:length] for layer, x in states[row].items()}
+                complete = all(len(x) == length for x in row_states.values())
+                if complete and fitting.tokens == read[row][:length]:
+                    names.append((fitting.id, text_sha256(fitting.tokens, fitting.mask)))
+                    for layer, x in row_states.items():
+                        stored[layer].append(x)
+        if names:
+            number = int(part.directory.name.removeprefix(PART))
+            write_features(self.directory / STATES, number, names, stored, self._made_with)
+
+    @cached_property
+    def _made_with(self) -> dict[str, Any]:
+        return describe_source(self.target)
+
     def _answer(
         self,
         prompts: list[list[int]],
@@ -365,34 +371,54 @@ class GenerateStage(Stage[GenerateConfig]):
         row_ids: list[int],
         first: int,
         bar: Bar,
-    ) -> list[list[int]]:
+    ) -> tuple[list[list[int]], dict[int, dict[int, Tensor]]]:
+        """The answers, and the hidden states of each row that later stages ask for. They lack
+        that of a text's last token if it ends a grammar's text or fills the target's context."""
         config, target = self.config, self.target
         answers: list[list[int]] = []
+        states: dict[int, dict[int, Tensor]] = {}
         if not prompts:
-            return answers
+            return answers, states
         if config.num_beams > 1:
             for begin in range(0, len(prompts), config.batch_size):
                 answers += _beam_search(target, prompts[begin : begin + config.batch_size], config)
                 bar.update(first + len(answers))
-            return answers
+            return answers, states
         ended = itertools.count(first + 1)
-        sampling = config.sampling.build()
+        sampling, most = config.sampling.build(), config.max_new_tokens
+        keeper = KeptStates(self._kept_layers)
+        settings = [RowSettings(replace(sampling, grammar=x), config.seed) for x in grammars]
+        if self._kept_layers:
+            more = OneMore(target.eos_token_ids, most)
+            settings = [
+                # Only an EOS can follow a text that its grammar holds to be complete.
+                replace(one, stop=more, ignore_eos=one.sampling.grammar is None)
+                for one in settings
+            ]
+            most += 1
+
+        def on_end(number: int, _: list[int]) -> None:
+            bar.update(next(ended))
+            if self._kept_layers:
+                states[row_ids[number]] = keeper.take(number)
+
         decoder = Decoder(
             target.model,
-            DRAFTERS["none"](),
+            keeper,
             eos_token_ids=target.eos_token_ids,
             sampling=sampling,
             processors=decoder_processors(target.model, target.eos_token_ids),
         )
-        return decoder.decode(
+        decoded = decoder.decode(
             prompts,
-            config.max_new_tokens,
+            most,
             seed=config.seed,
             row_ids=row_ids,
-            on_end=lambda *_: bar.update(next(ended)),
+            on_end=on_end,
             batch_size=config.batch_size,
-            settings=[RowSettings(replace(sampling, grammar=x), config.seed) for x in grammars],
-        ).outputs
+            settings=settings,
+        )
+        return decoded.outputs, states
 
 
 def _is_complete(directory: Path) -> bool:

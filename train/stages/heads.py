@@ -31,14 +31,12 @@ from heads.head_training import HeadTraining, require_losses
 from heads.heads_directory import build_heads, make_ready, new_heads, read_heads, save_heads
 from heads.heads_module import Heads
 from heads.joint_training import JointTraining
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.data.training_text import FixedText
-from train.engines.server_config import ServedFeatures
 from train.loop import parallel
 from train.loop.backbone import Backbone, FrozenBackbone, Source
 from train.loop.dev_slice import DevSlice, Judging
@@ -52,10 +50,14 @@ from train.loop.head_start import start_directory
 from train.loop.head_tree import calibrated_tree, require_tree
 from train.loop.meters.stage_flops import heads_flops
 from train.loop.trained_backbone import TrainedBackbone
-from train.loop.trained_target import PREFIX, held_out_samples
+from train.loop.trained_target import held_out_samples, trained_parameters
 from train.loop.trainer import Clock, Trainer
 from train.loop.training_task import TrainingTask
-from train.stages.heads_config import HeadsConfig, check_settings, require_decoder_only_parts
+from train.settings.heads_config import HeadsConfig
+from train.settings.schema import StageConfig
+from train.settings.server_config import ServedFeatures
+from train.settings.training import PREFIX
+from train.stages.heads_checks import check_settings, require_decoder_only_parts
 from train.stages.heads_features import open_source, planned_source
 from train.stages.text_stages import TrainingStage, complete_target_part
 from train.stages.training_memory import heads_memory
@@ -67,7 +69,6 @@ BIGRAM_TOKENS = 10_000_000  # of the text, that a bigram table counts
 class HeadsStage(TrainingStage[HeadsConfig]):
     """Trains heads on text and the target's hidden states, and writes them to `drafter/`."""
 
-    Config = HeadsConfig
     with_encoder = True
 
     @classmethod
@@ -131,7 +132,7 @@ class HeadsStage(TrainingStage[HeadsConfig]):
         if config.backbone is not None:
             if config.backbone.held_out == "data":
                 held_out_samples(config.backbone, self.corpus, config.name, PREFIX)
-            trained += config.backbone.trained_parameters(target)
+            trained += trained_parameters(config.backbone, target)
             what += f"the target too ({'LoRA' if config.backbone.lora else 'all weights'}); "
         tokens = planned_tokens(self.planned_tokens(plans), loop)
         return StagePlan(

@@ -14,13 +14,13 @@ from heads.heads_module import Heads
 from train.base.stage import Memory, StagePlan
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import require_server
-from train.engines.server_config import ServedFeatures
 from train.engines.states.served_states import engine_ids, file_bytes, last_norm, require_room
 from train.loop.backbone import Source
 from train.loop.estimates import batch_share
 from train.loop.open_caches import open_features
 from train.loop.trainer import Clock
-from train.stages.heads_config import HeadsConfig
+from train.settings.heads_config import HeadsConfig
+from train.settings.server_config import ServedFeatures
 from train.stages.text_stages import TrainingStage
 
 

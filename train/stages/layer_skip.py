@@ -3,10 +3,9 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from decode.drafters.skip import write_skip_drafter
@@ -17,7 +16,6 @@ from distill.early_exit import EarlyExitTraining, dropout_rates, exit_weights, f
 from distill.row_numbers import row_numbers
 from distill.students import refuse
 from distill.teacher.linear_logits import require_linear_logits
-from train.base.schema import Losses, StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import Inputs
 from train.data.training_text import FixedText
@@ -32,43 +30,12 @@ from train.loop.estimates import (
     time_limit,
     training_disk_bytes,
 )
-from train.loop.optimizer import OptimizerConfig
-from train.loop.trained_target import (
-    AdapterConfig,
-    TrainedTarget,
-    TrainedTargetConfig,
-    held_out_samples,
-)
+from train.loop.trained_target import TrainedTarget, held_out_samples, trained_parameters
 from train.loop.trainer import Clock
-from train.loop.training_task import LoopConfig, TrainingTask
-from train.stages.text_stages import LossConfig, TrainingStage
-
-
-class LayerSkipConfig(TrainedTargetConfig, LossConfig):
-    """The target learns to predict after its early layers too (LayerSkip, 2404.16710)."""
-
-    kind: Literal["layer_skip"] = "layer_skip"
-    exit_layer: int = Field(8, ge=2)
-    """The number of the new target's layers that its drafter runs, from the first on. The state
-    after the first layer alone has no loss weight."""
-    losses: Losses = {"cross_entropy": 1.0}
-    """{name: weight}, after each layer that counts. cross_entropy compares with the text. A loss
-    that reads the teacher compares with the original target."""
-    lora: AdapterConfig | None = None
-    """Adapters on the target, merged at the end. None: all of its weights are trained."""
-    layer_dropout: float = Field(0.1, ge=0, lt=1)
-    """p_max, the rate at which a row leaves out the last layer. It falls to 0 for the first."""
-    exit_scale: float = Field(0.2, gt=0)
-    """The weight of early layers against the last one's."""
-    rotation: int | None = Field(8, ge=1)
-    """At each step one of this number of layers counts, another one at the next step. None: at
-    first only the last layer counts, and one more after each 1 / (2 · layers) of the steps."""
-    chunk_tokens: int = Field(256, ge=1)
-    """The number of tokens whose logits are in memory at a time."""
-    loop: LoopConfig = LoopConfig()
-    """The length of the training and the size of its batches."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
-    """AdamW and its learning rate."""
+from train.loop.training_task import TrainingTask
+from train.settings.layer_skip_config import LayerSkipConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import TrainingStage
 
 
 @STAGES.register("layer_skip")
@@ -76,12 +43,10 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
     """Trains a copy of the target, and writes the new target to `target/` and its drafter, `skip`
     with the later layers, to `drafter/`."""
 
-    Config = LayerSkipConfig
-
     @classmethod
     def check(cls, config: LayerSkipConfig, earlier: Sequence[StageConfig]) -> None:
         super().check(config, earlier)
-        config.require_sound(config.name, earlier, config.weighted_loss, "")
+        config.require_sound(config.name, earlier, "")
         config.loop.require_dev(config.name, measured=False)
         reason = "the original target runs over each batch of the training"
         refuse(config, tokens_per_pass=reason)
@@ -95,7 +60,7 @@ class LayerSkipStage(TrainingStage[LayerSkipConfig]):
         require_no_states(model)
         if config.held_out == "data":
             held_out_samples(config, self.corpus, config.name, "")
-        trained = config.trained_parameters(self.target)
+        trained = trained_parameters(config, self.target)
         parameters = model.num_parameters()
         loop, ema = config.loop, config.optimizer.ema is not None
         batch = batch_share(loop.tokens_per_batch, config.max_length, self.processes)

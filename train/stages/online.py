@@ -29,7 +29,6 @@ from train.base.drafter_stages import (
     heads_stage,
     require_whole,
 )
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, ReportSection, Stage, StagePlan, StagePlot
 from train.data.read import Example, select, spread
 from train.loop.estimates import (
@@ -41,10 +40,12 @@ from train.loop.estimates import (
     training_disk_bytes,
 )
 from train.online.learners import OTHER_TOKENIZER, PARALLEL, Learning
-from train.online.learning import Online, OnlineConfig
-from train.online.serving import OnlineStageConfig, Serving
+from train.online.learning import Online
+from train.online.serving import Serving
 from train.online.stream_progress import History, StreamProgress, Versions
 from train.report.plots.line_plots import stream_plot
+from train.settings.online_config import OnlineConfig, OnlineStageConfig
+from train.settings.schema import StageConfig
 
 STREAM = "Acceptance over the stream, by windows of requests in their order."
 
@@ -59,8 +60,6 @@ class OnlineStage(Stage[OnlineStageConfig]):
     same weights, and they learn the same as one rank with these batches would. With every engine,
     each rank has the complete drafter and the complete learning copy; drafters are small.
     """
-
-    Config = OnlineStageConfig
 
     @classmethod
     def check(cls, config: OnlineStageConfig, earlier: Sequence[StageConfig]) -> None:

@@ -2,11 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Literal
 
 import numpy as np
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.errors import UserError
@@ -22,39 +20,19 @@ from distill.teacher.top_k_cache import (
     write_part,
     write_vocabulary,
 )
-from train.base.schema import StageConfig
 from train.base.stage import STAGES, Memory, Outcome, StagePlan
 from train.data.batches import batches_for
 from train.data.chat_tokens import Sample
 from train.loop.estimates import forward_bytes
-from train.stages.text_stages import CacheConfig, CacheStage
-
-
-class TeacherCacheConfig(CacheConfig):
-    """The target's top-k log-probabilities of a text, for any number of trainings."""
-
-    kind: Literal["teacher_cache"] = "teacher_cache"
-    k: int = Field(64, ge=1)
-    """The number of tokens kept of each distribution."""
-    temperature: float = Field(1.0, gt=0)
-    """The temperature of the target."""
-    draft_vocabulary: int | None = Field(None, ge=1)
-    """Keep the distribution over this many of the text's most frequent tokens, renormalised. None:
-    over all tokens."""
-    shared_with: str | None = None
-    """The model of a distill stage with `vocabulary: shared`: a hub id, directory or GGUF file.
-    Keep the distribution over the tokens that the target shares with it, renormalised. null: over
-    all tokens."""
-    chunk_tokens: int = Field(256, ge=1)
-    """The number of tokens whose logits are in memory at a time."""
+from train.settings.cache_configs import TeacherCacheConfig
+from train.settings.schema import StageConfig
+from train.stages.text_stages import CacheStage
 
 
 @STAGES.register("teacher_cache")
 class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
     """Writes part-0, part-1, … (`distill.teacher.top_k_cache`), and the draft vocabulary, if there
     is one."""
-
-    Config = TeacherCacheConfig
 
     @classmethod
     def check(cls, config: TeacherCacheConfig, earlier: Sequence[StageConfig]) -> None:
@@ -106,7 +84,7 @@ class TeacherCacheStage(CacheStage[TeacherCacheConfig]):
             write_part(self.directory, number, hashes, signals, vocab_size, made_with)
             return sum(len(signal.ids) for signal in signals)
 
-        speed = self.write_parts(samples, predicted, token_bytes, write)
+        _, speed = self.write_parts(samples, predicted, token_bytes, write)
         CachedTeacher(self.directory, target)  # checks: complete, and made from this target
         return Outcome(
             summary={

@@ -5,100 +5,46 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from pydantic import Field
 from torch import Tensor
 
 from decode.base.artifact import recover, remove_directory, require_space
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.choose_vocabulary import most_frequent
-from distill.losses import WeightedLoss
-from distill.teacher.cache_parts import PART, check_parts, note_checked, text_sha256
+from distill.teacher.cache_parts import (
+    check_parts,
+    free_numbers,
+    lacking,
+    note_checked,
+    parts_of,
+    take_parts,
+    text_sha256,
+)
 from distill.teacher.feature_sources import LiveFeatures
-from train.base.schema import Losses, StageConfig, closest_stage
 from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
 from train.data.chat_tokens import Sample
-from train.data.corpus import stages_of
 from train.data.read import spread
 from train.data.splits import require_same
 from train.data.stored_samples import StoredSamples, sample_part
 from train.data.write_samples import require_kept, write_samples
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
-from train.loop.optimizer import OptimizerConfig
 from train.loop.teachers import lost_mass
 from train.loop.trainer import Clock, Trainer
-from train.loop.training_task import LoopConfig, TrainingProgress, TrainingTask
+from train.loop.training_task import TrainingProgress, TrainingTask
 from train.report.format_figures import format_share
 from train.report.plots.line_plots import agreement_plot, loss_plot
+from train.settings.optimizer_config import OptimizerConfig
+from train.settings.schema import StageConfig, closest_stage
+from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
+from train.settings.training import LoopConfig
 
 TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
-
-
-class TextConfig(StageConfig):
-    """The settings of a stage that reads a text."""
-
-    text: str | list[str] = "data"
-    """The name of a generate stage, or several, or `data` for the responses in the training
-    data."""
-    max_length: int = Field(1024, ge=2)
-    """The maximum length of a sample in tokens, prompt included."""
-    on_long: Literal["truncate", "drop"] = "truncate"
-    """Cut longer samples from the right, or drop them."""
-
-    @property
-    def text_stages(self) -> list[str]:
-        """The generate stages whose answers are the text. Empty for the data's own responses."""
-        return stages_of(self.text)
-
-
-class LossConfig(TextConfig):
-    """The settings of a stage that learns from the target's distribution."""
-
-    losses: Losses
-    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
-    `distill.losses`."""
-    teacher_temperature: float = Field(1.0, gt=0)
-    """Divides the target's logits before a loss compares the distributions (1503.02531)."""
-    drafter_temperature: float = Field(1.0, gt=0)
-    """Divides the drafter's logits before a loss compares the distributions."""
-    tokens_per_pass: int | None = Field(None, ge=1)
-    """The live target runs over the samples of the next batches together, in passes of this size on
-    each rank: rows times the longest row's length. The states of at most four passes are in memory,
-    or of one batch, if that is more. None: one pass for each batch of the training."""
-
-    @property
-    def weighted_loss(self) -> WeightedLoss:
-        return WeightedLoss(
-            self.losses,
-            teacher_temperature=self.teacher_temperature,
-            drafter_temperature=self.drafter_temperature,
-        )
-
-    @property
-    def losses_in_words(self) -> str:
-        """Such as '1·forward_kl + 0.5·jsd(beta=0.1)'."""
-        parts = []
-        for name, given in self.losses.items():
-            options = dict(given) if isinstance(given, Mapping) else {"weight": given}
-            weight = options.pop("weight", 1)
-            shown = ", ".join(f"{k}={v:g}" for k, v in options.items())
-            parts.append(f"{weight:g}·{name}" + (f"({shown})" if shown else ""))
-        return " + ".join(parts)
-
-
-class CacheConfig(TextConfig):
-    """The settings of a stage that stores the target's results for a text."""
-
-    tokens_per_batch: int = Field(2048, ge=1)
-    """The size of a batch on each rank: rows times the longest row's length."""
-    part_samples: int = Field(256, ge=1)
-    """The number of samples per written part. A killed stage loses at most one part."""
 
 
 T = TypeVar("T", bound=TextConfig)
@@ -235,37 +181,48 @@ class CacheStage(TextStage[K]):
     one part of each rank."""
 
     def write_parts(
-        self, samples: Sequence[Sample], lengths: np.ndarray, token_bytes: int, write: WritePart
-    ) -> float | None:
-        """Write every missing part, with all ranks together. Returns the tokens per second that
-        they scored, or None if they scored none.
+        self,
+        samples: StoredSamples,
+        lengths: np.ndarray,
+        token_bytes: int,
+        write: WritePart,
+        *,
+        kept: Sequence[Path] = (),
+    ) -> tuple[int, float | None]:
+        """Write parts with the samples that no part holds, with all ranks together. Returns the
+        number of tokens that they scored, and how many per second; None if they scored none.
 
         lengths: int64 [n], the number of each sample's tokens that have results. token_bytes: the
-        bytes of one token's results on disk. Raises UserError before the first part if the disk
-        lacks space for the missing ones, for a damaged part, and for a disk that fills up on the
-        way. Finished parts are kept.
+        bytes of one token's results on disk. kept: parts that an earlier stage wrote in the same
+        format. Those with samples that are missing become parts of this cache, too. Raises
+        UserError before the first part if the disk lacks space for the missing ones, for a damaged
+        part, and for a disk that fills up on the way. Finished parts are kept.
         """
         ranks, part_samples = Ranks.of(self.accelerator), self.config.part_samples
-        rank, world = ranks.rank, ranks.world
-        sizes, tokens = token_bytes * lengths, int(lengths.sum())
+        tokens = int(lengths.sum())
         self.reporter.say(
             f"  {token_bytes} bytes a token, {tokens} tokens: {size(token_bytes * tokens)}"
         )
         begin, scored = time.perf_counter(), 0
-        firsts = range(0, len(samples), part_samples)
-        parts = [self.directory / f"{PART}-{number}" for number in range(len(firsts))]
         # Each rank hashes a share of the parts of an earlier start.
-        check_parts([part for part in parts[rank::world] if part.exists()])
-        missing = [number for number, part in enumerate(parts) if not part.exists()]
-        needed = sum(int(sizes[firsts[n] : firsts[n] + part_samples].sum()) for n in missing)
-        require_space(self.directory, needed, f"the {len(missing)} missing parts of this cache")
+        ranks.together(lambda: check_parts(ranks.share(parts_of(self.directory))))
+        ranks.main_only(lambda: take_parts(self.directory, kept, samples.texts(0, len(samples))))
+        parts = parts_of(self.directory)
+        missing = lacking(parts, samples.texts(0, len(samples)))
+        if kept:
+            found = len(samples) - len(missing)
+            self.reporter.say(f"  {found} of {len(samples)} samples have their results already")
+        firsts = range(0, len(missing), part_samples)
+        numbers = free_numbers(parts)
+        needed = token_bytes * int(lengths[missing].sum())
+        require_space(self.directory, needed, f"the {len(firsts)} missing parts of this cache")
         # No rank may take a part of another rank for one of an earlier start.
         self.accelerator.wait_for_everyone()
-        with self.reporter.bar("scoring", len(samples)) as bar:
-            for number, first in enumerate(firsts):
-                if number in missing and number % world == rank:
+        with self.reporter.bar("scoring", len(missing)) as bar:
+            for turn, (first, number) in enumerate(zip(firsts, numbers, strict=False)):
+                if turn % ranks.world == ranks.rank:
                     # Each rank writes complete parts without communication, so no rank waits.
-                    part = samples[first : first + part_samples]
+                    part = samples.take(missing[first : first + part_samples])
                     names = [(s.id, text_sha256(s.tokens, s.mask)) for s in part]
                     try:
                         scored += write(number, part, names)
@@ -274,14 +231,14 @@ class CacheStage(TextStage[K]):
                             f"stage {self.config.name}: {error} The finished parts are kept; the "
                             "same command goes on with the missing ones."
                         ) from error
-                bar.update(min(first + part_samples, len(samples)))
+                bar.update(min(first + part_samples, len(missing)))
         self.accelerator.wait_for_everyone()
         if self.accelerator.is_main_process:
             # The writer hashed each part when it was whole.
             note_checked(self.directory, "cache")
         self.accelerator.wait_for_everyone()
         scored = sum(ranks.gather(scored))
-        return scored / (time.perf_counter() - begin) if scored else None
+        return scored, scored / (time.perf_counter() - begin) if scored else None
 
 
 def size(count: float) -> str:

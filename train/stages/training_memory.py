@@ -15,8 +15,9 @@ from train.loop.estimates import (
     optimizer_bytes,
     source_memory,
 )
-from train.stages.distill_config import DistillConfig
-from train.stages.heads_config import HeadsConfig
+from train.loop.trained_target import trained_parameters
+from train.settings.distill_config import DistillConfig
+from train.settings.heads_config import HeadsConfig
 
 
 def heads_memory(
@@ -61,7 +62,7 @@ def heads_memory(
         # The trained float32 copy of the target, and the complete one that becomes the new target.
         memory += Memory(
             weights=2 * 4 * target.model.num_parameters(),
-            optimizer=12 * config.backbone.trained_parameters(target),
+            optimizer=12 * trained_parameters(config.backbone, target),
             logits=model_loss_bytes(
                 target.model,
                 itemsize,

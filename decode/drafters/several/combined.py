@@ -13,6 +13,7 @@ from torch.nn.functional import one_hot
 
 from decode.base.device import to_device
 from decode.base.errors import UserError
+from decode.base.threads import Together
 from decode.draft import Contexts, Draft, Drawn, Limits, Siblings
 from decode.drafters import Drafter
 from decode.draw.random_numbers import CounterRNG
@@ -46,6 +47,11 @@ class Group(Drafter):
         self.captured_layers = tuple(
             sorted({layer for drafter in drafters for layer in drafter.captured_layers})
         )
+
+    @property
+    def turn(self) -> Together:
+        # A decoder that has one of them alone waits too.
+        return Together(drafter.turn for drafter in self.drafters)
 
     @property
     def estimates(self) -> bool:

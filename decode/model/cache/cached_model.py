@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from decode.base.device import to_device
 from decode.draft import Contexts, Draft
 from decode.model.cache.cached_rows import CachedRows
-from decode.model.cache.fed_rows import pads_little
 from decode.model.cache.long_read import LongRead
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slots import Slots
@@ -61,13 +60,13 @@ class CachedLM(CachedRows):
 
     It runs the model in its prepared form (`decode.model.forward.prepare_model.prepare`).
     captured_layers: the layers whose hidden states are captured (`decode.model.hidden_states`).
-    Each forward stores them in `features`, [B, n, H]. pass_tokens: see `read`. exact_bits: keep the
-    bits of plain decoding in chains also where that takes longer; see `keeps_bits`. trial: it
-    serves a trial (`decode.model.trials`), so it needs none itself. forward: what runs the model;
-    None: its prepared form. watch: called before the attention of each layer, with the layer's
-    number and the arguments of `attention_mask.Watch`. window: what all layers see of the text;
-    None: what the model's config says. See `narrow`. How rows begin, join and leave is in
-    `CachedRows`.
+    Each forward stores them in `features`, [B, n, H], and in `fed` how many tokens it computed,
+    over all rows, with its padding. pass_tokens: see `read`. exact_bits: keep the bits of plain
+    decoding in chains also where that takes longer; see `keeps_bits`. trial: it serves a trial
+    (`decode.model.trials`), so it needs none itself. forward: what runs the model; None: its
+    prepared form. watch: called before the attention of each layer, with the layer's number and the
+    arguments of `attention_mask.Watch`. window: what all layers see of the text; None: what the
+    model's config says. See `narrow`. How rows begin, join and leave is in `CachedRows`.
     """
 
     watch: Callable[[int, Tensor, Tensor, Tensor, float], None] | None = None
@@ -87,6 +86,7 @@ class CachedLM(CachedRows):
         self.capture(captured_layers)
         super().__init__(model, forward or prepare(model), pass_tokens)
         self.features: Mapping[int, Tensor] = {}
+        self.fed = 0
         self._trial = trial
         self._takes_trees = trial  # known after the first tree
         self._nodes = NodePositions()
@@ -111,6 +111,11 @@ class CachedLM(CachedRows):
         products and our attention; float32 promises equal texts, not equal bits."""
         plain = self.states is None and self.sources is None and self.dtype.itemsize == 2
         return plain and self.exact_bits and self.forward_pass.keeps_bits
+
+    @property
+    def pads(self) -> bool:
+        """Whether passes compute padding: transformers' forward does."""
+        return self.forward_pass.pads
 
     @property
     def layers(self) -> int:
@@ -155,7 +160,7 @@ class CachedLM(CachedRows):
         start: np.ndarray,
         *,
         columns: np.ndarray | None = None,
-        ends: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
         depth_BN: Tensor | None = None,
         ancestors_BNM: Tensor | None = None,
     ) -> Tensor:
@@ -164,8 +169,10 @@ class CachedLM(CachedRows):
         start: int [B], the slot of each row's first token; all slots below it are its past.
         columns: int [B, k], return the logits of only these columns of each row, [B, k, V]. None:
             all n.
-        ends: int [B], the slot after each row's last token: what follows is padding, and no row
-            goes back further. None: not known. Only running states need it.
+        counts: int [B], the first of the n tokens that each row feeds; one row feeds some. What
+            follows is padding, which is not fed but where the forward `pads`. What is returned of
+            padding means nothing. With running states, no row goes back further than its last
+            token. None: all n, as far as is known.
         depth_BN, ancestors_BNM: for a token tree with m ≥ n nodes. Its last n nodes are fed, and
             its first m−n nodes are in the slots before `start`. depth_BN is each token's distance
             from the first slot of the tree. ancestors_BNM says which of the m nodes each token may
@@ -178,13 +185,16 @@ class CachedLM(CachedRows):
         feeding: AbstractContextManager[None] = nullcontext()
         if self.states is not None:
             self._rewind(self.states, start)
+            ends = None if counts is None else start + counts
             feeding = self.states.feeding(ids_BN, start, ends)
         root = None
         if ancestors_BNM is not None:
             root = start - (ancestors_BNM.shape[2] - ids_BN.shape[1])
         # A bias by position (T5, GPT-Neo) counts keys by their slots, so it needs all of them.
         window = None if self.forward_pass.reads_positions else self.window
-        self.slots.place(start, ids_BN.shape[1], window, root)
+        own = None if self.pads else counts
+        self.slots.place(start, ids_BN.shape[1], window, root, counts=own)
+        self.fed = ids_BN.numel() if own is None else int(own.sum())
         columns_BK = None if columns is None else to_device(columns, self.device)
         first_B1 = to_device(start, self.device)[:, None]
         with feeding:
@@ -252,24 +262,35 @@ class CachedLM(CachedRows):
         # table.
         return (base_B1 + depth_BN).clamp(max=self.max_positions - 1)
 
-    def verify(self, contexts: Contexts, draft: Draft) -> Tensor:
+    def verify(self, contexts: Contexts, draft: Draft, counts: np.ndarray | None = None) -> Tensor:
         """One pass over the last committed token of each text and the N nodes of its draft: logits
-        [B, N+1, V]."""
-        return self.feed(contexts, draft)
+        [B, N+1, V]. counts: int [B], how many of these tokens each row feeds, 0 for none; one row
+        feeds some. None: its draft."""
+        return self.feed(contexts, draft, counts=counts)
 
-    def feed(self, contexts: Contexts, draft: Draft, columns: np.ndarray | None = None) -> Tensor:
+    def feed(
+        self,
+        contexts: Contexts,
+        draft: Draft,
+        columns: np.ndarray | None = None,
+        counts: np.ndarray | None = None,
+    ) -> Tensor:
         """The pass of `verify`. columns: as for `forward`; column 0 is the last committed token."""
+        counts = draft.sizes + 1 if counts is None else counts
         start = contexts.lengths - 1
         ids = torch.cat([contexts.last_tokens(self.device), draft.tokens], 1)
         if self.states is not None:
             self._rewind(self.states, start, settle=True)
+            counts = None  # the rule says how far each row goes back
         if draft.is_chain:
-            return self.forward(ids, start, columns=columns)
+            return self.forward(ids, start, columns=columns, counts=counts)
         # The root comes before all nodes, and every node may see it.
         ancestors = torch.nn.functional.pad(draft.ancestors(), (1, 0, 1, 0))
         ancestors[:, :, 0] = True
         depth = ancestors.sum(2) - 1
-        return self.forward(ids, start, columns=columns, depth_BN=depth, ancestors_BNM=ancestors)
+        return self.forward(
+            ids, start, columns=columns, counts=counts, depth_BN=depth, ancestors_BNM=ancestors
+        )
 
     def read(self, ids_BN: Tensor, start: np.ndarray, counts: np.ndarray) -> Tensor:
         """Feed long texts and return the logits after each row's last token, [B, 1, V].
@@ -278,12 +299,8 @@ class CachedLM(CachedRows):
         overwritten later. A pass takes at most `pass_tokens` tokens, in a long text fewer
         (`MASK_SIZE`), at least one of each row, and little padding (`pads_little`). `features` has
         the hidden states of all passes, [B, n, H]. A row without tokens has logits without a
-        meaning.
+        meaning; one row has some.
         """
-        fed, ends = ids_BN.numel(), start + counts
-        if pads_little(counts, ids_BN.shape[1]) and fed <= self.pass_limit(int(ends.max())):
-            last = np.maximum(counts, 1) - 1
-            return self.forward(ids_BN, start, columns=last[:, None], ends=ends)
         read = LongRead(self, ids_BN, start, counts)
         while not read.done:
             read.read_on(self.pass_tokens)
@@ -302,7 +319,7 @@ class CachedLM(CachedRows):
         # are asked for only where all parts keep them.
         exact = self.keeps_bits or (self.exact_bits and self.dtype.itemsize != 2)
         # In 16 bits, other products of longer passes have other bits.
-        fed = n if self.dtype.itemsize != 2 else n * len(base_B1)
+        fed = n if self.dtype.itemsize != 2 else self.fed
         chain = ancestors_BNM is None and fed <= LONGEST_CHAIN and not slots.static and exact
         dtype, windows = self.dtype, self._distinct_windows
         visible = [slots.mask(base_B1, n, ancestors_BNM, window) for window in windows]

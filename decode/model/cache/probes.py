@@ -39,12 +39,7 @@ class Probes:
         """The probes of a row, with the same number behind each place of a draft of N nodes."""
         return probes * min(nodes + 1, nodes + 1 if places is None else places)
 
-    @property
-    def fed(self) -> int:
-        """P·k, the probes of each row. After `verify`."""
-        return self.states.shape[1] * self.states.shape[2]
-
-    def verify(self, lm: CachedLM, contexts: Contexts, draft: Draft) -> Tensor:
+    def verify(self, lm: CachedLM, contexts: Contexts, draft: Draft, counts: np.ndarray) -> Tensor:
         """`CachedLM.verify` of the target `lm`, with the probes in the same pass: logits
         [B, N+1, V]. Raises UserError as `CachedLM.forward` does for trees."""
         layers = tuple(dict.fromkeys((*lm.captured_layers, FINAL)))
@@ -52,8 +47,11 @@ class Probes:
             self.view.capture(layers)
         rows, nodes = draft.tokens.shape
         judged = np.tile(np.arange(nodes + 1), (rows, 1))
-        logits = self.view.feed(contexts, self._behind(draft), judged)
-        features = self.view.features
+        behind = self._behind(draft)
+        # The probes are behind the longest draft, so each row that is fed has all of it.
+        fed = np.where(counts, behind.sizes + 1, 0)
+        logits = self.view.feed(contexts, behind, judged, fed)
+        features, lm.fed = self.view.features, self.view.fed
         lm.take_features({layer: features[layer] for layer in lm.captured_layers})
         self.states = features[FINAL][:, nodes + 1 :].unflatten(1, (-1, len(self.ids)))
         return logits
@@ -68,7 +66,7 @@ class Probes:
         parents = np.append(draft.parents_on_host(), np.tile(above, (rows, 1)), axis=1)
         return Draft(
             torch.cat([draft.tokens, self.ids.repeat(fed // k).expand(rows, -1)], 1),
-            draft.sizes,
+            np.full(rows, nodes + fed),
             parents=to_device(parents, self.ids.device),
             _host_parents=parents,
         )

@@ -26,6 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from decode.base.device import to_device
 from decode.model.cache.fed_rows import FedRows
+from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.sliding_window import SlidingWindow
 from decode.model.cache.slot_memory import SlotMemory, SlotStates
 
@@ -40,9 +41,12 @@ class _Window:
     fresh: bool = True  # all rows were empty before
     # The slots that attention gets: of all rows, or int64 [B, S], of each row. `end` is their end.
     read: slice | Tensor = slice(0, 0)
+    # The tokens that are fed, if they are fewer than rows times columns. Then the model's states
+    # are those of this list, as of one row, [1, T, …]. None: [B, n, …].
+    real: RealTokens | None = None
 
     def scatter(self, rows: Tensor, slots: Tensor) -> None:
-        """rows: [B, 1]; slots: [B, n], each token's slot."""
+        """rows: [B, 1]; slots: [B, n], each token's slot. Of a list of tokens: [1, T] each."""
         self._slots = {rows.device: (rows, slots)}
 
     @property
@@ -80,6 +84,11 @@ class SlotLayer(CacheLayerMixin):
         self.number, self.stores, self.capacity, self.window = number, stores, capacity, window
         self._rows = slice(0, 0)
 
+    @property
+    def real(self) -> RealTokens | None:
+        """The list of tokens that is fed. None: all tokens of all rows."""
+        return self.window.real
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         for store, states in zip(self.stores, (key_states, value_states), strict=True):
             store.make(self.number, states)
@@ -99,8 +108,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of the fed tokens, [B, H, n, D]. Returns those of the slots that
-        attention gets, [B, H, S, D]."""
+        """Write keys and values of the fed tokens, [B, H, n, D] or [1, H, T, D]. Returns those of
+        the slots that attention gets, [B, H, S, D]."""
         self.write(key_states, value_states)
         return self.window.taken(self.keys), self.window.taken(self.values)
 
@@ -170,19 +179,26 @@ class Slots(FedRows):
         sliding: SlidingWindow | None = None,
         root: np.ndarray | None = None,
         *,
+        counts: np.ndarray | None = None,
         ahead: bool = False,
     ) -> None:
         """The next n fed tokens go to the slots from `start`, int [B].
 
+        counts: int [B], only the first ones of each row are fed, as a list (`RealTokens`). None:
+        all.
         sliding: attention gets only the slots that one of the fed tokens may see. None: all slots
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
         ahead: with static slots, several passes feed these tokens; `locate` comes before each."""
         window = self._window
         first, last = int(start.min()), int(start.max())
         window.fresh = not last and not ahead
+        window.real = None
+        if counts is not None and (counts < n).any():
+            window.real = RealTokens(counts, n, self.device)
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
-        end = last + n
-        self.wrote(start + n)
+        ends = start + (n if window.real is None else window.real.counts)
+        end = int(ends.max())
+        self.wrote(ends)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
         window.read = slice(0, window.end)
@@ -191,9 +207,13 @@ class Slots(FedRows):
         if sliding is not None:
             base = start if root is None else root
             capacity = self.allocated[1]
-            read = sliding.slots(base, start + n, window.end, capacity, self._step)
+            read = sliding.slots(base, ends, window.end, capacity, self._step)
             window.read = read if isinstance(read, slice) else to_device(read, self.device)
-        if first == last:
+        if window.real is not None:
+            rows, columns = window.real.rows, window.real.columns
+            slots = to_device(start[rows] + columns, self.device)
+            window.scatter(to_device(rows, self.device)[None], slots[None])
+        elif first == last:
             window.begin = first
         else:
             self.locate(to_device(start, self.device)[:, None], n)
@@ -211,7 +231,9 @@ class Slots(FedRows):
 
     def keep_states(self, values: Sequence[Tensor]) -> None:
         """Keep hidden states of the placed tokens, [B, n, H] each, in the slots of their keys."""
+        real = self._window.real
         for layer, states in zip(self._states, values, strict=True):
+            states = states if real is None else real.flat(states)
             layer.write(states[:, None], states[:, None, :, :0])
 
     @property

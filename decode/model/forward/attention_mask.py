@@ -9,6 +9,7 @@ Shapes: B rows, n tokens fed per row, N query heads, K key heads, G = N / K, S s
 import functools
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -95,6 +96,7 @@ class AttentionMask:
         self._additive: Tensor | None = None
         # The masks of the kernel calls are the same in all layers of the same shape.
         self._forms: dict[tuple[str, int, int], Tensor] = {}
+        self._of_rows: dict[tuple[int, int], AttentionMask] = {}
 
     @property
     def additive(self) -> Tensor | None:
@@ -108,6 +110,16 @@ class AttentionMask:
             zeros = torch.zeros_like(visible, dtype=self._dtype)
             self._additive = zeros.masked_fill_(hidden, blocked)
         return self._additive
+
+    def of_row(self, row: int, count: int) -> "AttentionMask":
+        """The mask of the first `count` tokens of a row, without the watch."""
+        if (row, count) not in self._of_rows:
+            visible = self.visible
+            if visible is not None:
+                at = min(row, len(visible) - 1)  # one mask may be that of all rows
+                visible = visible[at : at + 1, :, :count]
+            self._of_rows[row, count] = AttentionMask(visible, self._dtype, chain=self.chain)
+        return self._of_rows[row, count]
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None = None
@@ -198,7 +210,7 @@ class AttentionMask:
 
 class SlotAttention:
     """Attention over the slots of one layer (an `Attend`). It writes the keys and values of the fed
-    tokens to their slots first."""
+    tokens to their slots first. Of a list of tokens (`RealTokens`), each row is computed alone."""
 
     def __init__(
         self,
@@ -212,4 +224,17 @@ class SlotAttention:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         key, value = self.slots.update(key, value)
         scale = query.shape[3] ** -0.5 if self._scale is None else self._scale
-        return self.mask.attend(query, key, value, scale, self._softcap)
+        real, mask = self.slots.real, self.mask
+        if real is None:
+            return mask.attend(query, key, value, scale, self._softcap)
+        if mask.watch is not None:
+            mask.watch(real.padded(query.transpose(1, 2)).transpose(1, 2), key, value, scale)
+        outputs = []
+        for row in np.flatnonzero(real.counts).tolist():
+            begin, end = real.bounds[row : row + 2].tolist()
+            # Without a mask the rows were empty: a token sees those that are fed before it.
+            seen = slice(None) if mask.visible is not None else slice(end - begin)
+            keys, values = key[row : row + 1, :, seen], value[row : row + 1, :, seen]
+            own = mask.of_row(row, end - begin)
+            outputs.append(own.attend(query[:, :, begin:end], keys, values, scale, self._softcap))
+        return torch.cat(outputs, 2)

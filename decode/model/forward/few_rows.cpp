@@ -6,8 +6,10 @@
 //
 // The file is compiled once for states in bfloat16 and once for states in float32: NUMBERS names the
 // file with the vectors and the sums of that dtype, and with the layout of packed weights.
-// Shapes: B texts, n tokens of each, R = B·n rows, H hidden size, N query heads, K key heads,
-// D head size, S slots that attention gets.
+// A pass is a list of tokens, those of a text one after the other. Texts may have different numbers of
+// them, and nothing is padded.
+// Shapes: B texts, T tokens, H hidden size, N query heads, K key heads, D head size, S slots that
+// attention gets.
 
 #include <immintrin.h>
 #include <omp.h>
@@ -169,19 +171,24 @@ struct Layer {
   int64_t hidden, inner, query_heads, key_heads, head, input;
 };
 
-// What all layers of a pass share. cos, sin: [B or 1, n, rotated], for that many numbers of a
-// head. mask: the slots that a token sees, [B or 1, n, S],
-// or null if it sees all. first: the slot of each text's first token, or null if all have `begin`.
+// Of a token: its text, the slot of its keys, where its part of `mask` and of `cos` and `sin` begins.
+struct Token {
+  int64_t text, slot, seen, turned;
+};
+
+// What all layers of a pass share. cos, sin: [..., rotated], for that many numbers of a head. mask: the
+// slots that a token sees, [..., S], or null if it sees all. where: [T]. bounds: [blocks + 1], the first
+// token of each block: some tokens of one text, at most `TOKENS`, that attend together.
 // read: the slots that attention gets, [B, S], or null for those from `from` on.
 struct Pass {
-  int64_t texts, tokens, slots, from, begin;
+  int64_t tokens, blocks, slots, from;
   const Number *cos, *sin;
   const bool* mask;
-  const int64_t *first, *read;
-  int64_t rotation_text, rotation_token, mask_text, mask_token, read_text;
-  int64_t cache_text, cache_head, rotated;
-  Number *normed, *qkv, *mixed, *gated, *between;  // scratch: rows of H, (N+2K)·D, N·D, I, H
-  float* parts;  // [rows, N, chunks, D + 2]: of a text of several chunks, what `attend` made of each
+  const Token* where;
+  const int64_t *bounds, *read;
+  int64_t read_text, cache_text, cache_head, rotated;
+  Number *normed, *qkv, *mixed, *gated, *between;  // scratch: T times H, (N+2K)·D, N·D, I, H
+  float* parts;  // [T, N, chunks, D + 2]: of a text of several chunks, what `attend` made of each
 };
 
 static void turn(Number* head, const Number* cos, const Number* sin, int64_t size) {
@@ -213,7 +220,7 @@ void product(const Number* x, const char* blocks, const Number* bias, const Numb
 // The part of a layer before attention: queries in `pass->qkv`, keys and values in their slots.
 // x: the states, or the input of attention. All threads call this.
 static void begins(const Layer* layer, const Pass* pass, const Number* x, Number* keys, Number* values) {
-  const int64_t rows = pass->texts * pass->tokens, size = layer->head;
+  const int64_t rows = pass->tokens, size = layer->head;
   const int64_t heads = layer->query_heads + 2 * layer->key_heads, width = heads * size;
   const Number* input = layer->attention_norm ? pass->normed : x;
   if (layer->attention_norm) {
@@ -228,22 +235,19 @@ static void begins(const Layer* layer, const Pass* pass, const Number* x, Number
 #pragma omp for
   for (int64_t item = 0; item < rows * heads; item++) {
     int64_t row = item / heads, number = item % heads;
-    int64_t text = row / pass->tokens, token = row % pass->tokens;
+    const Token& token = pass->where[row];
     Number* head = pass->qkv + row * width + number * size;
     bool is_query = number < layer->query_heads;
     bool is_value = number >= layer->query_heads + layer->key_heads;
     const Number* norm = is_query ? layer->query_norm : is_value ? nullptr : layer->key_norm;
     if (norm) normed(head, norm, layer->head_offset, layer->head_eps, head, 1, size);
-    if (layer->rotates && !is_value) {
-      int64_t place = text * pass->rotation_text + token * pass->rotation_token;
-      turn(head, pass->cos + place, pass->sin + place, pass->rotated);
-    }
+    if (layer->rotates && !is_value)
+      turn(head, pass->cos + token.turned, pass->sin + token.turned, pass->rotated);
     if (is_query) continue;
     int64_t key_head = number - layer->query_heads - (is_value ? layer->key_heads : 0);
-    int64_t slot = (pass->first ? pass->first[text] : pass->begin) + token;
     Number* cache = is_value ? values : keys;
-    std::memcpy(cache + text * pass->cache_text + key_head * pass->cache_head + slot * size, head,
-                size * sizeof(Number));
+    std::memcpy(cache + token.text * pass->cache_text + key_head * pass->cache_head + token.slot * size,
+                head, size * sizeof(Number));
   }
 }
 
@@ -254,26 +258,25 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
   // Chunks begin at the same slots of a text, wherever the slots of this pass begin.
   const int64_t before = pass->read ? 0 : pass->from % CHUNK;
   const int64_t chunks = (before + pass->slots + CHUNK - 1) / CHUNK;
-  const int64_t blocks = (pass->tokens + TOKENS - 1) / TOKENS, most = TOKENS * group;
+  const int64_t most = TOKENS * group;
   std::vector<float> scores(most * (CHUNK + WIDTH)), sums(most * size);
   std::vector<Query> queries;
 #pragma omp for schedule(dynamic, 1)
-  for (int64_t item = 0; item < pass->texts * layer->key_heads * blocks * chunks; item++) {
-    const int64_t chunk = item % chunks, block = item / chunks % blocks;
-    const int64_t key_head = item / chunks / blocks % layer->key_heads;
-    const int64_t text = item / chunks / blocks / layer->key_heads;
+  for (int64_t item = 0; item < layer->key_heads * pass->blocks * chunks; item++) {
+    const int64_t chunk = item % chunks, block = item / chunks % pass->blocks;
+    const int64_t key_head = item / chunks / pass->blocks;
+    const int64_t first = pass->bounds[block], last = pass->bounds[block + 1];
+    const int64_t text = pass->where[first].text;
     const int64_t begin = std::max<int64_t>(chunk * CHUNK - before, 0);
     int64_t end = 0;
     queries.clear();
     std::fill(sums.begin(), sums.end(), 0.0f);
-    const int64_t first = block * TOKENS, last = std::min(first + TOKENS, pass->tokens);
-    for (int64_t token = first; token < last; token++) {
-      const bool* mask = pass->mask ? pass->mask + text * pass->mask_text + token * pass->mask_token : nullptr;
+    for (int64_t row = first; row < last; row++) {
+      const bool* mask = pass->mask ? pass->mask + pass->where[row].seen : nullptr;
       const int64_t slots = seen_slots(mask, pass->slots);
       end = std::max(end, slots);
       for (int64_t k = 0; k < group; k++) {
-        const int64_t row = text * pass->tokens + token, head = key_head * group + k;
-        const int64_t number = queries.size();
+        const int64_t head = key_head * group + k, number = queries.size();
         queries.push_back({pass->qkv + row * width + head * size, mask, slots,
                            &scores[number * (CHUNK + WIDTH)], &sums[number * size], HIDDEN, 0.0f});
       }
@@ -286,7 +289,7 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
     if (begin < end) attend(queries, cache, begin, end, layer->scale);
     for (int64_t j = 0; j < int64_t(queries.size()); j++) {
       const Query& query = queries[j];
-      const int64_t row = text * pass->tokens + first + j / group, head = key_head * group + j % group;
+      const int64_t row = first + j / group, head = key_head * group + j % group;
       if (chunks == 1) {
         Number* y = pass->mixed + (row * heads + head) * size;
         const float share = 1.0f / query.total;
@@ -300,7 +303,7 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
   }
   if (chunks == 1) return;
 #pragma omp for
-  for (int64_t item = 0; item < pass->texts * pass->tokens * heads; item++) {
+  for (int64_t item = 0; item < pass->tokens * heads; item++) {
     const float* parts = pass->parts + item * chunks * part_size;
     float top = HIDDEN, total = 0.0f;
     std::fill(sums.begin(), sums.begin() + size, 0.0f);
@@ -324,7 +327,7 @@ static void mixes(const Layer* layer, const Pass* pass, const Number* keys, cons
 // Attention and the rest of a layer: y [rows, H]. All threads call this.
 static void ends(const Layer* layer, const Pass* pass, const Number* states, const Number* keys,
                  const Number* values, Number* y, bool attention, bool mlp) {
-  const int64_t rows = pass->texts * pass->tokens, hidden = layer->hidden;
+  const int64_t rows = pass->tokens, hidden = layer->hidden;
   const int64_t mixed = layer->query_heads * layer->head;
   Number* attended = mlp ? pass->between : y;
   const Number* between = attention ? attended : states;

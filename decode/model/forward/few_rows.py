@@ -19,10 +19,12 @@ import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,15 +115,18 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     if numbers is None or reason_against(dtype) is not None:
         return None
     try:
-        found = ctypes.CDLL(str(_compiled(numbers)))
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        _FAILED[dtype] = f"they cannot be compiled ({error})"
-        logger.warning(
-            "decoding on this CPU is slower than it can be: its layers in C++ are off, because %s. "
-            "Install a C++ compiler, or set CXX to one, or %s=0 to decode without these layers",
-            _FAILED[dtype],
-            SWITCH,
-        )
+        found = _loaded(numbers)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        reason = f"they cannot be compiled ({error})"
+        if reason not in _FAILED.values():  # another dtype said it
+            logger.warning(
+                "decoding on this CPU is slower than it can be: its layers in C++ are off, because "
+                "%s. Install a C++ compiler, or set CXX to one, or %s=0 to decode without these "
+                "layers",
+                reason,
+                SWITCH,
+            )
+        _FAILED[dtype] = reason
         return None
     pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
     found.product.argtypes = [pointer] * 5 + [size] * 3 + [flag] * 2
@@ -154,32 +159,59 @@ def _processor_fits(numbers: Numbers) -> bool:
     return flags >= numbers.needs and numbers.leaves_to not in flags
 
 
-def _compiled(numbers: Numbers) -> Path:
-    """The compiled file in the user's cache. Raises OSError, RuntimeError or SubprocessError if it
-    cannot be made."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftsmith"
-    cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if cache.stat().st_uid != os.getuid():
-        raise OSError(f"{cache} belongs to another user")
+def _loaded(numbers: Numbers) -> ctypes.CDLL:
+    """The functions from the user's cache, compiled first if it has no file that can be loaded.
+    Where it cannot be written, they are compiled for this process alone.
+
+    Raises OSError or SubprocessError if they cannot be compiled or loaded, and ValueError for an
+    open quote in CXX.
+    """
     flags = [*FLAGS, *numbers.flags, f'-DNUMBERS="{numbers.headers[0].name}"']
     texts = [file.read_text(encoding="utf-8") for file in (SOURCE, *numbers.headers)]
     about = "\0".join([*texts, *flags])
-    path = cache / f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
-    if not path.exists():
-        compiler = shutil.which(os.environ.get("CXX", "c++"))
-        if compiler is None:
-            raise OSError("there is no C++ compiler")
-        with tempfile.TemporaryDirectory(dir=cache) as folder:
-            part, whole = Path(folder, "part.o"), Path(folder, "whole.so")
-            # Not linked with OpenMP: its functions are those of the library that PyTorch loaded, so
-            # both use the same threads.
-            for command in (
-                [compiler, *flags, "-c", str(SOURCE), "-o", str(part)],
-                [compiler, "-shared", str(part), "-o", str(whole)],
-            ):
-                subprocess.run(command, check=True, capture_output=True, timeout=300)
-            whole.rename(path)
-    return path
+    name = f"few_rows-{hashlib.sha256(about.encode()).hexdigest()[:16]}.so"
+    cache = _cache()
+    if cache is not None and (cache / name).exists():
+        with suppress(OSError):  # a broken file is made again
+            return ctypes.CDLL(str(cache / name))
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    if shutil.which(compiler[0]) is None:
+        raise OSError("there is no C++ compiler")
+    if cache is None or not os.access(cache, os.W_OK):
+        cache = None
+        logger.warning(
+            "layers in C++ are compiled again at each start: the cache in %s cannot be written. "
+            "Set XDG_CACHE_HOME to a directory of yours",
+            os.environ.get("XDG_CACHE_HOME") or "~/.cache",
+        )
+    with tempfile.TemporaryDirectory(dir=cache) as folder:
+        part, whole = Path(folder, "part.o"), Path(folder, "whole.so")
+        # Not linked with OpenMP: its functions are those of the library that PyTorch loaded, so
+        # both use the same threads.
+        for arguments in (
+            [*flags, "-c", str(SOURCE), "-o", str(part)],
+            ["-shared", str(part), "-o", str(whole)],
+        ):
+            command = [*compiler, *arguments]
+            ran = subprocess.run(command, capture_output=True, timeout=300, errors="replace")
+            if ran.returncode:
+                last = ran.stderr.strip().rpartition("\n")[2]
+                raise OSError(f"{shlex.join(compiler)} ended with {ran.returncode}: {last}")
+        found = ctypes.CDLL(str(whole))
+        if cache is not None:
+            whole.rename(cache / name)
+    return found
+
+
+def _cache() -> Path | None:
+    """The user's directory of compiled files. None: there can be none, or it is another user's."""
+    try:
+        parent = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        cache = Path(parent) / "draftsmith"
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cache if cache.stat().st_uid == os.getuid() else None
+    except (OSError, RuntimeError):  # RuntimeError: this user has no home
+        return None
 
 
 def fits(weights: Sequence[Tensor]) -> bool:

@@ -10,9 +10,11 @@ import ctypes
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from decode.model.cache.real_tokens import RealTokens
 from decode.model.cache.slots import SlotLayer
 from decode.model.forward import few_rows
 from decode.model.forward.attention_mask import AttentionMask
@@ -22,8 +24,8 @@ from decode.model.forward.rotations import Rotation
 
 # Of each text. With more, PyTorch's attention is quicker.
 MOST_TOKENS = 128
-# `CHUNK` of few_rows_attention.h.
-CHUNK = 512
+# `CHUNK` and `TOKENS` of few_rows_attention.h.
+CHUNK, TOGETHER = 512, 4
 
 _pointer, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -48,9 +50,8 @@ class _Pass(ctypes.Structure):
 
     address: int
     _fields_ = (
-        *((name, _int) for name in ("texts", "tokens", "slots", "begin_read", "begin")),
-        *((name, _pointer) for name in ("cos", "sin", "mask", "first", "read")),
-        *((name, _int) for name in ("rotation_text", "rotation_token", "mask_text", "mask_token")),
+        *((name, _int) for name in ("tokens", "blocks", "slots", "begin_read")),
+        *((name, _pointer) for name in ("cos", "sin", "mask", "where", "bounds", "read")),
         *((name, _int) for name in ("read_text", "cache_text", "cache_head", "rotated")),
         *((name, _pointer) for name in ("normed", "qkv", "mixed", "gated", "between", "parts")),
     )
@@ -162,14 +163,17 @@ class FewRowsPass:
     """One pass over few tokens. Layers with the same mask, rotation and place of keys share what
     C++ needs to know of it.
 
-    states: [B, n, H], the input of the first layer. layers: all of them, for the sizes of the
-    scratch memory.
+    states: [B, n, H], the input of the first layer, or [1, T, H], those of the `real` tokens only.
+    layers: all of them, for the sizes of the scratch memory.
     """
 
-    def __init__(self, states: Tensor, layers: Sequence[FewRowsLayer]) -> None:
-        self._states = states
-        self._texts, self._tokens, _ = states.shape
-        rows = self._texts * self._tokens
+    def __init__(
+        self, states: Tensor, layers: Sequence[FewRowsLayer], real: RealTokens | None = None
+    ) -> None:
+        self._states, self._real = states, real
+        texts, tokens, _ = states.shape
+        self._tokens = real or RealTokens(np.full(texts, tokens), tokens)
+        rows = texts * tokens
         widths = [max(some) for some in zip(*[x.widths for x in layers], strict=True)]
         self._scratch = states.new_empty(rows, sum(widths))
         self._places: list[int] = []  # the addresses of its parts
@@ -186,9 +190,11 @@ class FewRowsPass:
         rotations: Iterable[Rotation],
         masks: Iterable[AttentionMask],
         slots: Iterable[object],
+        real: RealTokens | None = None,
     ) -> bool:
-        """Whether a pass over these states [B, n, H] can be run so."""
-        tokens, dtype = states.shape[1], states.dtype
+        """Whether a pass over these states can be run so. The arguments are those of the class, and
+        what its layers get."""
+        tokens, dtype = states.shape[1] if real is None else real.width, states.dtype
         return (
             tokens <= MOST_TOKENS
             and {rotation.cos.dtype for rotation in rotations} <= {dtype}
@@ -208,8 +214,8 @@ class FewRowsPass:
         mlp: bool = True,
         attention_input: Tensor | None = None,
     ) -> Tensor:
-        """[B, n, H] → [B, n, H]. attention, mlp: whether the layer has these parts here.
-        attention_input: [B, n, R], of a layer without a norm before attention."""
+        """The states after a layer, of the same shape. attention, mlp: whether the layer has these
+        parts here. attention_input: [B, n, R], of a layer without a norm before attention."""
         found, result = few_rows.library(states.dtype), torch.empty_like(states)
         assert found is not None
         (place,) = self._shared([layer], {"": rotation}, [""], [mask], [slots])
@@ -264,12 +270,12 @@ class FewRowsPass:
 
     def _queries(self, layer: FewRowsLayer) -> Tensor:
         """[B, N, n, D]."""
-        parts, rows = layer.parts, self._texts * self._tokens
+        parts, (texts, tokens, _) = layer.parts, self._states.shape
         heads = parts.query_heads + 2 * parts.key_heads
         begin = (self._places[1] - self._places[0]) // self._scratch.itemsize
-        used = self._scratch.flatten()[begin : begin + rows * heads * parts.head_size]
-        every = used.view(self._texts, self._tokens, heads, parts.head_size)
-        return every[:, :, : parts.query_heads].transpose(1, 2)
+        used = self._scratch.flatten()[begin : begin + texts * tokens * heads * parts.head_size]
+        every = used.view(texts, tokens, heads, parts.head_size)[:, :, : parts.query_heads]
+        return (every if self._real is None else self._real.padded(every)).transpose(1, 2)
 
     def _shared(
         self,
@@ -282,7 +288,7 @@ class FewRowsPass:
         """The address of the `_Pass` of each layer. Its slots have memory from now on."""
         for layer, slot in zip(layers, slots, strict=True):
             if not slot.is_initialized:
-                shape = self._texts, layer.parts.key_heads, 0, layer.parts.head_size
+                shape = 1, layer.parts.key_heads, 0, layer.parts.head_size
                 nothing = self._states.new_empty(shape)
                 slot.lazy_initialization(nothing, nothing)
         every = [(x, kind, slot.strides) for x, kind, slot in zip(masks, kinds, slots, strict=True)]
@@ -305,10 +311,21 @@ class FewRowsPass:
         assert slots.strides[2:] == (layer.parts.head_size, 1)
         if mask is not None and mask.stride(3) != 1:
             mask = mask.contiguous()
-        first = read = None
+        rows, columns = self._tokens.rows, self._tokens.columns
+        placed: Any = columns + (window.begin or 0)
         if window.begin is None:
-            first = window.slots_on(slots.keys.device)[1][:, 0].contiguous()
-        begin_read = 0
+            placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
+        every = np.arange(len(rows))
+        turned = every * cos.stride(1)
+        if self._real is None:
+            turned = rows * _step(cos, 0) + columns * cos.stride(1)
+        seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
+        where = np.empty((len(rows), 4), dtype=np.int64)
+        where[:, 0], where[:, 1], where[:, 2], where[:, 3] = rows, placed, seen, turned
+        (begins,) = (columns % TOGETHER == 0).nonzero()
+        bounds = np.empty(len(begins) + 1, dtype=np.int64)
+        bounds[:-1], bounds[-1] = begins, len(rows)
+        begin_read, read = 0, None
         if isinstance(window.read, slice):
             begin_read = window.read.start
         else:
@@ -316,24 +333,20 @@ class FewRowsPass:
         parts, chunks = None, -(-(begin_read % CHUNK + window.count) // CHUNK)
         if chunks > 1:
             of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
-            parts = torch.empty(self._texts * self._tokens * of_row, dtype=torch.float32)
-        self._kept += cos, sin, mask, first, read, parts
+            parts = torch.empty(len(rows) * of_row, dtype=torch.float32)
+        self._kept += cos, sin, mask, where, bounds, read, parts
         normed, qkv, mixed, gated, between = self._places
         made = _Pass(
-            texts=self._texts,
-            tokens=self._tokens,
+            tokens=len(rows),
+            blocks=len(bounds) - 1,
             slots=window.count,
             begin_read=begin_read,
-            begin=window.begin or 0,
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
             mask=_address(mask),
-            first=_address(first),
+            where=where.ctypes.data,
+            bounds=bounds.ctypes.data,
             read=_address(read),
-            rotation_text=_step(cos, 0),
-            rotation_token=cos.stride(1),
-            mask_text=0 if mask is None else _step(mask, 0),
-            mask_token=0 if mask is None else mask.stride(2),
             read_text=0 if read is None else _step(read, 0),
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],

@@ -46,6 +46,8 @@ class LeanForward(Packed):
 
     packed: for a CPU, with packed products. Else for any device: a pass is tensors in, tensors out,
     over static slots (`decode.model.cache.slots`).
+    pads: whether it computes the padding of a pass. Else it computes the list of its tokens
+    (`RealTokens`) only.
     keeps_bits: see `CachedLM.keeps_bits`.
     skipped_attention, skipped_mlps: the layers that run without this part (`changed`).
     """
@@ -68,7 +70,7 @@ class LeanForward(Packed):
         packed: bool = True,
     ) -> None:
         super().__init__()
-        self.static_slots = not packed
+        self.static_slots = self.pads = not packed
         self.reads_positions = False
         self.slot_step = SLOT_STEP if packed else STATIC_SLOT_STEP
         self.embedding, self.rotary, self.norm = embedding, rotary, norm
@@ -132,12 +134,15 @@ class LeanForward(Packed):
         ids: int64 [B, n]. positions: int64 [B, n] or [1, n]. masks, slots: one per layer. columns:
         int64 [B, k], the only columns of each row that get logits, [B, k, V].
         """
+        real = slots[0].real
+        if real is not None:
+            ids, positions = real.flat(ids), real.flat(positions)
         states = self.embed(ids)
         rotations = self.rotations(states, positions)
         kinds = self._kinds if self.rotary_kinds else [""] * len(self._kinds)
         few_rows, layers = None, self._few_rows
-        if layers and FewRowsPass.fits(states, rotations.values(), set(masks), slots):
-            few_rows = FewRowsPass(states, layers)
+        if layers and FewRowsPass.fits(states, rotations.values(), set(masks), slots, real):
+            few_rows = FewRowsPass(states, layers, real)
         whole = len(layers) == len(masks) and not (self.skipped_attention or self.skipped_mlps)
         if few_rows is not None and whole and masks[0].watch is None:
             kept = [number for number in captured_layers if number != FINAL]
@@ -148,8 +153,14 @@ class LeanForward(Packed):
             states, features = self._one_by_one(states, [*every], few_rows, captured_layers)
         if FINAL in captured_layers:
             states = features[FINAL] = self.norm(states)
-            return self.read_out(columns_of(states, columns)), features
-        return self.read_out(self.norm(columns_of(states, columns))), features
+        if real is not None:
+            features = {number: real.padded(x) for number, x in features.items()}
+        if real is not None and columns is not None:
+            states = real.padded(states, columns)
+        else:
+            states = columns_of(states, columns)
+        logits = self.read_out(states if FINAL in captured_layers else self.norm(states))
+        return real.padded(logits) if real is not None and columns is None else logits, features
 
     def _one_by_one(
         self,

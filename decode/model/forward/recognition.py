@@ -311,5 +311,7 @@ def _causal(device: torch.device) -> Tensor:
 class _NoPast:
     """Slots of a text without a past."""
 
+    real = None
+
     def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         return keys, values

@@ -13,8 +13,9 @@ from scipy import stats
 from decode.base.registry import Registry, import_all
 from draftsmith.diagnosis.evidence import Evidence
 
-# A share must differ by more than this, and by more than chance makes it in one of 1,000 texts.
+# A share must differ by more than this, and by more than chance makes it in one case of 1,000.
 LEAST, LEVEL = 0.05, 1e-3
+FEWEST = 8  # texts
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,27 @@ class Cause(ABC):
 CAUSES: Registry[type[Cause]] = Registry("cause")
 
 
-def surely_above(values: np.ndarray, least: float = LEAST) -> bool:
-    """Whether the mean of values of single texts, [N], is above `least`, and not by chance."""
-    if len(values) < 2 or values.mean() <= least:
-        return False
-    if values.std() == 0:
-        return True
-    return bool(stats.ttest_1samp(values, least, alternative="greater").pvalue < LEVEL)
+def surely_above(values: np.ndarray) -> bool | None:
+    """Whether the mean of values of single texts, [N], is above LEAST, and not by chance. None:
+    there are too few texts."""
+    return surely_falls(values, np.zeros(len(values)))
 
 
-def surely_falls(before: np.ndarray, after: np.ndarray) -> bool:
-    """Whether the mean over texts falls by more than LEAST from one set to another, [N], [N']."""
-    if min(len(before), len(after)) < 2 or before.mean() - after.mean() <= LEAST:
+def surely_falls(before: np.ndarray, after: np.ndarray) -> bool | None:
+    """Whether the mean over texts falls by more than LEAST from one set to another, [N], [N'], and
+    not by chance. None: there are too few texts."""
+    if min(len(before), len(after)) < FEWEST:
+        return None
+    if before.mean() - after.mean() <= LEAST:
         return False
     if before.std() == after.std() == 0:
         return True
-    test = stats.ttest_ind(before, after + LEAST, equal_var=False, alternative="greater")
+    # Values may be all alike, of which the tests of samples warn.
+    test = stats.ttest_ind_from_stats(
+        before.mean(), before.std(ddof=1), len(before),
+        after.mean() + LEAST, after.std(ddof=1), len(after),
+        equal_var=False, alternative="greater",
+    )  # fmt: skip
     return bool(test.pvalue < LEVEL)
 
 

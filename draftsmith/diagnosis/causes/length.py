@@ -1,9 +1,7 @@
 """Acceptance falls beyond the longest texts of the training."""
 
-from draftsmith.diagnosis.causes import CAUSES, Cause, Measurement, surely_falls
+from draftsmith.diagnosis.causes import CAUSES, FEWEST, Cause, Measurement, surely_falls
 from draftsmith.diagnosis.evidence import Evidence
-
-FEWEST_TEXTS = 8  # beyond max_length, and as many within
 
 
 @CAUSES.register("length")
@@ -15,11 +13,11 @@ class Length(Cause):
         _, rights = evidence.answers
         beyond = rights.lengths > evidence.max_length
         before, after = rights.first_by_text(~beyond), rights.first_by_text(beyond)
-        if min(len(before), len(after)) < FEWEST_TEXTS:
+        if min(len(before), len(after)) < FEWEST:
             return Measurement(
                 None,
                 f"{len(after)} texts reach beyond max_length, {evidence.max_length} tokens, and "
-                f"{len(before)} are within; give {FEWEST_TEXTS} of each",
+                f"{len(before)} are within; give {FEWEST} of each",
             )
         return Measurement(
             surely_falls(before, after),

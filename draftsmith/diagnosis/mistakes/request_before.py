@@ -13,8 +13,10 @@ from heads.heads_drafter import HeadsDrafter
 class RequestBefore(Mistake):
     says = "the drafter reads states of the request before in the place of this prompt's"
     remedy = "use a version of the engine that clears the drafter's states between requests"
-    seen = "llama-server with MTP, found by this project's own comparison"
-    engines = ("llamacpp",)
+    seen = (
+        "a near kind: llama-server with MTP leaves one entry of the request before at the first "
+        "place. This mistake replaces all, and does not stand for that fault"
+    )
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:
         if not isinstance(drafter, HeadsDrafter):

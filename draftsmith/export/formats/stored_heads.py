@@ -24,7 +24,7 @@ from draftsmith.export.file_schema import is_count, key_problems, read_json, rea
 from draftsmith.export.formats import FORMATS, ExportJob, Format
 from draftsmith.export.trained_drafter import copy_to_cpu, without_directories
 from heads.heads_directory import CONFIG, IDS, SAMPLE, WEIGHTS, stored_options
-from heads.heads_module import HEADS
+from heads.kinds import HEADS
 
 
 class StoredHeads(Format):

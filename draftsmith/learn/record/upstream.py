@@ -10,7 +10,7 @@ import httpx2
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
-from train.engines.server_config import server_address
+from train.settings.server_config import server_address
 
 CONNECT_SECONDS = 10.0
 # A target may read a long prompt for minutes before its answer begins.

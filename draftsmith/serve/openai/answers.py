@@ -4,7 +4,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftsmith.net.events import DONE, event
@@ -19,18 +19,19 @@ from draftsmith.serve.openai.tools import CallText, call_ids
 @dataclass
 class Piece:
     """A part of one choice's text, or all of it. reason: why the text ends with it, if it does.
-    tokens: for requests that ask about single tokens. generated: tokens of the text so far."""
+    tokens: for requests that ask about single tokens. generated: tokens of the text so far. stop:
+    the stop string that ended it."""
 
     index: int
     text: str
     reason: str | None
     tokens: list[AnswerToken] = field(default_factory=list)
     generated: int = 0
+    stop: str | None = None
 
     def joined(self, other: "Piece") -> "Piece":
         """This piece and the one after it."""
-        tokens = [*self.tokens, *other.tokens]
-        return Piece(self.index, self.text + other.text, other.reason, tokens, other.generated)
+        return replace(other, text=self.text + other.text, tokens=[*self.tokens, *other.tokens])
 
 
 class ApiAnswer(ABC):

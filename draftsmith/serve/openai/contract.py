@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from decode.base.errors import nearest
 from draftsmith.serve.openai.api_errors import LONGEST_SHOWN, ApiError, cut, unfit
 from train.base.config_file import describe
-from train.base.schema import Untitled
+from train.settings.schema import Untitled
 
 # By cause: the fields, with the values that ask for nothing.
 Refused = Mapping[str, Mapping[str, tuple[Any, ...]]]
@@ -151,4 +151,4 @@ def missing(param: str) -> ApiError:
 def expected_of(kind: type[BaseModel]) -> dict[str, str]:
     """In words, the values that each field of a model takes. An absent field is null."""
     fields = kind.model_json_schema(schema_generator=Untitled)["properties"]
-    return {name: describe(field).removesuffix(" or null") for name, field in fields.items()}
+    return {name: describe(field, {}).removesuffix(" or null") for name, field in fields.items()}

@@ -144,17 +144,17 @@ def _each(values: list[Any], kind: type, path: str, expected: str) -> list[Any]:
     return values
 
 
-def read_stops(value: Any) -> tuple[str, ...]:
-    """Stop strings. An empty one asks for nothing."""
+def read_stops(value: Any, field: str = "stop") -> tuple[str, ...]:
+    """Stop strings. An empty one asks for nothing. field: what gives them."""
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise unfit("stop", value, "text or a list of texts")
+        raise unfit(field, value, "text or a list of texts")
     if len(stops) > MOST_STOPS:
-        raise unfit("stop", value, f"at most {MOST_STOPS} texts")
-    for at, stop in enumerate(_each(stops, str, "stop", "text")):
+        raise unfit(field, value, f"at most {MOST_STOPS} texts")
+    for at, stop in enumerate(_each(stops, str, field, "text")):
         if len(stop) > LONGEST_STOP:
-            message = f"stop.{at} has {len(stop)} characters; expected at most {LONGEST_STOP}"
-            raise ApiError(400, message, param="stop", code="invalid_value")
+            message = f"{field}.{at} has {len(stop)} characters; expected at most {LONGEST_STOP}"
+            raise ApiError(400, message, param=field, code="invalid_value")
     return tuple(filter(None, stops))
 
 

@@ -200,7 +200,10 @@ class Calls:
         """The format's marks that are special tokens."""
         marks = () if self._format is None else self._format.marks
         ids = {mark: self._tokenizer.convert_tokens_to_ids(mark) for mark in marks}
-        return {mark: i for mark, i in ids.items() if i in special_ids(self._tokenizer)}
+        special = special_ids(self._tokenizer)
+        # A mark that is no token gets the id of the unknown token, which is special.
+        named = self._tokenizer.convert_ids_to_tokens
+        return {mark: i for mark, i in ids.items() if i in special and named(i) == mark}
 
     @property
     def shown(self) -> frozenset[int]:

@@ -5,15 +5,17 @@ import uuid
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate import Accelerator
 from pydantic import Field
 
 from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.base.strict import Strict
 from train.base.config_file import dotted
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 ID_FILE = "tracking.json"
 ID_LENGTH = 21  # what swanlab takes; wandb takes up to 64
@@ -69,7 +71,7 @@ def _is_installed(name: str) -> bool:
 
 
 def start_trackers(
-    accelerator: Accelerator,
+    accelerator: "Accelerator",
     settings: TrackingConfig,
     name: str,
     logs: Path,

@@ -13,9 +13,9 @@ from train.data.read import Example, spread
 from train.engines.answers.check_model import check_model
 from train.engines.answers.known_parts import Part
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
-from train.engines.ask_servers import REFUSED, ask_servers
+from train.engines.ask_servers import REFUSED, UNANSWERED, ask_servers
 from train.engines.launch import engine_in_words, launched
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 
 class PartWriter:
@@ -56,7 +56,8 @@ class PartWriter:
         """Keep an answer; write its part if that is whole. Raises UserError if too many of the
         part's answers cannot be used."""
         part = self._open.pop(row.number)
-        part.journal.add(row.number, answer, part.keys[row.number])
+        if answer.left_out != UNANSWERED:  # another run asks again, as long as the part is open
+            part.journal.add(row.number, answer, part.keys[row.number])
         part.answers[row.number] = answer
         self._answered += 1
         self.tokens += len(answer.tokens)
@@ -68,8 +69,10 @@ class PartWriter:
             return False
         answers = [part.answers[number] for number in part.keys]
         left_out = Counter(answer.left_out for answer in answers if answer.left_out)
-        if left_out.total() > self._max_unusable * len(answers):
-            said = {answer.finish_reason for answer in answers if answer.left_out == REFUSED}
+        # The last part, which is smaller, may have as many as the others.
+        if left_out.total() > self._max_unusable * max(len(part.jobs) for part in self._parts):
+            why = REFUSED, UNANSWERED
+            said = {answer.finish_reason for answer in answers if answer.left_out in why}
             raise UserError(
                 f"{left_out.total()} of {len(answers)} answers for {part.directory} cannot be "
                 f"used: {dict(left_out)}{' '.join(['.', *sorted(said)[:1]])}. Raise "

@@ -11,7 +11,7 @@ from decode.draw.sampling import Sampling
 from decode.model.loading import Target
 from train.engines.answers.protocols import Answer, AnswerReader, AskSettings, Row
 from train.engines.ask_servers import ask_servers
-from train.engines.server_config import ServerConfig
+from train.settings.server_config import ServerConfig
 
 PROBE_TOKENS = 32
 # A greedy token counts as another model's if the target's likeliest token is so much likelier.

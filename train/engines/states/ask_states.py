@@ -37,8 +37,8 @@ from train.engines.ask_servers import (
     ServerLost,
     excerpt,
 )
-from train.engines.server_config import StatesServer
 from train.engines.states.served_states import file_bytes
+from train.settings.server_config import StatesServer
 
 PATH = "/v1/completions"
 LOCK = ".lock"

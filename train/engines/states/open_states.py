@@ -20,9 +20,9 @@ from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
 from train.engines.launch import engine_in_words, launched
-from train.engines.server_config import StatesServer
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
 from train.engines.states.served_states import ServedStates, engine_ids, require_room
+from train.settings.server_config import StatesServer
 
 # ‖theirs − ours‖ ÷ ‖ours‖, the median over tokens: room for 16 bits and other kernels.
 MOST_OFF = 0.1

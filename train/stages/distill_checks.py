@@ -1,17 +1,12 @@
-"""The settings of a `distill` stage, and which of them fit together."""
+"""Which settings of a `distill` stage fit together."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from decode.base.errors import UserError
-from distill.masked_copies import ParallelConfig
 from distill.students import refuse, student_kind
-from distill.students.student_start import StudentConfig
 from distill.teacher.cached_features import holds_features
-from distill.trainable_model import DrafterLora
 from train.base.drafter_stages import (
     DRAFTER_STAGES,
     drafts_in_parallel,
@@ -20,61 +15,10 @@ from train.base.drafter_stages import (
     require_own_weights,
     require_whole,
 )
-from train.base.schema import Losses, StageConfig, closest_stage
-from train.data.corpus import stages_of
-from train.data.training_text import OnPolicyConfig
-from train.loop.boosting import BoostConfig, check_boost
-from train.loop.dev_slice import DevConfig
-from train.loop.optimizer import OptimizerConfig
-from train.loop.training_task import LoopConfig
-from train.stages.text_stages import LossConfig
-
-
-class DistillConfig(LossConfig):
-    """A small language model learns the target's distribution (DistillSpec, 2310.08461)."""
-
-    kind: Literal["distill"] = "distill"
-    drafter: StudentConfig
-    """Where the drafter starts."""
-    losses: Losses = {"forward_kl": 1.0}
-    """The weighted sum that is minimised: {name: weight}, or {name: {weight: …, option: …}}; see
-    `distill.losses`."""
-    teacher: str = "live"
-    """live, or the name or directory of a teacher_cache stage (the target's likeliest tokens) or of
-    a feature_cache stage (its complete distribution)."""
-    on_policy: OnPolicyConfig | None = None
-    """The drafter generates a part of the text itself. None: the text is fixed."""
-    dev: DevConfig | None = None
-    """Figures on a dev slice during the training. None: no figures."""
-    train_embeddings: bool = True
-    """Train the token embeddings and the output layer too. If false, they keep their init
-    weights. The factors of an output layer (`output_rank`) are trained in any case."""
-    lora: DrafterLora | None = None
-    """Train adapters. None: train the weights themselves."""
-    gradient_checkpointing: bool = False
-    """Recompute the layers' activations in the backward pass: less memory, more time."""
-    parallel: ParallelConfig | None = None
-    """Train a drafter that drafts all tokens in one pass (PARD, 2504.18583). None: it drafts one
-    token after the other."""
-    boost: BoostConfig | None = None
-    """Train the drafter on the tokens that earlier drafters miss (SpecInfer, 2305.09781). None: all
-    tokens have the same weight."""
-    draft_vocabulary: int | None = Field(None, ge=1)
-    """Draft only this many of the text's most frequent tokens. None: all tokens, or the vocabulary
-    of the stage that this stage continues, or of the cache."""
-    output_rank: int | None = Field(None, ge=1)
-    """r; the output layer of the draft vocabulary is then two trained factors, [r, H] and [V', r]
-    (SlimSpec, 2605.10453), which start as near to the full layer as that rank can be. None: a full
-    layer, or the one of the stage that this stage continues."""
-    weights: Literal["int8"] | None = None
-    """int8: the drafter reads one byte a weight, on machines that can. Its files keep all bits.
-    None: it reads its weights as they are."""
-    chunk_tokens: int = Field(256, ge=1)
-    """The number of tokens whose logits are in memory at a time."""
-    loop: LoopConfig = LoopConfig()
-    """The length of the training and the size of its batches."""
-    optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
+from train.loop.boosting import check_boost
+from train.settings.distill_config import DistillConfig
+from train.settings.schema import StageConfig, closest_stage
+from train.settings.text_settings import stages_of
 
 
 def check_settings(config: DistillConfig, earlier: Sequence[StageConfig]) -> None:

@@ -6,8 +6,8 @@ from draftsmith.diagnosis.evidence import Evidence, find
 MOST = 0.5  # of the texts with the served beginning or the served end of prompts
 
 
-@CAUSES.register("template")
-class Template(Cause):
+@CAUSES.register("other_template")
+class OtherTemplate(Cause):
     says = "the train text has another chat template, other thoughts or another system message"
     remedy = (
         "train with the template that is served: the same tokenizer, chat_template_args and "

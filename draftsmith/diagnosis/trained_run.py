@@ -11,10 +11,10 @@ from decode.model.loading import Target
 from draftsmith.diagnosis.causes import CAUSES, Measurement
 from draftsmith.diagnosis.entry import open_plain, require_room
 from draftsmith.diagnosis.evidence import PLACES, Evidence
-from train.base.run_files import stage_directory
-from train.data.corpus import stages_of
+from train.base.run_files import STAGES, stage_directory
 from train.data.read import spread
 from train.data.stored_samples import PART, StoredSamples
+from train.settings.text_settings import stages_of
 from train.stages.text_stages import TEXT
 
 TEXTS = 64  # of each kind that is measured
@@ -31,9 +31,11 @@ class TrainedStage:
     temperature: float | None
 
     @classmethod
-    def of_run(cls, run: Path, name: str | None = None) -> "TrainedStage":
-        """The stage with this name; None: the last one. Raises UserError for what is no run, and
-        for one without such a stage."""
+    def of_run(cls, path: Path) -> "TrainedStage":
+        """The last such stage of a run, or the one with this directory. Raises UserError for what
+        is no run, and for one without such a stage."""
+        named = path.resolve().parent.name == STAGES
+        run = path.resolve().parent.parent if named else path
         try:
             config = json.loads((run / "config.json").read_text(encoding="utf-8"))
             stages = {stage["name"]: stage for stage in config["stages"]}
@@ -47,18 +49,19 @@ class TrainedStage:
             directory = stage_directory(run, stage, number)
             if (directory / "drafter").is_dir() and [*directory.glob(f"{TEXT}*")]:
                 texts = [stages[x] for x in stages_of(settings["text"])]
-                found[stage] = cls(
+                found[directory.name] = cls(
                     stage,
                     directory,
                     settings["max_length"],
                     max((x["sampling"]["temperature"] for x in texts), default=None),
                 )
-        if not found or (name is not None and name not in found):
+        name = path.resolve().name if named else next(reversed(found), "")
+        if name not in found:
             raise UserError(
-                f"run {run} has no finished stage{f' {name}' if name else ''} that trained a "
-                f"drafter on a text; it has {', '.join(found) or 'none'}"
+                f"{path} has no drafter of a finished stage that trained on a text; run {run} has "
+                f"such in {', '.join(f'{STAGES}/{x}' for x in found) or 'no stage'}"
             )
-        return found[name or [*found][-1]]
+        return found[name]
 
     def samples(self) -> StoredSamples:
         """The text that it trained on. Raises UserError for a damaged part."""

@@ -1,0 +1,1 @@
+"""/v1/messages: requests and answers in the shape of Anthropic's API, which coding agents use."""

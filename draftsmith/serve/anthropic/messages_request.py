@@ -1,0 +1,215 @@
+"""Requests of /v1/messages: texts, calls of tools and their results, in blocks."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema, model_validator
+
+from decode.text import Prompt
+from draftsmith.serve.openai.api_errors import unfit
+from draftsmith.serve.openai.asked import FUNCTIONS, TEXTS, Tooled
+from draftsmith.serve.openai.contract import Contract, RequestPart, validated
+from draftsmith.serve.openai.fields import IGNORED, REFUSED, unsupported
+from draftsmith.serve.openai.messages import read_stops
+from draftsmith.serve.openai.tools import read_tools
+
+_CACHE = {"cache_control": "the prefix cache needs no advice"}
+
+
+class TextBlock(RequestPart):
+    type: Literal["text"]
+    text: str
+
+
+class UseBlock(RequestPart):
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ResultBlock(RequestPart):
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: Annotated[Any, WithJsonSchema({"title": "text or a list of blocks of text"})] = ""
+    is_error: bool = False
+
+
+class FunctionTool(RequestPart):
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    type: Literal["custom"] = "custom"
+
+
+class Choice(RequestPart):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool = False
+
+
+TEXT = Contract(TextBlock, {**_CACHE, "citations": "comes back from earlier answers"})
+USE = Contract(UseBlock, {**_CACHE, "caller": "comes back from earlier answers"})
+RESULT = Contract(ResultBlock, _CACHE)
+TOOL = Contract(
+    FunctionTool,
+    {
+        **_CACHE,
+        "strict": "a forced call has the schema in any case",
+        "eager_input_streaming": "calls come whole",
+    },
+)
+CHOSEN = Contract(Choice)
+
+
+def read_turns(value: Any) -> list[dict[str, Any]]:
+    """The messages of a request, as chats have them: what tools answered becomes messages of its
+    own, before the text beside it."""
+    if not isinstance(value, list) or not value:
+        raise unfit("messages", value, "a list of messages")
+    return [said for at, one in enumerate(value) for said in _turn(one, f"messages.{at}")]
+
+
+def _turn(value: Any, path: str) -> list[dict[str, Any]]:
+    match value:
+        case {"role": "user" | "assistant" | "system" as role, "content": content}:
+            pass
+        case _:
+            expected = 'an object {"role": "user" or "assistant", "content": …}'
+            raise unfit(path, value, expected)
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise unfit(f"{path}.content", content, "text or a list of blocks")
+    texts, calls, results = list[str](), list[dict[str, Any]](), list[dict[str, Any]]()
+    for at, block in enumerate(content):
+        where = f"{path}.content.{at}"
+        match role, block:
+            case _, {"type": "text"}:
+                texts.append(validated(TEXT, block, where).text)
+            case "assistant", {"type": "thinking" | "redacted_thinking"}:
+                pass  # it comes back from earlier answers
+            case "assistant", {"type": "tool_use"}:
+                used = validated(USE, block, where)
+                function = {"name": used.name, "arguments": used.input}
+                calls.append({"id": used.id, "type": "function", "function": function})
+            case "user", {"type": "tool_result"}:
+                found = validated(RESULT, block, where)
+                text = text_of(found.content, f"{where}.content")
+                results.append({"role": "tool", "content": text, "tool_call_id": found.tool_use_id})
+            case _, {"type": str(kind)}:
+                raise unsupported(kind, f"{where}.type")
+            case _:
+                raise unfit(where, block, 'a block {"type": …}')
+    said = {"role": role, "content": "\n".join(texts)}
+    if calls:
+        return [{**said, "tool_calls": calls}]
+    return [*results, *([said] if texts or not results else [])]
+
+
+def text_of(value: Any, path: str) -> str:
+    """A text that may be given in blocks."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise unfit(path, value, "text or a list of blocks of text")
+    for at, block in enumerate(value):
+        match block:
+            case {"type": str(kind)} if kind != "text":
+                raise unsupported(kind, f"{path}.{at}.type")
+    return "\n".join(validated(TEXT, x, f"{path}.{at}").text for at, x in enumerate(value))
+
+
+def read_functions(value: Any) -> list[dict[str, Any]]:
+    """The tools, as chats have them. Those that Anthropic's own servers run have other types."""
+    if not isinstance(value, list):
+        raise unfit("tools", value, "a list of tools")
+    found = list[dict[str, Any]]()
+    for at, one in enumerate(value):
+        match one:
+            case {"type": str(kind)} if kind != "custom":
+                raise unsupported(kind, f"tools.{at}.type")
+        tool = validated(TOOL, one, f"tools.{at}")
+        said = {} if tool.description is None else {"description": tool.description}
+        function = {"name": tool.name, **said, "parameters": tool.input_schema}
+        found.append({"type": "function", "function": function})
+    return read_tools(found)
+
+
+def read_choice(value: Any) -> str | tuple[str]:
+    """Which calls are asked for, as `Tooled.tool_choice`."""
+    choice = validated(CHOSEN, value, "tool_choice")
+    match choice:
+        case Choice(type="tool", name=str(name)):
+            return (name,)
+        case Choice(type="auto" | "none", name=None):
+            return str(choice.type)
+        case Choice(type="any", name=None):
+            return "required"
+    raise unfit("tool_choice", value, 'a name beside "type": "tool", and only there')
+
+
+class MessagesRequest(Tooled):
+    """The body of /v1/messages."""
+
+    asks = "messages"
+
+    messages: Annotated[
+        list[dict[str, Any]],
+        PlainValidator(read_turns),
+        WithJsonSchema({"title": "a list of messages"}),
+    ] = Field(description="what is answered; thoughts of earlier answers are left out")
+    max_tokens: int = Field(ge=1, description="the longest text, in tokens")
+    system: Annotated[
+        str | None,
+        PlainValidator(lambda value: text_of(value, "system")),
+        WithJsonSchema({"title": "text or a list of blocks of text"}),
+    ] = Field(None, description="a system message before the others")
+    stop_sequences: Annotated[
+        tuple[str, ...], PlainValidator(lambda value: read_stops(value, "stop_sequences")), TEXTS
+    ] = Field((), description="the text ends before the first of them")
+    tools: Annotated[list[dict[str, Any]], PlainValidator(read_functions), FUNCTIONS] = Field(
+        [], description="functions that the answer may call"
+    )
+    tool_choice: Annotated[
+        str | tuple[str],
+        PlainValidator(read_choice),
+        WithJsonSchema({"title": "an object with a type: auto, any, none, or tool with its name"}),
+    ] = Field("auto", description="a forced call has the schema of its function's `input_schema`")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _at_most_one(cls, values: dict[str, Any]) -> dict[str, Any]:
+        match values.get("tool_choice"):
+            case {"disable_parallel_tool_use": True}:
+                return values | {"parallel_tool_calls": False}
+        return values
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return self.stop_sequences
+
+    @property
+    def likeliest(self) -> None:
+        return None
+
+    def prompts(self) -> Sequence[Prompt]:
+        said = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [[*said, *self.messages]]
+
+
+class CountRequest(MessagesRequest):
+    """The body of /v1/messages/count_tokens."""
+
+    max_tokens: int = Field(1, ge=1, description="changes nothing")
+
+
+_IGNORED = {name: why for name, why in IGNORED.items() if name not in MessagesRequest.model_fields}
+_IGNORED |= {
+    "thinking": "reasoning is a part of the text and is not taken out of it",
+    "output_config": "the effort of reasoning is the model's own",
+    "context_management": "the whole conversation is read",
+}
+_REFUSED = {"there is one class of requests": {"service_tier": ("auto", "standard_only")}} | REFUSED
+MESSAGES = Contract(MessagesRequest, _IGNORED, _REFUSED)
+COUNT = Contract(CountRequest, _IGNORED, _REFUSED)

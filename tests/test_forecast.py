@@ -1,0 +1,154 @@
+"""A forecast: acceptance is extrapolated with an interval that holds, and set against costs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from decode.base.errors import UserError
+from draftsmith.cli.main import app
+from draftsmith.forecast.curve import Point, acceptance_at, spread_of, tokens_per_step
+from draftsmith.forecast.entry import Cell, Line, Range, advice
+from draftsmith.forecast.pilots import as_row, pilot_config, sizes_of, write_data
+from tests.test_entry import base, settings  # noqa: F401 (base is a fixture)
+from train.data.read import read_examples
+from train.report.report_summary import footnotes
+from train.run.config import dump_config
+from train.run.entry import resolve, train
+
+SHARES = 0.05, 0.1, 0.2
+JUDGED = np.array([2000.0, 1000.0, 500.0])
+
+
+def measured(rates: np.ndarray, rng: np.random.Generator) -> list[Point]:
+    """Trainings at SHARES with this acceptance, [3, D], as counts would tell of it."""
+    counts = [rng.binomial(JUDGED.astype(int), row).astype(float) for row in rates]
+    return [Point(x, JUDGED, count) for x, count in zip(SHARES, counts, strict=True)]
+
+
+def law(share: float, exponent: float, floor: float) -> np.ndarray:
+    refused = np.array([0.3, 0.35, 0.4])  # at the whole data
+    return 1 - refused * (floor + (1 - floor) * share**-exponent)
+
+
+def test_intervals_hold_what_comes_out() -> None:
+    rng, inside = np.random.default_rng(0), 0
+    for _ in range(40):
+        exponent, floor = rng.uniform(0.05, 0.3), rng.uniform(0, 1)
+        rates = np.stack([law(share, exponent, floor) for share in SHARES])
+        truth = tokens_per_step(law(1.0, exponent, floor))
+        draws = tokens_per_step(acceptance_at(1.0, measured(rates, rng)))
+        low, high = np.quantile(draws, [0.05, 0.95])
+        inside += low <= truth <= high
+        assert high - low < 0.6  # and says something
+    assert inside >= 32
+
+
+def test_fewer_counts_make_a_wider_interval() -> None:
+    rates = np.stack([law(share, 0.3, 0.3) for share in SHARES])
+    points = measured(rates, np.random.default_rng(0))
+    few = [Point(one.share, one.reached, one.accepted, spread=20.0) for one in points]
+    widths = [
+        np.ptp(np.quantile(acceptance_at(1.0, of)[:, 0], [0.05, 0.95])) for of in (points, few)
+    ]
+    assert widths[1] > 1.5 * widths[0]
+
+
+def test_tokens_of_one_text_count_less() -> None:
+    accepted = np.array([60.0, 30.0])
+    reached = np.array([100.0, 60.0])
+    alone = spread_of(reached, accepted, 100, 0.0)
+    assert alone == 1.0
+    assert spread_of(reached, accepted, 100, 0.3) > 5
+
+
+def test_too_few_rows_for_a_curve() -> None:
+    assert sizes_of(10_000) == [157, 314, 628, 1256, 2512]
+    with pytest.raises(UserError, match="the train split has 100 rows; a curve needs two"):
+        sizes_of(100)
+
+
+def test_a_row_is_read_as_the_example_that_it_was_written_from(tmp_path: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": "1"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    turns = [
+        {"role": "user", "content": "2024-01-02"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "1"},
+    ]
+    rows = [
+        {"prompt": "why", "response": "so", "kind": "chat", "id": "a"},
+        {"messages": turns, "tools": [tool]},
+        {"text": "plain 1.0"},
+        {"prompt": "give one", "json_schema": {"type": "integer"}},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    first, _ = read_examples(str(file))
+    other = tmp_path / "again.jsonl"
+    other.write_text("".join(json.dumps(as_row(one)) + "\n" for one in first), encoding="utf-8")
+    again, _ = read_examples(str(other))
+    for old, new in zip(first, again, strict=True):
+        assert vars(old) | {"source": ""} == vars(new) | {"source": ""}
+
+
+def test_a_small_run_has_a_part_of_the_text_and_of_the_steps(
+    base: Path,  # noqa: F811
+) -> None:
+    answers = {"name": "answers", "kind": "generate", "prompts": 20}
+    config = settings(base)
+    stage = config["stages"][0]
+    config["stages"] = (answers, stage | {"text": "answers", "loop": {"max_steps": 40}})
+    whole = resolve(config)
+    examples, _ = read_examples(str(base / "rows.jsonl"))
+    splits = {"train": examples, "test": examples.select(range(3))}
+    files = write_data(splits, 6, base / "data")
+    small = pilot_config(whole, files, 6 / 30, base / "here" / "rows-6")
+    assert (small.stages[0].prompts, small.stages[1].loop.max_steps) == (4, 8)
+    assert (small.run_dir, small.evaluation.timed_prompts) == (base / "here" / "rows-6", 0)
+    assert [len(read_examples(files[split])[0]) for split in ("train", "test")] == [6, 3]
+
+
+def line(name: str, seconds: float | None, low: float, high: float) -> Line:
+    speedup = Range((low + high) / 2, low, high)
+    return Line(name, "a chain", speedup, [], {}, seconds, [Cell(1, 256, 1.5, speedup)])
+
+
+@pytest.mark.parametrize(
+    ("heads", "lookup", "said"),
+    [
+        ((1.3, 1.5), (1.0, 1.2), "train heads: it will gain 1.40 [1.30, 1.50] with 1 text of 256"),
+        ((0.7, 0.9), (0.8, 1.1), "do not train: the best stage, heads, would gain 0.80"),
+        ((1.0, 1.2), (1.3, 1.5), "ngram is enough: it needs no training and gains 1.40"),
+        ((0.9, 1.3), (0.9, 1.1), "not certain: heads would gain 1.10"),
+    ],
+)
+def test_the_advice_follows_the_intervals(
+    heads: tuple[float, float], lookup: tuple[float, float], said: str
+) -> None:
+    assert advice([line("heads", 60.0, *heads), line("ngram", None, *lookup)]).startswith(said)
+
+
+def test_a_forecast_stands_beside_what_comes_out(
+    base: Path,  # noqa: F811
+) -> None:
+    rows = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(230)]
+    (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    run = settings(base, data={"train": "rows.jsonl", "held_out": 4, "duplicates": "keep"})
+    file = base / "run.yaml"
+    file.write_text(json.dumps(dump_config(resolve(run))), encoding="utf-8")
+    command = ["forecast", str(file), "--load", "1,2", "--lengths", "16", "--json", "f.json"]
+    short = CliRunner().invoke(app, [*command, "--minutes", "1e-6"])
+    assert short.exit_code == 2
+    assert "a training on 48 rows took" in short.output
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(Path("f.json").read_text(encoding="utf-8"))
+    (heads,) = found["lines"]
+    assert found["pilots"] == [48, 96]
+    assert [(cell["load"], cell["length"]) for cell in heads["cells"]] == [(1, 16), (2, 16)]
+    assert 1 <= heads["tokens_per_step"]["low"] <= heads["tokens_per_step"]["high"] <= 3
+    lines = footnotes(train(file, quiet=True).report)
+    assert sum(said.startswith("heads: forecast ") for said in lines) == 1

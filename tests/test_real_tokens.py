@@ -1,0 +1,140 @@
+"""A pass feeds the tokens of its rows and no padding, and a row gets what it gets alone."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from decode.drafters import DRAFTERS
+from decode.loop.decoding import Decoder, Decoding
+from decode.model.cache.cached_model import CachedLM
+from decode.model.cache.real_tokens import RealTokens
+from decode.model.forward.lean_forward import LeanForward
+from decode.model.forward.prepare_model import prepare
+from decode.model.hidden_states import FINAL
+from tests.tiny import VOCAB, tiny_model
+
+STARTS, COUNTS = np.array([7, 30, 3, 12]), np.array([5, 0, 1, 9])
+SEES = torch.tensor(
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
+).bool()
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"head_dim": 32, "sliding_window": 6},
+}
+
+
+def test_a_list_of_tokens_and_its_padding() -> None:
+    real = RealTokens(np.array([0, 2, 3, 0]), 3)
+    x = torch.arange(12).view(4, 3)
+    assert len(real) == 5
+    assert real.flat(x).tolist() == [[3, 4, 6, 7, 8]]
+    padded = real.padded(real.flat(x))
+    assert padded[1:3].tolist() == [[3, 4, 4], [6, 7, 8]]
+    assert real.padded(real.flat(x), torch.tensor([[0], [1], [2], [0]]))[1:3].tolist() == [[4], [8]]
+
+
+def seen(lm: CachedLM, tree: bool, rows: slice, **more: Any) -> tuple[Tensor, Tensor]:
+    """The logits and the last states of a pass behind texts of different lengths."""
+    generator = torch.Generator().manual_seed(0)
+    lm.reset(4, 48)
+    before = torch.randint(3, VOCAB, (4, 30), generator=generator)
+    ids = torch.randint(3, VOCAB, (4, 9), generator=generator)
+    with torch.inference_mode():
+        lm.read(before, np.zeros(4, dtype=np.int64), STARTS)
+        if tree:
+            more["ancestors_BNM"] = torch.eye(9, dtype=torch.bool)[None].repeat(4, 1, 1)
+            more["ancestors_BNM"][:, :, 0] = True
+            more["ancestors_BNM"][:, :5, :5] = SEES
+            more["ancestors_BNM"] = more["ancestors_BNM"][rows, : ids.shape[1]]
+            more["depth_BN"] = more["ancestors_BNM"].sum(2) - 1
+        with lm.only(rows.start, rows.stop):
+            logits = lm.forward(ids[rows], STARTS[rows], **more)
+    return logits, lm.features[FINAL]
+
+
+@pytest.mark.parametrize("in_cpp", [True, False])
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_gets_what_it_gets_alone(
+    family: str, tree: bool, in_cpp: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what a pass writes into the slots is the same too: a second pass reads them."""
+    shape: dict[str, Any] = {"hidden": 64, "heads": 2, "kv_heads": 1, "layers": 3, "seed": 3}
+    model = tiny_model(family, **shape, **FAMILIES[family])
+    lm = CachedLM(model, captured_layers=(FINAL,))
+    forward = lm.forward_pass
+    assert isinstance(forward, LeanForward)
+    if not in_cpp:
+        for layer in forward.layers:
+            monkeypatch.setattr(layer, "few_rows", None)
+        forward.refresh()
+    try:
+        last = np.maximum(COUNTS - 1, 0)[:, None]
+        together, states = seen(lm, tree, slice(0, 4), counts=COUNTS)
+        assert lm.fed == COUNTS.sum()
+        with torch.inference_mode():
+            after = lm.forward(torch.full((4, 1), 5), STARTS + COUNTS)
+        picked, _ = seen(lm, tree, slice(0, 4), counts=COUNTS, columns=last)
+        for row in np.flatnonzero(COUNTS).tolist():
+            part, count = slice(row, row + 1), int(COUNTS[row])
+            alone, its_states = seen(lm, tree, part)
+            assert lm.fed == 9
+            for mine, yours in ((together, alone), (states, its_states)):
+                torch.testing.assert_close(mine[row, :count], yours[0, :count])
+            torch.testing.assert_close(picked[row, 0], alone[0, count - 1])
+            with torch.inference_mode(), lm.only(row, row + 1):
+                its_after = lm.forward(torch.full((1, 1), 5), (STARTS + COUNTS)[part])
+            torch.testing.assert_close(after[row], its_after[0])
+            if in_cpp and forward._few_rows:
+                assert torch.equal(together[row, :count], alone[0, :count])
+    finally:
+        forward.refresh()
+
+
+PROMPTS = [[5, 6, 7, 8, 5, 6, 7], [9, 3, 9, 3, 9], [11, 12, 13, 14], *([n, 40, n] for n in (4, 8))]
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_batch_feeds_what_its_rows_need(lean: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts of a lookup have different lengths. Transformers' forward is the control: it pads to
+    the longest."""
+    model = tiny_model("llama", seed=1)
+    prepare(model, lean=lean)
+    decoder = Decoder(model, DRAFTERS["ngram"](), gamma=6)
+    computed: list[int] = []
+    embed = nn.Embedding.forward
+
+    def counted(module: nn.Embedding, ids: Tensor) -> Tensor:
+        computed.append(ids.numel())
+        return embed(module, ids)
+
+    monkeypatch.setattr(nn.Embedding, "forward", counted)
+    steps = decoder.decode(PROMPTS, 24).steps
+    fed = [step.fed for step in steps]
+    needed = [len(step.rows) + int(step.drafted.sum()) for step in steps]
+    assert computed[-len(steps) :] == fed
+    assert any(len(set(step.drafted.tolist())) > 1 for step in steps)
+    if lean:
+        assert fed == needed
+    else:
+        longest = [len(step.rows) * (1 + int(step.drafted.max())) for step in steps]
+        assert all(x >= y for x, y in zip(fed, longest, strict=True))
+        assert sum(fed) > sum(needed)
+
+
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_row_that_sits_out_is_not_fed(lean: bool) -> None:
+    model = tiny_model("llama", seed=1)
+    prepare(model, lean=lean)
+    alone = [Decoder(model, DRAFTERS["none"]()).decode([p], 6).outputs[0] for p in PROMPTS[:3]]
+    decoding = Decoding(Decoder(model, DRAFTERS["none"]()), PROMPTS[:3], 6)
+    for most in ([0, -1, -1], [-1, 0, 0], [-1, -1, -1]):
+        decoding.step(np.array(most))
+    assert [step.fed for step in decoding.steps] == ([1, 2, 1] if lean else [3, 3, 3])
+    while not decoding.finished:
+        decoding.step()
+    assert [decoding.outputs[row] for row in range(3)] == alone
