@@ -156,6 +156,8 @@ def test_a_run_is_diagnosed_by_the_command(tmp_path: Path, monkeypatch: pytest.M
     # Before the target is loaded, which is not there.
     missing = ["--target", "nowhere"]
     assert "--run needs --prompts" in said(*missing)[1]
+    for both in (["http://localhost:9"], ["--drafter", "target"]):
+        assert "or --run DIRECTORY" in said(*missing, *served, *both)[1]
     assert "stages/00-heads" in said(*missing, *served, "--run", f"{run.directory}/stages/9-no")[1]
     assert "nowhere is no run" in said(*missing, *served, "--run", "nowhere")[1]
     assert "nowhere" in said(*missing, *served)[1]

@@ -66,8 +66,10 @@ def diagnose(
     not, and the cause is said, or that no known one explains it.
     """
     require_writable(json_file)
-    if (url is None) == (run is None):
-        raise UserError("give a server's URL with --drafter DIRECTORY, or --run DIRECTORY")
+    if (url is None) == (run is None) or (run is not None and drafter is not None):
+        raise UserError(
+            "give a server's URL with --drafter DIRECTORY, or --run DIRECTORY, which has a drafter"
+        )
     from train.base.console import Reporter
 
     quieten()

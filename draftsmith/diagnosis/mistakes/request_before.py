@@ -14,8 +14,8 @@ class RequestBefore(Mistake):
     says = "the drafter reads states of the request before in the place of this prompt's"
     remedy = "use a version of the engine that clears the drafter's states between requests"
     seen = (
-        "a near kind: llama-server with MTP leaves one entry of the request before at the first "
-        "place. This mistake replaces all, and does not stand for that fault"
+        "not as such: llama-server with MTP adds one first entry of the request before, by this "
+        "project's own comparison; this mistake replaces all, and does not stand for that"
     )
 
     def make(self, drafter: Drafter, target: Target) -> Drafter | None:
