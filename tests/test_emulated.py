@@ -1,0 +1,44 @@
+"""The functions in C++ for bfloat16, on processors that lack its instructions."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decode.base.processor import cpu_flags
+from decode.model.forward import few_rows
+from tests.imports import ROOT
+
+LAYERS = ("tests/test_few_rows.py", "-k", "not product and not weight")
+ATTENTION = ("tests/test_attention.py", "tests/test_real_tokens.py")
+
+
+@pytest.mark.parametrize(
+    "what",
+    [LAYERS, pytest.param(ATTENTION, marks=pytest.mark.thorough)],
+    ids=["layers", "attention"],
+)
+def test_the_tests_in_bfloat16_pass_with_emulated_instructions(
+    what: tuple[str, ...], tmp_path: Path
+) -> None:
+    if not {"avx2", "fma", "f16c"} <= cpu_flags():
+        pytest.skip("this CPU has no AVX2 to compile for")
+    # Files that others compiled are for the instructions themselves.
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), few_rows.SWITCH: "1"}
+    environment.pop("PYTEST_ADDOPTS", None)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "tests.emulated",
+        "-p",
+        "no:xdist",
+        *what,
+    ]
+    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-3000:]
+    assert "this CPU has no kernels for bfloat16" not in ran.stdout
