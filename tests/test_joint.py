@@ -431,7 +431,6 @@ def test_a_stage_refuses_what_does_not_go_together(context: Any) -> None:
         ("set the same type and options", {"start": "one", "heads": MEDUSA | {"heads": 3}}),
         ("draft_vocabulary cannot be set here", {"start": "one", "draft_vocabulary": 99}),
         ("features cannot be set here", {"backbone": {}, "features": str(context.directory)}),
-        ("unknown loss 'cross'", {"backbone": {"losses": {"cross": 1.0}}}),
         ("answered the train split, which is not held out", {"backbone": {"held_out": "text"}}),
     ):
         with pytest.raises(UserError, match=message):

@@ -519,7 +519,7 @@ def test_a_step_and_a_summary_by_hand() -> None:
             accepted,
             depths=np.array(depths),
             drafted=np.array(drafted),
-            width=1 + max(drafted),
+            fed=len(drafted) * (1 + max(drafted)),
             draft_steps=max(drafted),
             seconds=Seconds(ms / 1000, 2 * ms / 1000),
         )

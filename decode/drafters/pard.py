@@ -179,11 +179,10 @@ class ParallelLMDrafter(SmallLMDrafter):
         # A row with fewer tokens has its mask tokens directly after them.
         ids = np.pad(ids, ((0, 0), (0, masks)))
         ids = np.where(np.arange(ids.shape[1]) < counts[:, None], ids, self.mask_token)
-        columns = (counts - 1)[:, None] + np.arange(count)
+        columns = np.maximum(counts - 1, 0)[:, None] + np.arange(count)
+        fed = np.where(counts > 0, counts + masks, 0)
         device = self.lm.device
-        logits = self.lm.forward(
-            to_device(ids, device), start, columns=columns, counts=counts + masks
-        )
+        logits = self.lm.forward(to_device(ids, device), start, columns=columns, counts=fed)
         return logits[..., : self.rows]
 
 
