@@ -39,6 +39,8 @@ def test_the_tests_in_bfloat16_pass_with_emulated_instructions(
         "no:xdist",
         *what,
     ]
-    ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    ran = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     assert ran.returncode == 0, ran.stdout[-3000:]
     assert "this CPU has no kernels for bfloat16" not in ran.stdout
