@@ -9,7 +9,7 @@ from decode.text import Prompt
 from draftsmith.serve.openai.api_errors import unfit
 from draftsmith.serve.openai.asked import FUNCTIONS, TEXTS, Tooled
 from draftsmith.serve.openai.contract import Contract, RequestPart, validated
-from draftsmith.serve.openai.fields import IGNORED, REFUSED, unsupported
+from draftsmith.serve.openai.fields import REFUSED, ignored_by, unsupported
 from draftsmith.serve.openai.messages import read_stops
 from draftsmith.serve.openai.tools import read_tools
 
@@ -204,8 +204,7 @@ class CountRequest(MessagesRequest):
     max_tokens: int = Field(1, ge=1, description="changes nothing")
 
 
-_IGNORED = {name: why for name, why in IGNORED.items() if name not in MessagesRequest.model_fields}
-_IGNORED |= {
+_IGNORED = ignored_by(MessagesRequest) | {
     "thinking": "reasoning is a part of the text and is not taken out of it",
     "output_config": "the effort of reasoning is the model's own",
     "context_management": "the whole conversation is read",

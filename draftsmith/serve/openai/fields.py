@@ -7,6 +7,8 @@ The names are those of OpenAI's API, and those that vLLM, SGLang and llama.cpp a
 
 from typing import Any
 
+from pydantic import BaseModel
+
 from draftsmith.serve.openai.api_errors import ApiError, shown
 from draftsmith.serve.openai.contract import Refused
 
@@ -213,6 +215,11 @@ KINDS = {
     "compaction": _KEPT,
     "refusal": "only text can be in a message",
 }
+
+
+def ignored_by(request: type[BaseModel]) -> dict[str, str]:
+    """The ignored fields that this kind of request does not serve."""
+    return {name: why for name, why in IGNORED.items() if name not in request.model_fields}
 
 
 def unsupported(kind: Any, path: str) -> ApiError:

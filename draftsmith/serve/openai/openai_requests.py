@@ -31,7 +31,7 @@ from draftsmith.serve.openai.asked import (
     an_object,
 )
 from draftsmith.serve.openai.contract import Contract, RequestPart
-from draftsmith.serve.openai.fields import IGNORED, REFUSED
+from draftsmith.serve.openai.fields import IGNORED, REFUSED, ignored_by
 from draftsmith.serve.openai.formats import (
     ANY_TEXT,
     AskedGrammar,
@@ -308,13 +308,13 @@ class AdapterLoad(AdapterUnload):
 
 CHAT = Contract(
     ChatRequest,
-    {name: why for name, why in IGNORED.items() if name not in ChatRequest.model_fields},
+    ignored_by(ChatRequest),
     REFUSED,
 )
 COMPLETION = Contract(CompletionRequest, IGNORED, REFUSED)
 RESPONSES = Contract(
     ResponsesRequest,
-    {name: why for name, why in IGNORED.items() if name not in ResponsesRequest.model_fields},
+    ignored_by(ResponsesRequest),
     REFUSED
     | {
         "one text is given, to its end": {"n": (1,), "stop": ([], "")},
