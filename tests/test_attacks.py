@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
 import sys
 import threading
@@ -231,6 +232,21 @@ def test_each_path_asks_for_its_key_or_says_why_not(server: Server) -> None:
     page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
     for reason in (*server.paths.open.values(), server.paths.others):
         assert reason in page
+
+
+@pytest.fixture(autouse=True)
+def _no_traceback(monkeypatch: Any) -> Iterator[None]:
+    """A client cannot fill the log either."""
+    found, handle = [], logging.Logger.handle
+
+    def watched(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            found.append(record.getMessage())
+        handle(logger, record)
+
+    monkeypatch.setattr(logging.Logger, "handle", watched)
+    yield
+    assert found == []
 
 
 # --- attacks --------------------------------------------------------------------------------------
