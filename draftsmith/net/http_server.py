@@ -94,6 +94,9 @@ class _Connection(Watched, H11Protocol):
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             super().send_400_response(msg)
+            if self.cycle is not None:  # its application may answer yet
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
         else:  # the answer to this request has begun
             self.transport.close()
 
