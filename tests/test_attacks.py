@@ -234,7 +234,7 @@ def test_each_path_asks_for_its_key_or_says_why_not(server: Server) -> None:
         assert reason in page
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _no_traceback(monkeypatch: Any) -> Iterator[None]:
     """A client cannot fill the log either."""
     found, handle = [], logging.Logger.handle
@@ -266,6 +266,10 @@ ATTACKS = {
     "a body in small parts": (
         head("POST", "{post}", *JSON, "Transfer-Encoding: chunked") + 30_000 * "1\r\nx\r\n",
         "1\r\nx\r\n",
+    ),
+    "a broken body of a request for headers": (
+        head("HEAD", "{post}", *JSON, "Transfer-Encoding: chunked") + "x\r\n",
+        "x",
     ),
     "a body that is refused": (head("POST", "{post}", "Content-Length: 9000"), "x"),
     "a body that never begins": (
@@ -327,6 +331,7 @@ def ended(line: socket.socket) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.usefixtures("_no_traceback")
 def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> None:
     with attacked(server, *ATTACKS[attack]):
         for _ in range(WORKS):
@@ -337,6 +342,7 @@ def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> Non
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.usefixtures("_no_traceback")
 def test_no_attack_lasts_whatever_it_goes_on_to_send(brief: Server, attack: str) -> None:
     with attacked(brief, *ATTACKS[attack]) as lines:
         until(lambda: all(ended(line) for line in lines))
