@@ -266,7 +266,7 @@ def test_a_window_that_says_it_is_not_causal_is_read(tmp_path: Path, target: Tar
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("mtp", "speculators stitch-mtp"), ("xpress", "refiner of a block"), ("new", "not known")],
+    [("mtp", "speculators stitch-mtp"), ("new", "not known")],
 )
 def test_other_types_of_the_library_speculators_are_refused_by_name(
     kind: str, said: str, tmp_path: Path, target: Target
