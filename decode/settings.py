@@ -99,9 +99,7 @@ class DecodeSettings:
         if prompt is None or not self.needs_costs:
             return decoder, None
         # One level of a tree takes one pass of the drafter, like one token of a chain.
-        # What is timed goes on past the end of a text, so no grammar ends it.
-        free = replace(self, sampling=replace(self.sampling, grammar=None))
-        plain = replace(free, shape=None, policy=None)._decoder(target, drafter, None)
+        plain = replace(self, shape=None, policy=None)._decoder(target, drafter, None)
         depth = decoder.policy.max_depth
         width = room(decoder.drafter, depth) + 1  # with what is read behind the nodes
         trees = decoder.drafter.branches
