@@ -75,7 +75,8 @@ class Guard:
     def shows_admin_key(self, sent: Iterable[bytes]) -> bool:
         """Whether a value that was sent, a header's or the query, has the admin key as a word."""
         key = (self.admin_key or "").encode()
-        return bool(key) and any(key in _WORD_ENDS.split(one) for one in sent)
+        words = (word for one in sent for word in _WORD_ENDS.split(one))
+        return bool(key) and any(hmac.compare_digest(word, key) for word in words)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """An application behind this guard. Allowed sites get the headers that browsers ask for."""
