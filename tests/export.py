@@ -185,6 +185,13 @@ def exported(
     return path / "out"
 
 
+def export_for_llama_server(path: Path, file: Path | str, dtype: str | None = None) -> Path:
+    """The export of the `drafter` in a directory, for a target in a GGUF file."""
+    options = ExportOptions(target=str(file), dtype=dtype)
+    export_drafter(path / "drafter", "llama-server", path / "out", options)
+    return path / "out"
+
+
 def reloaded(out: Path, target: Target) -> HeadsDrafter:
     """A checked export in our own loop."""
     drafter = reload_export(out, check_export(out), target)

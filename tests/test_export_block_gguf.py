@@ -10,8 +10,7 @@ import torch
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
-from draftsmith.export import ExportOptions
-from draftsmith.export.export_directory import check_export, export_drafter
+from draftsmith.export.export_directory import check_export
 from draftsmith.export.formats.gguf_layout import read_weights
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.verify_export import verify_export
@@ -23,6 +22,7 @@ from tests.export import (
     KEPT,
     SHAPE,
     assert_drafts_the_same,
+    export_for_llama_server,
     make_heads,
     make_taught,
     needs,
@@ -68,9 +68,7 @@ def exported(
     dtype: str | None = None,
 ) -> Path:
     make_heads(place / "drafter", of[0], options, kept, moved=0.1)
-    served = ExportOptions(target=str(of[1]), dtype=dtype)
-    export_drafter(place / "drafter", "llama-server", place / "out", served)
-    return place / "out"
+    return export_for_llama_server(place, of[1], dtype)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,9 +172,7 @@ def test_llama_server_accepts_what_our_loop_accepts(
     needs("llama-server")
     target, file = request.getfixturevalue(which)
     make_taught(tmp_path / "drafter", target, options, reduced)
-    out = tmp_path / "out"
-    served = ExportOptions(target=str(file), dtype=dtype)
-    export_drafter(tmp_path / "drafter", "llama-server", out, served)
+    out = export_for_llama_server(tmp_path, file, dtype)
     found = verify_export("llama-server", task(target, out, target_spec=str(file)), min_drafted=400)
     assert found.failures == []
     assert found.run.drafted_tokens == pytest.approx(found.our_drafted, rel=0.05)

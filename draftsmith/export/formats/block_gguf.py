@@ -129,7 +129,7 @@ class BlockGGUF(HeadsGGUF):
         return {"layers": layers, "size": self.layout.size({"num_hidden_layers": layers})}
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
-        return {TAPS: are_inputs, BLOCK: is_count, MASK: is_id}
+        return super().extra_expected_keys(arch) | {BLOCK: is_count, MASK: is_id}
 
     def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         config = config_of(keys, facts)

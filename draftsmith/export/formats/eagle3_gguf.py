@@ -18,7 +18,7 @@ from decode.drafters import Drafter
 from decode.model.loading import Target
 from draftsmith.export.file_schema import is_count
 from draftsmith.export.formats import FORMATS, ExportJob, export_facts
-from draftsmith.export.formats.eagle3_layer import ALL_SWITCHES, are_inputs
+from draftsmith.export.formats.eagle3_layer import ALL_SWITCHES
 from draftsmith.export.formats.gguf_layout import (
     D2T,
     FILE,
@@ -82,8 +82,7 @@ class Eagle3GGUF(HeadsGGUF):
         return tensors | rotated
 
     def extra_expected_keys(self, arch: str) -> dict[str, Any]:
-        return {
-            f"{ARCH}.target_layers": are_inputs,
+        return super().extra_expected_keys(arch) | {
             f"{ARCH}.target_hidden_size": is_count,
             f"{ARCH}.norm_before_residual": False,
             f"{ARCH}.norm_before_fc": False,
@@ -91,7 +90,7 @@ class Eagle3GGUF(HeadsGGUF):
 
     def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         hidden = keys[f"{ARCH}.embedding_length"]
-        captured = len(keys[f"{ARCH}.target_layers"]) * keys[f"{ARCH}.target_hidden_size"]
+        captured = len(keys[self.taps_key]) * keys[f"{ARCH}.target_hidden_size"]
         rows = facts["kept"] or keys[f"{ARCH}.vocab_size"]
         return [
             Row("fc.weight", (hidden, captured)),

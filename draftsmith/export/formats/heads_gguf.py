@@ -20,6 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from decode.base.errors import UserError
 from decode.model.loading import Target, target_gguf
 from draftsmith.export.formats import ExportJob
+from draftsmith.export.formats.eagle3_layer import are_inputs
 from draftsmith.export.formats.gguf_layout import (
     D2T,
     FILE,
@@ -58,6 +59,9 @@ class HeadsGGUF(GGUFLayout):
     @abstractmethod
     def rows(self, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:
         """Return the tensors of the heads, and of an output layer if it is written."""
+
+    def extra_expected_keys(self, arch: str) -> dict[str, Any]:
+        return {self.taps_key: are_inputs}
 
     @abstractmethod
     def own_facts(self, heads: Any) -> dict[str, Any]:
