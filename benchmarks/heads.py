@@ -94,6 +94,7 @@ HEADS: dict[str, tuple[dict[str, Any], dict[str, float]]] = {
     "dflash": (DFLASH, {"cross_entropy": 1.0}),
     "dspark": (DSPARK, {"cross_entropy": 0.1, "total_variation": 1.8}),
     "dflash2": (BLOCK | {"type": "dflash2"}, {"forward_kl": 1.0}),
+    "xpress": (BLOCK | {"type": "xpress"}, {"cross_entropy": 0.1, "total_variation": 1.8}),
     # Block drafters by the loss of the other heads. The confidence head learns from TV only.
     "dflash_kl": (DFLASH, {"forward_kl": 1.0}),
     "dspark_kl": (DSPARK | {"confidence": False}, {"forward_kl": 1.0}),
@@ -114,7 +115,17 @@ SMALL_LM, LOW_RANK_LM, PARD = "small_lm", "small_lm_low_rank", "pard"
 SMALL_LMS = (SMALL_LM, LOW_RANK_LM, PARD)
 KNOWN = (*SMALL_LMS, *HEADS)
 # These compare variants, and run only if --arms names them.
-ONE_PASS = (PARD, "pass", "p_eagle", "dflash", "dspark", "dflash2", "dflash_kl", "dspark_kl")
+ONE_PASS = (
+    PARD,
+    "pass",
+    "p_eagle",
+    "dflash",
+    "dspark",
+    "dflash2",
+    "xpress",
+    "dflash_kl",
+    "dspark_kl",
+)
 EXTRA = (
     *ONE_PASS,
     LOW_RANK_LM,
@@ -222,7 +233,8 @@ def heads_config(settings: Settings) -> dict[str, Any]:
         loop |= {"epochs": 1000, "max_minutes": settings.minutes}
     training: dict[str, Any] = {"text": TEXT, "loop": loop, "optimizer": {"lr": settings.lr}}
     reads_layers = any(
-        HEADS[name][0]["type"] in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "kangaroo")
+        HEADS[name][0]["type"]
+        in ("eagle3", "p_eagle", "dflash", "dspark", "dflash2", "xpress", "kangaroo")
         for name in settings.arms
         if name in HEADS
     )

@@ -168,8 +168,9 @@ class DFlash2Heads(DFlashHeads):
         selector.successor_codebook.zero_()
 
     def prediction(
-        self, depth: int, positions: Tensor, states: Tensor, input_ids: Tensor
+        self, depth: int, positions: Tensor, input_ids: Tensor, *read: Tensor
     ) -> Prediction:
+        (states,) = read
         before = shift_left(input_ids, depth)[positions]
         labels = shift_left(input_ids, depth + 1)[positions]
         if self.vocabulary is not None:

@@ -182,7 +182,7 @@ class DFlashHeads(TokenHeads, AttendingHeads):
             yield layer.self_attn.keys_and_values(states, turns)
 
     def block_states(self, anchors: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """[B, A, D, H]: the states from which the places of blocks are read.
+        """[B, A, S, H]: the states of the tokens of blocks.
 
         anchors, positions: int64 [B, A], the first token of each block and its position. attends:
         the attention of each layer, over the A·S tokens.
@@ -195,7 +195,14 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         for layer, attend in zip(self.layers, attends, strict=True):
             states = self.recomputed(layer, states, turns, attend)
         blocks: Tensor = self.norm(states).unflatten(1, (-1, self.options.block))
-        return blocks[:, :, self.first_slot :]
+        return blocks
+
+    def read_places(self, blocks: Tensor, anchors: Tensor, input_ids: Tensor) -> tuple[Tensor, ...]:
+        """What the places of blocks are read from, [B, A, D, …] each, their states first.
+
+        blocks: [B, A, S, H], of `block_states`. anchors: int64 [B, A]. input_ids: int64 [B, T].
+        """
+        return (blocks[:, :, self.first_slot :],)
 
     def anchors(self, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """The anchors of one visit to texts, as `draw_anchors` returns them.
@@ -221,7 +228,8 @@ class DFlashHeads(TokenHeads, AttendingHeads):
         positions = torch.arange(length, device=device)[None]
         attends = [mask.attention(*layer) for layer in self.context(context, positions)]
         first = batch.input_ids.gather(1, anchors)
-        states = self.block_states(first, anchors, attends)
+        blocks = self.block_states(first, anchors, attends)
+        read = self.read_places(blocks, anchors, batch.input_ids)
         trained = is_drawn.to(device)
         rows = torch.arange(len(anchors), device=device)[:, None].expand_as(anchors)
         for depth in depths if batch.replayed else range(1, max(depths) + 1):
@@ -230,15 +238,15 @@ class DFlashHeads(TokenHeads, AttendingHeads):
                 reading = torch.zeros_like(batch.loss_mask)
                 # The target reads the token before the anchor for the same features.
                 reading[rows[trained], anchors[trained] - 1] = True
-                at_place = states[:, :, depth - 1][trained]
-                yield self.prediction(depth, reading, at_place, batch.input_ids)
+                at_place = [x[:, :, depth - 1][trained] for x in read]
+                yield self.prediction(depth, reading, batch.input_ids, *at_place)
 
     def prediction(
-        self, depth: int, positions: Tensor, states: Tensor, input_ids: Tensor
+        self, depth: int, positions: Tensor, input_ids: Tensor, *read: Tensor
     ) -> Prediction:
         """The prediction of a place. positions: bool [B, T] with n True values, as in
-        `Prediction`. states: [n, H]. input_ids: int64 [B, T], the texts."""
-        return Prediction(depth, positions, states)
+        `Prediction`. input_ids: int64 [B, T], the texts. read: [n, …] of `read_places`."""
+        return Prediction(depth, positions, read[0])
 
 
 @DRAFTERS.register("dflash")
@@ -260,11 +268,9 @@ class DFlashDrafter(AttendingDrafter):
             slots.update(keys, values)
         return states
 
-    def places(self, contexts: Contexts, max_depth: int) -> tuple[Tensor, Tensor]:
-        """The states of the places after each row's text, [B, d, H], and its last token, int64 [B].
-
-        max_depth: d.
-        """
+    def blocks(self, contexts: Contexts) -> tuple[Tensor, Tensor]:
+        """The states of the block after each row's text, [B, S, H], and its last token, int64
+        [B]."""
         anchors, size = contexts.lengths - 1, self.heads.options.block
         self._fill_cache(contexts, anchors)
         device = self.states.device
@@ -274,8 +280,16 @@ class DFlashDrafter(AttendingDrafter):
         attends = self.attentions(
             anchors, size, ancestors=block, depths=torch.arange(size, device=device)[None]
         )
-        states = self.heads.block_states(last, positions, attends)
-        return states[:, 0, :max_depth], last[:, 0]
+        return self.heads.block_states(last, positions, attends)[:, 0], last[:, 0]
+
+    def places(self, contexts: Contexts, max_depth: int) -> tuple[Tensor, Tensor]:
+        """The states of the places after each row's text, [B, d, H], and its last token, int64 [B].
+
+        max_depth: d.
+        """
+        states, last = self.blocks(contexts)
+        first = self.heads.first_slot
+        return states[:, first : first + max_depth], last
 
     def growth(self, contexts: Contexts, sampling: Sampling, max_depth: int) -> Growth:
         states, _ = self.places(contexts, max_depth)

@@ -75,8 +75,9 @@ class DSparkHeads(DFlashHeads):
         return logit[..., 0]
 
     def prediction(
-        self, depth: int, positions: Tensor, states: Tensor, input_ids: Tensor
+        self, depth: int, positions: Tensor, input_ids: Tensor, *read: Tensor
     ) -> Prediction:
+        (states,) = read
         embedded = self.markov_head.markov_w1(shift_left(input_ids, depth)[positions])
         return Prediction(
             depth,

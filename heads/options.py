@@ -356,6 +356,28 @@ class DSparkOptions(DFlashOptions):
     learns. The draft-length policy `reach` reads it."""
 
 
+class XPressOptions(DFlashOptions):
+    """Options of XPress heads (2608.02438). The defaults are those of the library speculators. Its
+    loss is `cross_entropy: 0.1` and `total_variation: 1.8` in the stage's `losses`."""
+
+    type: Literal["xpress"] = "xpress"  # type: ignore[assignment]
+    block: int = Field(8, ge=2)
+    """S, the tokens of a block: the last token of the text, then mask tokens. A draft has at most
+    S − 1 tokens."""
+    decay: float = Field(4.0, gt=0)
+    """γ; the loss weight of place k is exp(−(k − 1)/γ)."""
+    rank: int = Field(256, ge=1)
+    """R, the rank of the refiner."""
+    ratio: int = Field(2, ge=1)
+    """The width of the refiner's feed-forward network, as a multiple of the rank."""
+    passes: int = Field(3, ge=0)
+    """P, the Jacobi passes in training, each after the likeliest tokens of the one before."""
+    pass_weight: float = Field(0.3, ge=0)
+    """The weight of the cross-entropy in the passes, their mean, beside the stage's losses."""
+    base_weight: float = Field(0.6, ge=0)
+    """The weight of the cross-entropy of the block without the refiner."""
+
+
 class KangarooOptions(AttendingOptions):
     """Options of Kangaroo's adapter (2404.18911). The paper trains it on the target's distribution:
     set the stage's `losses` to `forward_kl: 1`."""

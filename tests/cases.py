@@ -86,8 +86,8 @@ MUST_NOT: dict[str, Sequence[str]] = {
     "tool_arguments_as_text": (r"does not write",),
     "yaml_merge_key": (r"not valid YAML",),
     "recorder_hidden_reasoning": (r"(?m)^recorded ",),
-    # Two questions get one answer.
-    "template_of_parts": (r"(?m)^(.*\w.*)\n(?:.*\n)*?\1$",),
+    # Two questions get one answer. Lines of figures begin with a bracket.
+    "template_of_parts": (r"(?m)^(?!\[)(.*\w.*)\n(?:.*\n)*?\1$",),
 }
 
 # Requests: the body, the status that must come back, and a pattern of the answer.

@@ -48,6 +48,7 @@ EAGLE3: dict[str, Any] = {"type": "eagle3", "steps": 3}
 P_EAGLE: dict[str, Any] = {"type": "p_eagle", "tokens": 3, "layers": 2}
 DFLASH: dict[str, Any] = {"type": "dflash", "layers": 2, "block": 4, "taps": [0, 2]}
 DFLASH2 = DFLASH | {"type": "dflash2", "rank": 8, "candidates": 5}
+XPRESS = DFLASH | {"type": "xpress", "rank": 8}
 DSPARK: dict[str, Any] = {"type": "dspark", "layers": 2, "block": 3, "taps": [0, 2], "rank": 8}
 
 
@@ -182,6 +183,13 @@ def exported(
     measuring = None if kept is None else FEW
     options_of_export = ExportOptions(**changes)
     export_drafter(path / "drafter", "vllm", path / "out", options_of_export, measuring=measuring)
+    return path / "out"
+
+
+def export_for_llama_server(path: Path, file: Path | str, dtype: str | None = None) -> Path:
+    """The export of the `drafter` in a directory, for a target in a GGUF file."""
+    options = ExportOptions(target=str(file), dtype=dtype)
+    export_drafter(path / "drafter", "llama-server", path / "out", options)
     return path / "out"
 
 

@@ -24,6 +24,7 @@ LAYERS = {
     "peagle": (LlamaConfig, 2),
     "dflash": (Qwen3Config, 2),
     "dspark": (Qwen3Config, 2),
+    "xpress": (Qwen3Config, 2),
 }
 
 

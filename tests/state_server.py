@@ -27,9 +27,9 @@ class StatesEngine:
     """Answers `/v1/completions` as vLLM does with `extract_hidden_states`.
 
     ids: of the layers. faults: of the next requests, a response or a change of what is written;
-    one that returns None writes nothing. always: such a change of all others. asked: how often each
-    text was asked for. most: the most files that were there at a time. delays: seconds until the
-    next requests get their reply.
+    one that returns None writes nothing. always: such a change of all others. never: texts that get
+    status 500 each time. asked: how often each text was asked for. most: the most files that were
+    there at a time. delays: seconds until the next requests get their reply.
     """
 
     directory: Path
@@ -37,6 +37,7 @@ class StatesEngine:
     target: Target = field(default_factory=tiny_target)
     faults: list[Response | Callable[[Tensors], Tensors | None]] = field(default_factory=list)
     always: Callable[[Tensors], Tensors | None] = lambda tensors: tensors
+    never: list[list[int]] = field(default_factory=list)
     asked: Counter[tuple[int, ...]] = field(default_factory=Counter)
     most: int = 0
     delays: list[float] = field(default_factory=list)
@@ -60,6 +61,9 @@ class StatesEngine:
         body = await request.json()
         assert (body["model"], body["max_tokens"]) == ("tiny", 1)
         tokens = body["prompt"]
+        if tokens in self.never:
+            self.asked[tuple(tokens)] += 1
+            return Response("it failed", 500)
         name = f"cmpl-{request.headers['x-request-id']}-0-abc.safetensors"
         path = self.directory / name
         lock = open(f"{path}.lock", "w", encoding="utf-8")  # noqa: SIM115  # held until the file is written

@@ -3,8 +3,8 @@
 import asyncio
 import contextlib
 import json
+import logging
 import socket
-import statistics
 import sys
 import threading
 import time
@@ -23,6 +23,7 @@ from draftsmith.edge import server as edge_server
 from draftsmith.edge.protocol import VERSION, encode
 from draftsmith.learn.record import proxy
 from draftsmith.net.access import Guard, Paths
+from draftsmith.net.body import Memory
 from draftsmith.net.limits import Limits
 from draftsmith.net.listen import bind
 from draftsmith.net.page import FILES
@@ -35,20 +36,24 @@ from tests.imports import ROOT
 from tests.service import until
 
 KEY = "secret"
-# A hundredth of the usual ones, in room; and short.
+# A hundredth of the usual ones, in room. No test waits for these seconds: who is locked out stays
+# so until its own ANSWER_SECONDS are over.
 LIMITS = Limits(
     connections=10,
     client_connections=6,
-    header_seconds=1.0,
-    body_seconds=1.0,
-    unread_seconds=1.0,
+    header_seconds=300.0,
+    body_seconds=300.0,
+    unread_seconds=300.0,
     body_bytes=40_000,
     client_body_bytes=16_000,
     viewers=4,
     client_viewers=2,
 )
+SECONDS = "header_seconds", "body_seconds", "unread_seconds"
+BRIEF = replace(LIMITS, **dict.fromkeys(SECONDS, 1.0))
 MANY = 16  # connections of an attack
-FLOOR = 0.25  # seconds; a machine that tests share is late by chance
+ANSWER_SECONDS = 60
+WORKS = 5  # times that another client does its work meanwhile
 COMES = 5  # times that a client connects, at most
 HOST = "Host: 127.0.0.1"
 
@@ -68,7 +73,7 @@ class Server:
 
 def raw(server: Server, request: str, source: str = "127.0.0.1") -> socket.socket:
     """A connection on which this has been sent."""
-    line = socket.create_connection(("127.0.0.1", server.port), 10, (source, 0))
+    line = socket.create_connection(("127.0.0.1", server.port), ANSWER_SECONDS, (source, 0))
     with contextlib.suppress(OSError):  # it may be dropped already
         line.sendall(request.encode())
     return line
@@ -76,7 +81,7 @@ def raw(server: Server, request: str, source: str = "127.0.0.1") -> socket.socke
 
 def status(server: Server, request: str, source: str = "127.0.0.1") -> int:
     """The status of the answer. A line that is late with its request may be cut to make room, and
-    comes again, as clients do. That takes time."""
+    comes again, as clients do."""
     for _ in range(COMES):
         with raw(server, request, source) as line, contextlib.suppress(ConnectionError):
             if answer := line.recv(4096):
@@ -93,9 +98,9 @@ GET_HEALTH = head("GET", "/health", "Connection: close")
 
 
 @contextlib.contextmanager
-def serve_server() -> Iterator[Server]:
+def serve_server(limits: Limits) -> Iterator[Server]:
     target: Target = service.target()
-    options = {"guard": Guard(key=KEY, admin_key="admin"), "limits": LIMITS}
+    options = {"guard": Guard(key=KEY, admin_key="admin"), "limits": limits}
     with service.serving(target, options=options) as running:
         port = int(running.url.rpartition(":")[2])
         routes = [one.path for one in running.service.app().routes if isinstance(one, Route)]
@@ -109,11 +114,11 @@ def serve_server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def record_server(directory: Path) -> Iterator[Server]:
+def record_server(limits: Limits, directory: Path) -> Iterator[Server]:
     engine = upstream.FakeEngine()
     with (
         upstream.served(engine.app()) as url,
-        upstream.recorded(url, directory, limits=LIMITS) as client,
+        upstream.recorded(url, directory, limits=limits) as client,
     ):
         server = Server(client.base_url.port, proxy.PATHS, [proxy.ADMIN], "/echo/x", lambda: None)
         post = head("POST", "/echo/x", "Connection: close", "Content-Length: 2") + "{}"
@@ -122,12 +127,12 @@ def record_server(directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def watch_run(directory: Path) -> Iterator[Server]:
+def watch_run(limits: Limits, directory: Path) -> Iterator[Server]:
     (directory / "logs").mkdir(parents=True)
     settings = {"name": "trial", "target": {"model": "tiny"}, "stages": []}
     (directory / "config.json").write_text(json.dumps(settings), encoding="utf-8")
     with bind("127.0.0.1", 0) as bound:
-        running = WatchServer(RunState(directory), limits=LIMITS)
+        running = WatchServer(RunState(directory), limits=limits)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
         thread.start()
         try:
@@ -143,9 +148,9 @@ def watch_run(directory: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def verify_server() -> Iterator[Server]:
+def verify_server(limits: Limits) -> Iterator[Server]:
     bounds = {"max_sessions": 5, "max_client_sessions": 3}
-    with edge.serving(key=KEY, limits=LIMITS, **bounds) as running:
+    with edge.serving(key=KEY, limits=limits, **bounds) as running:
         server = Server(running.port, edge_server.PATHS, ["/"], "/", lambda: None)
 
         def work() -> None:
@@ -154,7 +159,7 @@ def verify_server() -> Iterator[Server]:
             for _ in range(COMES):
                 with contextlib.suppress(ConnectionClosed), edge_line(server, OTHER) as line:
                     line.send(encode("hello", version=VERSION))
-                    answers.append(line.recv(5))
+                    answers.append(line.recv(ANSWER_SECONDS))
                 if answers:
                     break
             assert b"welcome" in answers[0]
@@ -180,21 +185,32 @@ def require(holds: bool) -> None:
 SERVERS = ["serve", "record", "watch", "verify-server"]
 
 
-def only(*names: str) -> Any:
+def only(*names: str, fixture: str = "server") -> Any:
     """Marks a test of some of the servers."""
-    return pytest.mark.parametrize("server", names, indirect=True, scope="module")
+    return pytest.mark.parametrize(fixture, names, indirect=True, scope="module")
+
+
+def started(request: Any, factory: Any, limits: Limits) -> contextlib.AbstractContextManager[Any]:
+    directory = factory.mktemp("server") / "new"
+    made: dict[str, Callable[[], Any]] = {
+        "serve": lambda: serve_server(limits),
+        "record": lambda: record_server(limits, directory),
+        "watch": lambda: watch_run(limits, directory),
+        "verify-server": lambda: verify_server(limits),
+    }
+    return made[request.param]()
 
 
 @pytest.fixture(scope="module", params=SERVERS)
 def server(request: Any, tmp_path_factory: Any) -> Iterator[Server]:
-    directory = tmp_path_factory.mktemp("server") / "new"
-    made: dict[str, Callable[[], Any]] = {
-        "serve": serve_server,
-        "record": lambda: record_server(directory),
-        "watch": lambda: watch_run(directory),
-        "verify-server": verify_server,
-    }
-    with made[request.param]() as server:
+    with started(request, tmp_path_factory, LIMITS) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=SERVERS)
+def brief(request: Any, tmp_path_factory: Any) -> Iterator[Server]:
+    """A server that waits for a second."""
+    with started(request, tmp_path_factory, BRIEF) as server:
         yield server
 
 
@@ -218,6 +234,21 @@ def test_each_path_asks_for_its_key_or_says_why_not(server: Server) -> None:
         assert reason in page
 
 
+@pytest.fixture
+def _no_traceback(monkeypatch: Any) -> Iterator[None]:
+    """A client cannot fill the log either."""
+    found, handle = [], logging.Logger.handle
+
+    def watched(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.exc_info:
+            found.append(record.getMessage())
+        handle(logger, record)
+
+    monkeypatch.setattr(logging.Logger, "handle", watched)
+    yield
+    assert found == []
+
+
 # --- attacks --------------------------------------------------------------------------------------
 
 HANDSHAKE = ["Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==", "Sec-WebSocket-Version: 13"]
@@ -236,6 +267,10 @@ ATTACKS = {
         head("POST", "{post}", *JSON, "Transfer-Encoding: chunked") + 30_000 * "1\r\nx\r\n",
         "1\r\nx\r\n",
     ),
+    "a broken body of a request for headers": (
+        head("HEAD", "{post}", *JSON, "Transfer-Encoding: chunked") + "x\r\n",
+        "x",
+    ),
     "a body that is refused": (head("POST", "{post}", "Content-Length: 9000"), "x"),
     "a body that never begins": (
         head("POST", "{post}", *JSON, "Content-Length: 9000", "Expect: 100-continue"),
@@ -248,16 +283,6 @@ ATTACKS = {
     "a message without an end": (UPGRADED + PART, MORE),
     "half a frame": (UPGRADED + PART + MORE + "\x82\xfe\xff", ""),
 }
-
-
-def median(work: Callable[[], Any], count: int = 5) -> float:
-    """The seconds of doing something."""
-    seconds = []
-    for _ in range(count):
-        started = time.monotonic()
-        work()
-        seconds.append(time.monotonic() - started)
-    return statistics.median(seconds)
 
 
 @contextlib.contextmanager
@@ -306,17 +331,21 @@ def ended(line: socket.socket) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 @pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.usefixtures("_no_traceback")
 def test_one_client_does_not_stop_the_others(server: Server, attack: str) -> None:
-    def health(source: str = OTHER) -> None:
-        assert status(server, GET_HEALTH, source) == 200
+    with attacked(server, *ATTACKS[attack]):
+        for _ in range(WORKS):
+            server.work()
+            assert status(server, GET_HEALTH, OTHER) == 200
+        assert status(server, GET_HEALTH) == 200
 
-    usual = median(server.work), median(health)
-    with attacked(server, *ATTACKS[attack]) as lines:
-        assert median(server.work) <= max(2 * usual[0], FLOOR)
-        assert median(health) <= max(2 * usual[1], FLOOR)
-        health("127.0.0.1")
-        # None of them lasts, whatever it goes on to send.
-        until(lambda: all(ended(line) for line in lines), 20)
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@pytest.mark.parametrize("attack", ATTACKS)
+@pytest.mark.usefixtures("_no_traceback")
+def test_no_attack_lasts_whatever_it_goes_on_to_send(brief: Server, attack: str) -> None:
+    with attacked(brief, *ATTACKS[attack]) as lines:
+        until(lambda: all(ended(line) for line in lines))
 
 
 @only("verify-server")
@@ -326,7 +355,7 @@ def test_edges_that_come_do_not_lock_others_out(server: Server, ends: bool) -> N
         for number in range(MANY):
             line = lines.enter_context(edge_line(server, f"127.0.0.{10 + number % 4}"))
             line.send(encode("hello", version=VERSION))
-            assert b"welcome" in line.recv(5)
+            assert b"welcome" in line.recv(ANSWER_SECONDS)
             if ends:
                 line.close()
         server.work()
@@ -348,24 +377,25 @@ def test_frames_of_one_client_are_read_at_a_pace(
         of_event(self, event)
 
     monkeypatch.setattr(edge_server.EdgeConnection, "process_event", process_event)
-    usual, begin = median(server.work), time.monotonic()
+    begin = time.monotonic()
     with attacked(server, UPGRADED, 1000 * frame):
-        assert median(server.work) <= max(2 * usual, FLOOR)
+        for _ in range(WORKS):
+            server.work()
+        until(lambda: len(read) > MANY)
     # That of each of the attack's addresses, with what it has saved, and the first piece.
     each = LIMITS.client_frames * (time.monotonic() - begin + 1) + edge_server.PIECE_BYTES / 6
     assert len(read) < (MANY + 2) * each
-    assert len(read) > MANY
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 @only("serve", "watch")
 def test_streams_without_an_end_leave_room_for_others(server: Server) -> None:
     assert server.stream is not None
-    first = head("GET", server.stream, f"Authorization: Bearer {KEY}")
-    usual = median(server.work)
+    first = head("GET", server.stream, f"Authorization: Bearer {KEY}", "Connection: close")
     with attacked(server, first, "") as lines:
-        assert median(server.work) <= max(2 * usual, FLOOR)
-        until(lambda: sum(not ended(line) for line in lines) <= LIMITS.viewers, 20)
+        for _ in range(WORKS):
+            server.work()
+        until(lambda: sum(not ended(line) for line in lines) <= LIMITS.viewers)
 
 
 class Pieces:
@@ -392,12 +422,12 @@ class Pieces:
             await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": more})
 
 
-SHORT = replace(LIMITS, header_seconds=0.2, body_seconds=0.2, unread_seconds=0.3)
+SHORT = replace(LIMITS, header_seconds=0.2, body_seconds=0.2, unread_seconds=1.0)
 
 
 def test_what_works_for_its_client_is_not_cut() -> None:
     """An answer that waits and then takes many times as long as each limit, read slowly."""
-    app = Pieces(20, 0.7)
+    app = Pieces(20, 1.5)
     with upstream.served(app, limits=SHORT) as url:
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 10) as line:
@@ -408,7 +438,7 @@ def test_what_works_for_its_client_is_not_cut() -> None:
                 piece = line.recv(1 << 15)
                 assert piece
                 received += len(piece)
-                time.sleep(0.04)
+                time.sleep(0.06)
             assert not app.left
             for one in crowd:
                 one.close()
@@ -420,21 +450,22 @@ def test_a_client_that_never_reads_is_cut() -> None:
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port), 10) as line:
             line.sendall(head("GET", "/").encode())
-            until(lambda: app.left, 20)
+            until(lambda: app.left)
 
 
-def test_a_full_memory_takes_the_oldest_unfinished_body(tmp_path: Path) -> None:
-    engine = upstream.FakeEngine()
-    limits = replace(LIMITS, body_seconds=20.0)
+def test_a_full_memory_takes_the_oldest_unfinished_body(tmp_path: Path, monkeypatch: Any) -> None:
+    memory = Memory(LIMITS)
+    monkeypatch.setattr(proxy, "Memory", lambda limits: memory)
     with (
-        upstream.served(engine.app()) as url,
-        upstream.recorded(url, tmp_path, limits=limits) as client,
+        upstream.served(upstream.FakeEngine().app()) as url,
+        upstream.recorded(url, tmp_path, limits=LIMITS) as client,
     ):
         server = Server(client.base_url.port, proxy.PATHS, [], "/echo/x", lambda: None)
         unfinished = head("POST", "/echo/x", "Content-Length: 7000") + 6000 * "x"
-        lines = [raw(server, unfinished) for _ in range(2)]
-        time.sleep(0.2)
-        lines.append(raw(server, unfinished))
+        lines = []
+        for number in range(3):
+            until(lambda count=number: memory.pool.size == 6000 * count)
+            lines.append(raw(server, unfinished))
         assert lines[0].recv(4096).split()[1] == b"503"
         for line in lines[1:]:
             line.sendall(1000 * b"x")
@@ -443,11 +474,10 @@ def test_a_full_memory_takes_the_oldest_unfinished_body(tmp_path: Path) -> None:
             line.close()
 
 
-@only("serve", "record")
-def test_a_body_that_comes_too_slowly_is_refused_with_words(server: Server) -> None:
-    request = head("POST", server.post, *JSON, "Content-Length: 9000") + "{"
-    with raw(server, request) as line:
-        line.settimeout(20)
+@only("serve", "record", fixture="brief")
+def test_a_body_that_comes_too_slowly_is_refused_with_words(brief: Server) -> None:
+    request = head("POST", brief.post, *JSON, "Content-Length: 9000") + "{"
+    with raw(brief, request) as line:
         answer = b"".join(iter(lambda: line.recv(4096), b""))
     assert answer.split()[1] == b"408"
     assert b"did not arrive in 1 s" in answer

@@ -29,6 +29,8 @@ from tests.upstream import served
 from train.settings.server_config import ServerConfig
 
 TARGET = tiny_target()
+# Ids that no tokenizer has.
+ODD_IDS = {"tokenizer: an id below 0": -1, "tokenizer: a large id": 10**30}
 LETTERS = sorted(set(TARGET.tokenizer("she sells sea shells by the shore")["input_ids"]))
 
 
@@ -67,6 +69,8 @@ class Letters:
         text, reason = TARGET.tokenizer.decode(tokens), "length"
         if self.fault == "tokenizer":
             text = text.upper()
+        if self.fault in ODD_IDS:
+            tokens[-1] = ODD_IDS[self.fault]
         for stop in body.get("stop", ()):
             if self.fault != "stop strings":
                 text, reason = text[: text.index(stop)], "stop"
@@ -112,7 +116,7 @@ FAULTS = ["tokenizer", "streams", "stop strings", "seeds", "chat template"]
 @pytest.mark.parametrize(
     ("fault", "protocol"),
     [
-        *((fault, "completions") for fault in ["", *FAULTS]),
+        *((fault, "completions") for fault in ["", *FAULTS, *ODD_IDS]),
         ("", "llama-server"),
         ("streams", "llama-server"),
     ],
@@ -120,7 +124,8 @@ FAULTS = ["tokenizer", "streams", "stop strings", "seeds", "chat template"]
 def test_each_fault_of_the_contract_is_named(fault: str, protocol: Any) -> None:
     findings = found_in(Letters(fault), protocol)
     assert len(findings) == 5
-    assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == {fault} - {""}
+    named = {fault.partition(":")[0]} - {""}
+    assert {x.name for x in findings if x.verdict is not Verdict.EQUAL} == named
 
 
 def poison(body: dict[str, Any]) -> bool:

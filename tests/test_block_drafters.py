@@ -55,6 +55,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "dspark": {"type": "dspark", "layers": 2, "block": DEPTH, "taps": TAPS, "rank": 8},
     "dflash2": {"type": "dflash2", "layers": 2, "block": DEPTH + 1, "taps": TAPS, "rank": 8}
     | {"candidates": 5},
+    "xpress": {"type": "xpress", "layers": 2, "block": DEPTH + 1, "taps": TAPS, "rank": 8}
+    | {"passes": 2},
 }
 kinds = pytest.mark.parametrize("kind", KINDS)
 LOSSES = {"cross_entropy": 0.1, "total_variation": 1.8}
@@ -160,8 +162,8 @@ def around(layer: Any, name: str, x: Tensor, part: Callable[[Tensor], Tensor]) -
 def block(
     heads: Any, features: torch.Tensor, ids: torch.Tensor, a: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The states of the places of the block at anchor a, [D, H], and their logits, [D, V], without
-    what the token before adds; by the parts of transformers' own Qwen3 layers. A layer reads the
+    """The states of the tokens of the block at anchor a, [S, H], and their logits, [S, V], without
+    what the tokens before add; by the parts of transformers' own Qwen3 layers. A layer reads the
     context as more states, whose queries are not used.
 
     features: [T, 2·H]. ids: int64 [T].
@@ -194,7 +196,7 @@ def block(
         states = states + around(layer, "attention_conv", normed, attended)
         normed = reference.post_attention_layernorm(states)
         states = states + around(layer, "mlp_conv", normed, reference.mlp)
-    read = heads.norm(states)[heads.first_slot :]
+    read = heads.norm(states)
     return read, F.linear(read, *heads.output.of(1))
 
 
@@ -204,7 +206,7 @@ def with_last(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -> Ten
         head = heads.markov_head
         added: Tensor = head.markov_w1.weight[before] @ head.markov_w2.weight.T
         return logits + added
-    if heads.options.type == "dflash":
+    if heads.options.type in ("dflash", "xpress"):
         return logits
     return torch.stack(
         [
@@ -213,6 +215,30 @@ def with_last(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -> Ten
             for ids in [row.argsort(descending=True)[: heads.options.candidates]]
         ]
     )
+
+
+def refined(heads: Any, states: Tensor, before: Tensor) -> Tensor:
+    """[S, V]: what XPress's refiner adds, token by token, for the states [S, H] of a block. before:
+    int64 [S]."""
+    refiner, rows, vectors = heads.refiner_head, [], []
+    mean = states.mean(0) @ refiner.down_g.weight.T
+    for slot, (state, token) in enumerate(zip(states, before, strict=True)):
+        parts = [state @ refiner.down_h.weight.T, mean, refiner.token_embed.weight[token]]
+        vectors.append(torch.cat(parts) @ refiner.in_proj.weight.T)
+        mixed = vectors[slot] + sum(refiner.mix_l[:, slot, j] * vectors[j] for j in range(slot + 1))
+        gate, up = mixed @ refiner.mlp_gate.weight.T, mixed @ refiner.mlp_up.weight.T
+        rows.append(mixed + (F.silu(gate) * up) @ refiner.mlp_down.weight.T)
+    return torch.stack(rows) @ refiner.readout.weight.T
+
+
+def refiner_losses(heads: Any, states: Tensor, logits: Tensor, before: Tensor) -> Tensor:
+    """[S, V]: the sum of the terms −w·log q of the block alone and of two passes, each after the
+    likeliest tokens of the one before. before: int64 [S], the text's."""
+    terms, guesses = -0.6 * logits.log_softmax(-1), logits.argmax(-1)
+    for _ in range(2):
+        rows = logits + refined(heads, states, torch.cat([before[:2], guesses[1:-1]]))
+        terms, guesses = terms - 0.15 * rows.log_softmax(-1), rows.argmax(-1)
+    return terms
 
 
 def edges(heads: Any, state: Tensor, before: Tensor, row: Tensor, ids: Tensor) -> Tensor:
@@ -266,7 +292,12 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
         blocks += 1
         places = a + 1 + torch.arange(learnt)
         with torch.no_grad():
-            states, rows = (x[:learnt] for x in block(heads, taps[b], ids[b], a))
+            whole = block(heads, taps[b], ids[b], a)
+            if kind == "xpress":
+                before = ids[b, (a - 1 + torch.arange(DEPTH + 1)).clamp(max=8)]
+                more = refiner_losses(heads, *whole, before)[1 : learnt + 1]
+                whole = whole[0], whole[1] + refined(heads, whole[0], before)
+            states, rows = (x[heads.first_slot :][:learnt] for x in whole)
             known = (heads, states, rows, ids[b, places - 1])
             # What DFlash2's selector adds is in a term of its own.
             q = (rows if kind == "dflash2" else with_last(*known)).softmax(-1)
@@ -279,6 +310,8 @@ def test_the_loss_is_that_of_each_block_by_hand(kind: str, smoothing: float | No
             with torch.no_grad():
                 c = heads.confidence(states, prior).sigmoid()
             terms = terms - taken * c.log() - (1 - taken) * (1 - c).log()
+        if kind == "xpress":
+            terms = terms + more.gather(1, ids[b, places][:, None])[:, 0]
         if kind == "dflash2":
             with torch.no_grad():
                 terms = terms + selector_losses(*known, ids[b, places])

@@ -369,7 +369,7 @@ def test_what_cannot_be_exported(tmp_path: Path, target: Target) -> None:
     save_tiny(tmp_path / "plain")
     with pytest.raises(UserError, match="is not a drafter directory"):
         export_drafter(tmp_path / "plain", "hf", out)
-    with pytest.raises(UserError, match="unknown dtype 'int8'"):
+    with pytest.raises(UserError, match="dtype is 'int8', but layout hf holds float32, "):
         export_drafter(drafter, "hf", out, ExportOptions(dtype="int8"))
     assert not out.exists()
 

@@ -20,6 +20,7 @@ from tests.export import (
     DFLASH2,
     DSPARK,
     KEPT,
+    XPRESS,
     assert_drafts_the_same,
     assert_same_counts,
     make_heads,
@@ -31,6 +32,7 @@ from tests.export import (
 )
 
 KINDS = {"dflash": DFLASH, "dspark": DSPARK, "dflash2": DFLASH2 | {"window": 16}}
+KINDS["xpress"] = XPRESS
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +52,8 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         pytest.param("dspark", "speculators", None, id="speculators-dspark"),
         pytest.param("dflash", "speculators", KEPT, id="reduced-dflash"),
         pytest.param("dspark", "speculators", KEPT, id="reduced-dspark"),
+        pytest.param("xpress", "speculators", None, id="speculators-xpress"),
+        pytest.param("xpress", "speculators", KEPT, id="reduced-xpress"),
     ],
 )
 def test_the_export_drafts_the_same_and_is_imported_as_it_was(

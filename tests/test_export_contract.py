@@ -27,6 +27,8 @@ from tests.export import (
     EAGLE3,
     KEPT,
     P_EAGLE,
+    SHAPE,
+    XPRESS,
     edit_json,
     edit_weights,
     make_heads,
@@ -36,6 +38,7 @@ from tests.test_target import write_gguf
 from tests.tiny import save_small_lm, tiny_llama
 
 MEDUSA = {"type": "medusa", "heads": 3}
+WINDOW = {"window": 4}
 # By layout: the options of heads, and the tokens of a reduced draft vocabulary.
 HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "medusa": (MEDUSA | {"output": "shared"}, None),
@@ -48,16 +51,18 @@ HEADS: dict[str, tuple[dict[str, Any], torch.Tensor | None]] = {
     "dflash": (DFLASH, None),
     "dflash2": (DFLASH2, None),
     "dspark": (DSPARK, None),
+    "dflash-gguf": (DFLASH | WINDOW, KEPT),
+    "dflash2-gguf": (DFLASH2, None),
+    "dspark-gguf": (DSPARK, KEPT),
     "speculators-dflash": (DFLASH, KEPT),
     "speculators-dspark": (DSPARK, KEPT),
     "speculators-dflash2": (DFLASH2, None),
+    "speculators-xpress": (XPRESS, KEPT),
 }
 SMALL_LMS = ("hf", "pard", "gguf")
 LAYOUTS = (*HEADS, *SMALL_LMS)
 # Our own directories have no table of tensors, and a target with its module is a layout of its own.
 ELSEWHERE = {"draftsmith", "mtp", "mtp-gguf"}
-
-WINDOW = {"window": 4}
 
 Change = Callable[[Path], Any]
 
@@ -80,7 +85,12 @@ UNHELD: list[tuple[dict[str, Any], str, str]] = [
     (EAGLE3 | {"norm_output": True}, "gguf", "has norm_output, .* with vLLM"),
     (EAGLE1 | {"output_rank": 8}, "sglang", "has an output layer of its own .output_rank., but"),
     (DSPARK, "sglang", "format sglang cannot hold a dspark drafter; use --format dspark"),
-    (DSPARK, "gguf", "use --format dspark or speculators-dspark"),
+    (DSPARK, "gguf", "takes the tokenizer from the target's GGUF file"),
+    (
+        DFLASH2 | {"candidates": 8},
+        "gguf",
+        "8 candidates, .* hidden size of 72, and its target has 64",
+    ),
     ({"type": "blockwise", "k": 4, "hidden": 8}, "vllm", "no engine supports Blockwise heads"),
     ({"type": "hydra", "heads": 3}, "vllm", "no engine supports Hydra heads"),
     ({"type": "hydra_plus", "heads": 3}, "vllm", r"no engine supports Hydra\+\+ heads"),
@@ -88,8 +98,8 @@ UNHELD: list[tuple[dict[str, Any], str, str]] = [
     (EAGLE1 | WINDOW, "vllm", "a window of 4 tokens, .*; train it without window"),
     (EAGLE3 | WINDOW, "sglang", "a window of 4 tokens, .*; export it as speculators"),
     (EAGLE3 | WINDOW, "gguf", "a window of 4 tokens, .*; export it as speculators"),
-    (DFLASH | WINDOW, "vllm", "a window of 4 tokens, .*; export it as speculators-dflash"),
-    (DSPARK | WINDOW, "speculators", "a window of 4 tokens, .*; train it without window"),
+    (DFLASH | WINDOW, "vllm", "a window .*; export it as dflash-gguf or speculators-dflash"),
+    (DSPARK | WINDOW, "speculators", "a window of 4 tokens, .*; export it as dspark-gguf"),
     (EAGLE3 | WINDOW | {"sinks": 2}, "speculators", "no engine keeps sinks"),
 ]
 # Heads with a reduced draft vocabulary, and why vLLM cannot read them.
@@ -155,12 +165,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[
     place = tmp_path_factory.mktemp("exports")
     write_gguf(place / "target.gguf", layers=7)
     of_file = load_target(str(place / "target.gguf"))
+    # Block drafters need ids that are no tokens, which a tokenizer of a file does not have.
+    write_gguf(place / "spare.gguf", layers=7, vocab=target.vocab_size, **SHAPE)
 
     @functools.cache
     def exported(layout: str) -> Path:
         drafter, out = place / f"{layout}-drafter", place / layout
+        served = str(place / "spare.gguf") if layout.startswith("d") and "gguf" in layout else None
         if layout in HEADS:
-            heads_of = of_file if "gguf" in layout else target
+            heads_of = of_file if layout == "eagle3-gguf" else target
             make_heads(drafter, heads_of, *HEADS[layout], provenance=private(place))
         else:
             model = tiny_llama(layers=1, seed=7, tie=False)
@@ -168,7 +181,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory, target: Target) -> Callable[
                 mark_parallel(model.config, 1)
             kind = "pard" if layout == "pard" else "small_lm"
             save_small_lm(drafter, model, of_file, kind, private(place))
-        export_drafter(drafter, layout, out, ExportOptions(gamma=3))
+        export_drafter(drafter, layout, out, ExportOptions(gamma=3, target=served))
         assert FORMATS[layout].problems(out) == []
         return out
 
@@ -340,6 +353,26 @@ FAULTS: dict[str, dict[str, Change]] = {
         "has no eagle3.target_layers": metadata(eagle3__target_layers=None),
         "norm_before_residual is True, expected False": metadata(eagle3__norm_before_residual=True),
         "architecture is 'llama', expected one of eagle3": metadata(general__architecture="llama"),
+    },
+    "dflash-gguf": {
+        "is [True, False], expected [True, True]": metadata(
+            dflash__attention__sliding_window_pattern=[True, False]
+        ),
+        "mask_token_id is 304, but there is no such token": metadata(
+            tokenizer__ggml__mask_token_id=304
+        ),
+        "tensor fc.weight has shape [64, 128], expected [64, 64]": metadata(
+            dflash__target_layers=[3]
+        ),
+        "d2t does not hold distinct token ids": edit_gguf(
+            lambda keys, tensors: tensors.update({"d2t": tensors["d2t"] + 9})
+        ),
+    },
+    "dspark-gguf": {
+        "sample_from_anchor is False, expected True": metadata(dflash__sample_from_anchor=False),
+    },
+    "dflash2-gguf": {
+        "has no dflash.selector_top_k": metadata(dflash__selector_top_k=None),
     },
     "speculators": {
         "speculators_config is {'algorithm': 'eagle',": nested(

@@ -22,6 +22,7 @@ from tests.export import (
     PROMPTS,
     assert_drafts_the_same,
     assert_same_counts,
+    export_for_llama_server,
     make_heads,
     make_taught,
     needs,
@@ -59,11 +60,7 @@ def exported(
     """The export of such heads; file: that will be served, where it is not the target's own."""
     options, kept = KINDS[kind]
     make_heads(path / "drafter", target, options, kept, moved)
-    served = str(file or target.name)
-    export_drafter(
-        path / "drafter", "llama-server", path / "out", ExportOptions(target=served, dtype=dtype)
-    )
-    return path / "out"
+    return export_for_llama_server(path, file or target.name, dtype)
 
 
 def test_rows_in_pairs_and_back() -> None:
@@ -187,8 +184,7 @@ def test_llama_server_accepts_what_our_loop_accepts(
     needs("llama-server")
     target, file = llama3 if which else (target, Path(target.name))
     make_taught(tmp_path / "drafter", target, EAGLE3, reduced)
-    out = tmp_path / "out"
-    export_drafter(tmp_path / "drafter", "llama-server", out, ExportOptions(target=str(file)))
+    out = export_for_llama_server(tmp_path, file)
     found = verify_export("llama-server", task(target, out, target_spec=str(file)))
     assert_same_counts(found)
     assert found.ours.accepted > 0.4 * found.ours.drafted

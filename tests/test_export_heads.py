@@ -145,6 +145,6 @@ def test_vllm_ends_texts_as_our_loop_does(tmp_path: Path, target: Target) -> Non
     needs("vllm")
     GenerationConfig(eos_token_id=169).save_pretrained(target.name)
     which = load_target(target.name)
-    assert which.eos_token_ids == (169,)
+    assert 169 in which.eos_token_ids
     out = exported(tmp_path, which, MEDUSA)
     assert_same_counts(verify_export("vllm", task(which, out)))

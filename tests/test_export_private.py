@@ -60,6 +60,14 @@ def test_an_export_names_no_directory_of_this_machine(layout: str, tmp_path: Pat
         ("file:///home/J Smith/target", "target"),
         ("my models/a target", "a target"),
         ("1/2 of 3/4 tokens/s", "1/2 of 3/4 tokens/s"),
+        ("${HOME}/x/y", "y"),
+        ("read ${XDG_CACHE_HOME:-$HOME/.cache}/y.json", "read y.json"),
+        ("data=$DATA/a b/c.json, $XDG_CACHE_HOME/d", "data=c.json, d"),
+        ("from %APPDATA%\\J Smith\\x.json", "from x.json"),
+        ("$env:HOME\\x\\y.json", "y.json"),
+        ("~j.smith-2/x, ~-/y", "x, y"),
+        ("file://localhost/home/me/x", "x"),
+        ("for $5/day and 5% of w/o", "for $5/day and 5% of w/o"),
     ],
 )
 def test_directories_are_cut(
@@ -68,6 +76,7 @@ def test_directories_are_cut(
     (tmp_path / "my models" / "a target").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert without_directories({"x": [text]}) == {"x": [public]}
+    assert without_directories({text: 1}) == {public: 1}
 
 
 def test_what_an_engine_does_not_read_is_refused_before_anything_is_written(

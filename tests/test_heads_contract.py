@@ -117,6 +117,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
         ("p_eagle", "block", None),
         ("in_tree", "block", None),
         ("dflash2", "multi_round", "distinct"),
+        ("xpress", "traversal", "distinct"),
         ("kangaroo", "traversal", "distinct"),
         *(
             pytest.param(*law, marks=pytest.mark.thorough)
@@ -142,6 +143,7 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
                 ("dflash", "traversal", "distinct"),
                 ("dspark", "multi_round", "distinct"),
                 ("dflash2", "block", None),
+                ("xpress", "block", None),
                 ("kangaroo", "speculative", None),
                 ("mtp", "multi_round", "distinct"),
             )

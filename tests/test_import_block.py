@@ -266,7 +266,7 @@ def test_a_window_that_says_it_is_not_causal_is_read(tmp_path: Path, target: Tar
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("mtp", "speculators stitch-mtp"), ("xpress", "refiner of a block"), ("new", "not known")],
+    [("mtp", "speculators stitch-mtp"), ("new", "not known")],
 )
 def test_other_types_of_the_library_speculators_are_refused_by_name(
     kind: str, said: str, tmp_path: Path, target: Target
@@ -274,6 +274,40 @@ def test_other_types_of_the_library_speculators_are_refused_by_name(
     published = z_lab()
     published.config["speculators_model_type"] = kind
     with pytest.raises(UserError, match=f"of type '{kind}'; .*{said}"):
+        import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"speculators_model_type": ["dflash"]},
+            "type is ['dflash'], expected text",
+        ),
+        ({"model_type": {"qwen3": 1}}, "model_type is {'qwen3': 1}, expected text"),
+        ({"layer_types": 2}, "layer_types is 2, expected a list of texts"),
+        (
+            {"layer_types": [["full_attention"]]},
+            "is [['full_attention']], expected a list",
+        ),
+        ({"architectures": [{}]}, "architectures is [{}], expected a list of texts"),
+        ({"dflash_config": [1, 2]}, "dflash_config is [1, 2], expected an object"),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, "rope_scaling.rope_type is ['yarn'], expect"),
+        (
+            {"rope_scaling": {"type": {"yarn": 2}}},
+            "is {'type': {'yarn': 2}}, which is not valid",
+        ),
+        ({"num_hidden_layers": 10**9}, "names 1000000000 layers, but there are 25 tensors"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps is inf, which is not valid"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_by_name(
+    settings: dict[str, Any], said: str, tmp_path: Path, target: Target
+) -> None:
+    """Also where the key would be looked up in a table or counted to."""
+    published = z_lab()
+    published.config.update(settings)
+    with pytest.raises(UserError, match=re.escape(said)):
         import_drafter(str(published.save(tmp_path / "a")), target, tmp_path / "out")
 
 

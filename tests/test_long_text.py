@@ -133,6 +133,15 @@ def test_a_stage_stores_its_samples_in_parts_and_keeps_those_of_an_earlier_start
     del written[:]
     assert list(stage().fitting_samples()[0]) == list(samples)
     assert not written
+    # A later stage reads them there, and writes those that are missing.
+    earlier = {"other": tmp_path / "other", "cache": tmp_path}
+    config = make_stage("feature_cache", "later")
+    inputs = replace(context, directory=tmp_path / "later", earlier=earlier)
+    later = train.stages.STAGES[config.kind](config, inputs)
+    shutil.rmtree(first / "part-1")
+    assert list(later.fitting_samples()[0]) == list(samples)
+    assert written == [(first, 1)]
+    assert not (tmp_path / "later").exists()
     del context.corpus.examples["train"][4:]
     shorter = min(len(sample.tokens) for sample in samples) - 1
     cut, counts = stage(max_length=shorter).fitting_samples()

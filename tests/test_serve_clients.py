@@ -28,6 +28,7 @@ def service() -> Iterator[tuple[str, Answer]]:
     """The address of a service, greedy by default and in float32, and an answer of it."""
     target, drafter = "embedded:smollm2-135m", "embedded:eagle1-smollm2-135m"
     options = ("--device", "cpu", "--dtype", "float32", "--temperature", "0")
+    options += ("--policy", "fixed")  # the page's answer has as many drafts as this one
     with ServiceProcess(serve_command(target, drafter, *options)) as process:
         answer = ask(process.url, BODY)
         assert answer.complete

@@ -203,6 +203,12 @@ def hermes(*calls: str) -> str:
         ("hermes", f'<tool_call>{{"a": {NOW}}}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": "now", "arguments": {"a": NaN}}</tool_call>', None, []),
         ("hermes", '<tool_call>{"name": 1, "arguments": {}}</tool_call>{"name": {}}', None, []),
+        # Behind a mark a name is enough.
+        ("hermes", hermes('{"name": "now"}', '{"name": "now", "arguments": null}'), "",
+         ["now", "now"]),
+        ("mistral", f'[TOOL_CALLS][{{"name": "now"}}, {ROME}]', "", ["now", "weather"]),
+        ("llama", '<|python_tag|>{"name": "now"}', "", ["now"]),
+        ("llama", '{"name": "now"}', None, []),
         ("mistral", f"[TOOL_CALLS][{ROME}, {NOW}]", "", ["weather", "now"]),
         ("mistral", f"[{NOW}]", "", ["now"]),
         ("mistral", "[1, 2]", None, []),
@@ -250,6 +256,7 @@ def test_arguments_arrive_as_they_are_written() -> None:
         (json.dumps(MARKED), MARKED),
         ('"hello"', None),
         ("[1]", None),
+        ("null", "{}"),
     ):
         for key in ("arguments", "parameters"):
             call = f'{{"{key}": {written}, "id": [1, {{}}], "name": "now"}}'

@@ -1,5 +1,6 @@
 """Training of heads on hidden states that a server hands out, and the server's faults."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -126,6 +127,32 @@ def test_faults_that_pass_lose_no_sample(context: StageInputs) -> None:
     assert str(context.reporter).count("The other servers take its samples") == 1
     assert f"{two} did not answer in 3 attempts" in str(context.reporter)
     assert engine.left() == ["cmpl-of-another-run.safetensors"]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sample_that_no_server_answers_is_run_here(context: StageInputs, count: int) -> None:
+    engines = [engine_of(context, name) for name in ("files", "unused")[:count]]
+    samples = [sample.tokens for sample in context.corpus.samples("data")]
+    # The longest is as long as its batch.
+    never = [max(samples, key=len), samples[0]]
+    with contextlib.ExitStack() as stack:
+        urls = [stack.enter_context(served(engine.app())) for engine in engines]
+        for engine in engines:
+            engine.directory = engines[0].directory
+        plain = drafter_weights(train_with(context, urls, "plain"))
+        engines[0].never = never
+        if count > 1:
+            assert_equal(drafter_weights(train_with(context, urls, "other")), plain)
+            assert "so the target runs" not in str(context.reporter)
+        engines[-1].never = never
+        for engine in engines:
+            engine.asked.clear()
+        weights = drafter_weights(train_with(context, urls, "never", retries=0, probe_samples=0))
+    assert_close(weights, plain)
+    for tokens in never:  # not in the second epoch
+        assert [engine.asked[tuple(tokens)] for engine in engines] == [1] * count
+    assert str(context.reporter).count("so the target runs sample") == 2
+    assert engines[0].left() == []
 
 
 def not_finite(tensors: Tensors) -> Tensors:

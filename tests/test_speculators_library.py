@@ -48,6 +48,11 @@ SAVED: dict[str, tuple[str, dict[str, Any]]] = {
         "speculators-dspark",
         {"algorithm": "dspark", "block_size": 3, "markov_rank": 8, **BLOCK},
     ),
+    "xpress": (
+        "speculators-xpress",
+        {"algorithm": "xpress", "block_size": 4, "xpress_rank": 8, "num_jacobi_passes": 3}
+        | {**BLOCK, **REDUCED},
+    ),
 }
 # The library reads P-EAGLE in its own layout only; ours goes to vLLM.
 UNREAD = ("p_eagle",)

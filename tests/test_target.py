@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from decode.base.errors import UserError
 from decode.model.identity import Fingerprint, fingerprint, require_same_vocabulary
 from decode.model.loading import EMBEDDED, EmbeddedModel, load_model_and_tokenizer, load_target
-from draftsmith.export.formats.eagle3_gguf import rotation_slowdowns
+from draftsmith.export.formats.heads_gguf import rotation_slowdowns
 from tests.tiny import (
     EOS_ID,
     FAMILIES,

@@ -93,12 +93,13 @@ def gguf_writer(path: Path, architecture: str, config: Any) -> Any:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    tiny_tokenizer_keys(writer)
+    tiny_tokenizer_keys(writer, config.vocab_size)
     return writer
 
 
-def tiny_tokenizer_keys(writer: Any) -> None:
-    """Give a writer of a GGUF file the tiny tokenizer."""
+def tiny_tokenizer_keys(writer: Any, rows: int = VOCAB) -> None:
+    """Give a writer of a GGUF file the tiny tokenizer, filled up to this number of rows as
+    llama.cpp does."""
     import gguf
 
     tokenizer = tiny_tokenizer()
@@ -106,9 +107,12 @@ def tiny_tokenizer_keys(writer: Any) -> None:
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(sorted(vocab, key=vocab.get))
+    spare = range(len(vocab), rows)
+    writer.add_token_list([*sorted(vocab, key=vocab.get), *(f"[PAD{id}]" for id in spare)])
     writer.add_token_types(
-        [gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+        [gguf.TokenType.CONTROL] * 3
+        + [gguf.TokenType.NORMAL] * (len(vocab) - 3)
+        + [gguf.TokenType.UNUSED] * len(spare)
     )
     writer.add_token_merges([" ".join(merge) for merge in merges])
     writer.add_bos_token_id(tokenizer.bos_token_id)

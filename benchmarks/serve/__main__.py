@@ -1,8 +1,8 @@
 """Measures the service: tokens a second and time to the first token, by clients; or soaks it.
 
     python -m benchmarks.serve [--quick] [--json FILE] [--plot FILE] [--target T] [--drafter D]
-                               [--gamma N] [--dtype D] [--device D] [--prompts FILE]
-                               [--clients N …] [--soak SECONDS]
+                               [--gamma N] [--policy P] [--dtype D] [--device D]
+                               [--prompts FILE] [--clients N …] [--soak SECONDS]
 
 Each service is a process of its own, and clients send requests over HTTP, each the next one when it
 has its answer. All requests are greedy and go on to the same number of tokens. The contestants take
@@ -93,6 +93,9 @@ def main(
     target: TargetOption = TARGET,
     drafter: Annotated[str, typer.Option(help="a directory, ngram, or none")] = "ngram",
     gamma: Annotated[int, typer.Option(min=1, help="depth of drafts")] = 4,
+    policy: Annotated[
+        str, typer.Option(help="as for `serve`; a soak compares seeds, so it has fixed")
+    ] = "worth",
     dtype: Annotated[str, typer.Option(help="of all models; a soak has float32")] = "bfloat16",
     device: DeviceOption = "auto",
     prompts: PromptsOption = PROMPTS / "dev.jsonl",
@@ -111,13 +114,20 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the services end with the benchmark
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # services have as many
     examples = [example for example in read_examples(str(prompts))[0] if example.prompt]
-    dtype = dtype if soak_seconds is None else "float32"
+    dtype, policy = (dtype, policy) if soak_seconds is None else ("float32", "fixed")
     loaded = load_target(target, dtype=dtype, device=device)
-    options = ["--dtype", dtype, "--device", str(loaded.device), "--gamma", str(gamma)]
+    options = ["--dtype", dtype, "--device", str(loaded.device)]
+    options += ["--gamma", str(gamma), "--policy", policy]
     figures: dict[str, Any] = {
         "benchmark": "serve",
         "quick": quick,
-        "settings": {"target": target, "drafter": drafter, "dtype": dtype, "gamma": gamma},
+        "settings": {
+            "target": target,
+            "drafter": drafter,
+            "dtype": dtype,
+            "gamma": gamma,
+            "policy": policy,
+        },
     }
     if soak_seconds is not None:
         count = max(clients or CLIENTS)
@@ -130,7 +140,7 @@ def main(
         figures["soak"] = {**said, "growth": result.growth}
     else:
         counts = sorted(set(clients or CLIENTS))
-        settings = DecodeSettings(gamma=gamma)
+        settings = DecodeSettings(gamma=gamma, policy=policy)
         with ExitStack() as stack, tempfile.TemporaryDirectory() as directory:
             contestants, unable, broken = enter_contestants(
                 loaded, drafter, options, settings, Path(directory), stack, max(counts)

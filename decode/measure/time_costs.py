@@ -6,6 +6,7 @@ Shapes: n tokens fed to the target per row in one pass, including the last commi
 import contextlib
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -139,7 +140,13 @@ def _steps(
     """The steps of one decode. The depths of its drafts come from `turns`."""
     other = copy.copy(decoder)
     other.drafter, other.rule, other.policy = drafter, rule, turns
-    other.eos = np.zeros(0, dtype=np.int64)
+    # The text goes on past its end, which a grammar would ask for.
+    other.eos, usual = np.zeros(0, dtype=np.int64), decoder.usual
+    other.usual = replace(
+        usual,
+        sampling=usual.sampling.without_grammar,
+        draft_sampling=usual.drafts.without_grammar,
+    )
     with contextlib.suppress(_AllDepthsTimed):
         # Each pass can emit all draft tokens and one more.
         other.decode(prompts, sum(turns.turns) + len(turns.turns) + 2)

@@ -2,12 +2,14 @@
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 from transformers import PreTrainedModel
 
 from decode.base.errors import MemoryShortage
+from decode.model.cache_names import cache_of
 from decode.model.kinds.layer_kinds import attention_sizes
 from decode.model.pretrained import has_encoder, text_of
 
@@ -54,7 +56,7 @@ def _slot_numbers(model: PreTrainedModel) -> int:
             shapes = type(model)._from_config(config).eval()
             if has_encoder(model):
                 ids["decoder_input_ids"] = ids["input_ids"]
-            kept = shapes(**ids, use_cache=True).past_key_values
+            kept: Any = cache_of(shapes(**ids, use_cache=True))
         layers = getattr(kept, "self_attention_cache", kept).layers
         states = [getattr(layer, name, None) for layer in layers for name in ("keys", "values")]
         numbers = sum(x.shape[1] * x.shape[3] for x in states if x is not None and x.ndim == 4)

@@ -198,6 +198,13 @@ def _tokenizer(texts: Sequence[Said], target: Target) -> list[Finding]:
         if said.tokens is None:
             continue
         compared.count += 1
+        # Tokenizers raise errors of their own for other numbers.
+        if others := [token for token in said.tokens if not 0 <= token < target.vocab_size]:
+            compared.faults.append(
+                f"the server gives the token id {others[0]}, but the target has ids from 0 to "
+                f"{target.vocab_size - 1}"
+            )
+            continue
         expected = {
             _plain(target.tokenizer.decode(said.tokens, skip_special_tokens=skip))
             for skip in (True, False)

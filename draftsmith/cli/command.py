@@ -190,19 +190,22 @@ class Drawing:
         return Sampling(temperature=self.temperature, **given)
 
 
+PolicyOption = Annotated[
+    str,
+    typer.Option(
+        help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma. "
+        "fixed:max_depth=N limits trees too"
+    ),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Drafting(Drawing):
     """`Drawing`, and the options for the depth of drafts."""
 
     PANEL: ClassVar[str] = "Drafts"
 
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="draft-length policy: NAME or NAME:option=value,…; maximum: --gamma. "
-            "fixed:max_depth=N limits trees too"
-        ),
-    ] = "fixed"
+    policy: PolicyOption = "fixed"
     gamma: Annotated[
         int | None,
         typer.Option(

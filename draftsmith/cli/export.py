@@ -181,7 +181,7 @@ def export(
 
 def import_drafter(
     *,
-    source: Annotated[str, typer.Argument(help="a directory, or a hub id (org/name)")],
+    source: Annotated[str, typer.Argument(help="a directory, a hub id (org/name) or a GGUF file")],
     loading: Loading,
     out: Annotated[Path, typer.Option(help="the new drafter directory")],
     options: ImportOptions,

@@ -15,6 +15,7 @@ from draftsmith.cli.command import (
     DecodeOptions,
     DrafterOption,
     Loading,
+    PolicyOption,
     key_from,
     require_packages,
 )
@@ -36,7 +37,9 @@ class LearnSource(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeDecodeOptions(DecodeOptions):
-    """`DecodeOptions`, with other numbers after each start."""
+    """`DecodeOptions`, with other numbers after each start, and without drafts that do not pay."""
+
+    policy: PolicyOption = "worth"
 
     seed: Annotated[
         int | None,

@@ -40,8 +40,9 @@ PIECE_BYTES = 1024
 class EdgeConnection(Watched, ServerConnection):
     """One connection of HTTP that becomes a WebSocket.
 
-    Frames of every kind are read at the pace of the client, messages as the verifier takes them.
-    What came earlier waits here, and then in the socket."""
+    Frames of every kind are read at the pace of the client, messages as the verifier takes them,
+    and nothing between a request and its answer. What came earlier waits here, and then in the
+    socket."""
 
     _messages = 0
     _begun = False  # a message in parts, of which the last is missing
@@ -53,7 +54,7 @@ class EdgeConnection(Watched, ServerConnection):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.recv_messages.resume = self._read_on
+        self.recv_messages.resume = self.read_on
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unread_bytes.clear()
@@ -61,23 +62,34 @@ class EdgeConnection(Watched, ServerConnection):
 
     def data_received(self, data: bytes) -> None:
         self._unread_bytes += data
-        self._read_on()
+        self.read_on()
 
-    def _read_on(self) -> None:
+    def read_on(self) -> None:
+        """Read what waits here, as far as it may be read."""
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
-        while self._unread_bytes and not self.recv_messages.paused:
+        while self._unread_bytes and not self._is_held:
             if wait := self.pace.wait():
-                self._rest = self.loop.call_later(wait, self._read_on)
+                self._rest = self.loop.call_later(wait, self.read_on)
                 break
-            piece = bytes(self._unread_bytes[:PIECE_BYTES])
-            del self._unread_bytes[:PIECE_BYTES]
+            size = PIECE_BYTES
+            if self.request is None and self.protocol.handshake_exc is None:
+                # The end of a request is the end of a line.
+                size = self._unread_bytes.find(b"\n", 0, size) + 1 or size
+            piece = bytes(self._unread_bytes[:size])
+            del self._unread_bytes[:size]
             super().data_received(piece)
         if self._unread_bytes or self.recv_messages.paused:
             self.transport.pause_reading()
         else:
             self.transport.resume_reading()
+
+    @property
+    def _is_held(self) -> bool:
+        protocol = self.protocol
+        unanswered = protocol.state is State.CONNECTING and not protocol.eof_sent
+        return self.recv_messages.paused or (self.request is not None and unanswered)
 
     def waits_for(self) -> Wait | None:
         limits = self.door.limits
@@ -187,13 +199,21 @@ class VerifyServer:
             await self._stopping.wait()
 
     async def _let_in(self, connection: ServerConnection, request: Request) -> Response | None:
+        assert isinstance(connection, EdgeConnection)
+        response = await self._refusal(connection, request)
+        # The answer is sent before anything else runs here.
+        asyncio.get_running_loop().call_soon(connection.read_on)
+        return response
+
+    async def _refusal(self, connection: EdgeConnection, request: Request) -> Response | None:
+        """The answer to a request that does not become a WebSocket. None: it does."""
         path = request.path.partition("?")[0]
         fault = self._guard.fault("GET", path, request.headers.raw_items())
         if fault is None and path == HEALTH:
             return _json(connection, 200, {"status": "ok"})
         if fault is None and path != EDGES:
             fault = ApiError(404, f"edges connect to {EDGES}, and nothing else is here")
-        if fault is None and isinstance(connection, EdgeConnection):
+        if fault is None:
             try:
                 await connection.require_room()
             except ApiError as error:

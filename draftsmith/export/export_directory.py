@@ -25,7 +25,7 @@ from decode.base.artifact import (
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.measure.evaluation import evaluate
-from decode.model.loading import DTYPES, Target, load_target
+from decode.model.loading import Target, load_target
 from decode.model.same_target import require_same_target
 from decode.opening.adapters import KIND as ADAPTER
 from decode.opening.adapters import base_of
@@ -93,8 +93,6 @@ def export_drafter(
     for a target of another vocabulary.
     """
     out = vacant(out, "--out")
-    if options.dtype is not None and options.dtype not in DTYPES:
-        raise UserError(f"unknown dtype {options.dtype!r}; expected one of {', '.join(DTYPES)}")
     if options.gamma is not None and options.gamma < 1:
         raise UserError(f"gamma is {options.gamma}; expected at least 1")
     trained = TrainedDrafter.open(drafter)
@@ -125,6 +123,10 @@ def _export(
 ) -> None:
     drafter = trained.path
     layout = format_for(form, trained.kind)
+    if options.dtype not in (None, *layout.dtypes):
+        raise UserError(
+            f"dtype is {options.dtype!r}, but layout {layout.name} holds {', '.join(layout.dtypes)}"
+        )
     for engine in layout.engines:
         if (reason := outdated(layout.name, engine)) is not None:
             say(f"note: {reason}")

@@ -6,6 +6,7 @@ every setting. Anything missing, left over or different is a problem, reported i
 """
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,8 +137,9 @@ def is_bool(value: Any) -> bool:
 
 
 def is_positive(value: Any) -> bool:
-    """Whether the value is a number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0
+    """Whether the value is a number above 0 and not infinite."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 def _short(value: Any) -> str:

@@ -19,6 +19,7 @@ from draftsmith.export.export_directory import DEFAULT_GAMMA, Say, vacant
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, Format, ImportJob
 from draftsmith.export.formats.eagle3_layer import MODEL_TYPE
 from draftsmith.export.published import CARD, Checkpoint
+from draftsmith.export.published_gguf import GGUFCheckpoint
 
 # Names that cards give to tokens per step. All count the token that the target adds to a draft.
 CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length", "accept_length")
@@ -26,7 +27,6 @@ CLAIM_NAMES = ("tokens_per_step", "acceptance_length", "mean_acceptance_length",
 # The types of drafters of the library speculators that are not read, and what to do.
 UNREAD = {
     "mtp": "put it back into its target with `speculators stitch-mtp`, and import the result",
-    "xpress": "no heads here have its refiner of a block; train dflash2 or dspark heads",
 }
 
 
@@ -53,9 +53,10 @@ def import_drafter(
 ) -> Imported:
     """Write a published drafter as a drafter directory to `out`, which must be missing or empty.
 
-    source: a directory or a hub id. Weights keep their dtype. Nothing that comes with the drafter
-    runs. Raises UserError with everything in which the drafter differs from what its layout and the
-    target need, and then writes nothing.
+    source: a directory, a hub id, or a GGUF file of a block drafter. Weights keep their dtype, but
+    those of a GGUF file get float32. Nothing that comes with the drafter runs. Raises UserError
+    with everything in which the drafter differs from what its layout and the target need, and then
+    writes nothing.
     """
     out = vacant(out, "--out")
     if options.layer_ids not in (None, *LAYER_ID_MEANINGS):
@@ -64,7 +65,11 @@ def import_drafter(
         )
     if options.depth is not None and options.depth < 1:
         raise UserError(f"depth is {options.depth}; expected at least 1")
-    checkpoint = Checkpoint.open(source, pickled=options.pickled, revision=options.revision)
+    checkpoint = (
+        GGUFCheckpoint.of_file(source, target)
+        if source.endswith(".gguf")
+        else Checkpoint.open(source, pickled=options.pickled, revision=options.revision)
+    )
     layout = _layout_of(checkpoint, options.form)
     checkpoint.require_tokenizer_of(target)
     ignored = frozenset(filter(None, (options.ignore_keys or "").replace(" ", "").split(",")))

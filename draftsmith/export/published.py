@@ -25,7 +25,7 @@ from torch import Tensor
 from decode.base.errors import UserError
 from decode.model.loading import DTYPES, Target
 from decode.model.pretrained import require_all_shards
-from draftsmith.export.file_schema import DTYPE_NAMES, StoredTensor
+from draftsmith.export.file_schema import DTYPE_NAMES, StoredTensor, require_none
 
 CONFIG, TOKENIZER, CARD = "config.json", "tokenizer.json", "README.md"
 # Files of tokenizers that are not compared with the target's.
@@ -33,6 +33,14 @@ OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
 # vLLM reads the mask token's embedding of a DFlash drafter from this file.
 MASK_EMBEDDING = "mask_embedding.pt"
 PICKLES = ("pytorch_model*.bin", "medusa_lm_head*.pt")
+# What readers look up or loop over, wherever it stands in a config. Other kinds of values in these
+# keys are refused when a checkpoint is opened.
+TEXT_KEYS = ("model_type", "speculators_model_type", "rope_type")
+LISTED_TEXT_KEYS = ("architectures", "layer_types")
+OBJECT_KEYS = (
+    *("text_config", "transformer_layer_config", "speculators_config", "dflash_config"),
+    *("eagle_config", "rope_parameters", "rope_scaling"),
+)
 # What is downloaded of a hub repository, besides weights.
 TEXTS = ("*.json", "*.model", CARD)
 
@@ -55,8 +63,9 @@ class Checkpoint:
         """Open a directory, or download a hub repository (`org/name`).
 
         Raises UserError if there is no such directory or repository, no config.json, no weights, or
-        only pickled weights without `pickled`, and for a checkpoint that is quantised or has a
-        separate embedding of its mask token.
+        only pickled weights without `pickled`, for a config with another kind of value in
+        a key that readers look up, and for a checkpoint that is quantised or has a separate
+        embedding of its mask token.
         """
         directory = Path(source).expanduser()
         if directory.is_dir():
@@ -76,6 +85,7 @@ class Checkpoint:
             ) from error
         if not isinstance(config, dict):
             raise UserError(f"{source}: {CONFIG} is not a JSON object")
+        require_none(_kind_problems(config), f"{source} has a {CONFIG} that cannot be read")
         if config.get("quantization_config"):
             raise UserError(
                 f"{source} has quantised weights (quantization_config); expected the original "
@@ -196,6 +206,24 @@ class Checkpoint:
                 f"{len(different)} ids mean other tokens (id {first} is {tokens[first]!r} there "
                 f"and {expected[first]!r} in the target); use the target it was trained for"
             )
+
+
+def _kind_problems(config: Mapping[str, Any], place: str = "") -> list[str]:
+    """The keys of a config with a value of a kind that no reader expects, a line each. Null is as
+    good as no key."""
+    problems = []
+    for key, value in config.items():
+        is_list = isinstance(value, list) and all(isinstance(x, str) for x in value)
+        for keys, fits, expected in (
+            (TEXT_KEYS, isinstance(value, str), "text"),
+            (LISTED_TEXT_KEYS, is_list, "a list of texts"),
+            (OBJECT_KEYS, isinstance(value, Mapping), "an object"),
+        ):
+            if key in keys and value is not None and not fits:
+                problems.append(f"{place}{key} is {value!r}, expected {expected}")
+        if isinstance(value, Mapping):
+            problems += _kind_problems(value, f"{place}{key}.")
+    return problems
 
 
 def _require_no_mask_embedding(source: str, names: Iterable[str]) -> None:

@@ -230,11 +230,13 @@ def public_name(name: str) -> str:
 # A directory, in which blanks may be; and one without blanks.
 _PART = r"(?:[^\s,=:;\[\]{}\"'/\\](?:[^,=:;\[\]{}\"'/\\\n]*[^\s,=:;\[\]{}\"'/\\])?[/\\])"
 _BARE = r"(?:[^\s,=:;()\[\]{}\"'/\\]+[/\\])"
+# What a path may begin with: a user's directory, or a variable of a shell.
+_ROOT = r"(?:~[\w.+-]+|\$\{[^}\n]+\}|\$(?:env:)?[A-Za-z_]\w*|%\w+%)[/\\]"
 # Directories in a text: `/a/b/` of /a/b/c, `../` of ../c, also behind `=`, `[` or the like; not of
 # a URL. Without a sign where a path begins there are two or more: org/name is a hub's.
 _DIRECTORIES = re.compile(
-    rf"(?<![\w./\\~])(?:~\w+[/\\]{_PART}*|\.{{1,2}}[/\\]{_PART}*"
-    rf"|(?:file://|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{{2,}}(?=[^\s/\\]))"
+    rf"(?<![\w./\\~])(?:{_ROOT}{_PART}*|\.{{1,2}}[/\\]{_PART}*"
+    rf"|(?:file://[^\s/]*|~|[A-Za-z]:|\\)?[/\\]{_PART}+|(?!\d+[/\\]){_BARE}{{2,}}(?=[^\s/\\]))"
 )
 
 
@@ -246,7 +248,7 @@ def without_directories(value: Any) -> Any:
     {'start': 'drafter', 'said': 'read b.json', 'n': [1]}
     """
     if isinstance(value, Mapping):
-        return {key: without_directories(x) for key, x in value.items()}
+        return {without_directories(key): without_directories(x) for key, x in value.items()}
     if isinstance(value, list | tuple):
         return [without_directories(x) for x in value]
     if not isinstance(value, str | Path):

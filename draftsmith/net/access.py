@@ -8,6 +8,7 @@ without asking (then the content type is not JSON).
 
 import hmac
 import ipaddress
+import re
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -71,9 +72,11 @@ class Guard:
             or self._fault_of_body(method, headers)
         )
 
-    def has_admin_key(self, authorization: str) -> bool:
-        """Whether an Authorization header has the admin key."""
-        return self.admin_key is not None and _is_key(authorization, self.admin_key)
+    def shows_admin_key(self, sent: Iterable[bytes]) -> bool:
+        """Whether a value that was sent, a header's or the query, has the admin key as a word."""
+        key = (self.admin_key or "").encode()
+        words = (word for one in sent for word in _WORD_ENDS.split(one))
+        return bool(key) and any(hmac.compare_digest(word, key) for word in words)
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """An application behind this guard. Allowed sites get the headers that browsers ask for."""
@@ -130,6 +133,8 @@ class Guard:
         shown = _shown(kind) if kind else "missing"
         return ApiError(415, f"the content type is {shown}; expected application/json")
 
+
+_WORD_ENDS = re.compile(rb"[\s,;=&\"]+")  # in headers and queries
 
 # Without keys: for programs of this machine, and the server's own page.
 LOCAL = Guard()

@@ -2,6 +2,7 @@
 
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -93,9 +94,13 @@ class _Connection(Watched, H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:  # the answer to this request has begun
-            self.transport.close()
+            with suppress(h11.LocalProtocolError):  # an answer to HEAD has no body
+                super().send_400_response(msg)
+            if self.cycle is not None:  # its application may answer yet
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+        # Else the answer to this request has begun.
+        self.transport.close()
 
     def _get_upgrade(self) -> None:
         """Nothing is upgraded to."""

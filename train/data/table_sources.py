@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from decode.base.errors import UserError
+from decode.model.pretrained import no_progress_bars
 from train.data.file_sources import Place, Raw, Source, file_type, unpacked
 from train.data.row_kinds import FIELDS, READ, short
 
@@ -107,8 +108,9 @@ class TableFile(TableSource):
         if BUILDERS[self._type] == "csv":
             options |= {"sep": "\t"} if self._type == ".tsv" and "sep" not in options else {}
             options = _as_text(options)
-        builder = load_dataset_builder(BUILDERS[self._type], **options)
-        builder.download_and_prepare()
+        with no_progress_bars():
+            builder = load_dataset_builder(BUILDERS[self._type], **options)
+            builder.download_and_prepare()
         return builder.as_dataset(split="train")
 
     def _written(self, columns: list[str]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,7 +4,7 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
@@ -151,17 +151,26 @@ class ServerClient:
     async def ask(
         self, protocol: Protocol, body: Any, settings: AskSettings, path: str | None = None
     ) -> httpx2.Response:
-        """As `send`, to the protocol's path or another. Raises Unanswered if the server answers
-        another request: a token after a token. Then the request is at fault, and else the server,
-        for which it raises ServerLost."""
+        """As `send_or`, to the protocol's path or another. The other request is a token after a
+        token."""
+        token = settings.eos_token_ids[0] if settings.eos_token_ids else 0
+        other = protocol.body(Row(OTHER, [token]), replace(settings, max_new_tokens=1))
+        return await self.send_or(
+            path or protocol.path, body, lambda: self.send("POST", protocol.path, other)
+        )
+
+    async def send_or(
+        self, path: str, body: Any, other: Callable[[], Awaitable[Any]]
+    ) -> httpx2.Response:
+        """As `send`. Raises Unanswered if the server answers `other`, a request that asks for
+        little. Then this request is at fault, and else the server, for which it raises
+        ServerLost."""
         try:
-            return await self.send("POST", path or protocol.path, body)
+            return await self.send("POST", path, body)
         except ServerLost as error:
-            token = settings.eos_token_ids[0] if settings.eos_token_ids else 0
-            other = protocol.body(Row(OTHER, [token]), replace(settings, max_new_tokens=1))
             if error.reached:
                 with suppress(ServerLost):
-                    await self.send("POST", protocol.path, other)
+                    await other()
                     raise Unanswered(f"{error}. It answers other requests") from error
             raise
 

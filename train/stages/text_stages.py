@@ -110,8 +110,9 @@ class TextStage(Stage[T]):
         """The samples that can be used, and the counts of `fit`. Also prints the counts.
 
         They are written in parts, of which each rank makes a share; parts of an earlier start are
-        kept. All ranks call this together. Raises UserError on all of them, for a row that cannot
-        be tokenised, a damaged part, or a text without a sample.
+        kept, and those of an earlier stage are read there. All ranks call this together. Raises
+        UserError on all of them, for a row that cannot be tokenised, a damaged part, or a text
+        without a sample.
         """
         config, accelerator = self.config, self.accelerator
         ranks = Ranks.of(accelerator)
@@ -119,7 +120,7 @@ class TextStage(Stage[T]):
         made_by += [str(config.max_length), config.on_long]
         digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
         require_same(ranks.gather({f"stage {config.name}": digest}))
-        directory = self.directory / (TEXT + digest[:12])
+        directory = ranks.main_only(lambda: self._text_directory(TEXT + digest[:12]))
         if ranks.is_main:
             for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
                 remove_directory(other)
@@ -146,6 +147,12 @@ class TextStage(Stage[T]):
         counts = dict(samples.counts)
         self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
         return samples, counts
+
+    def _text_directory(self, name: str) -> Path:
+        """Where the samples of this name are: with an earlier stage that has the same ones, or
+        here."""
+        theirs = (directory / name for directory in self.earlier.values())
+        return next((found for found in theirs if found.is_dir()), self.directory / name)
 
     def coverage(
         self, samples: Sequence[Sample], ids: Tensor, covered: float, what: str = "draft vocabulary"

@@ -22,7 +22,7 @@ class VLLM(Engine):
         *("speculators-dflash", "mtp"),
     )
     unverified: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("dspark", "speculators-dspark", "dflash2"),
+        ("dspark", "speculators-dspark", "dflash2", "speculators-dflash2", "speculators-xpress"),
         "vLLM reads it only in its newer runner, in which this was never run; measure it with "
         "--prompts in our own loop",
     )

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, get_args
 from decode.base.errors import UserError, nearest
 from decode.base.registry import Registry, import_all
 from decode.drafters import Drafter
-from decode.model.loading import Target
+from decode.model.loading import DTYPES, Target
 from draftsmith.export.file_schema import require_none
 from draftsmith.export.formats.published_keys import Keys, unknown_keys
 from draftsmith.export.formats.readers import engine_names, up_to
@@ -125,6 +125,7 @@ class Format(ABC):
     keep to the window of the text that a drafter was trained with. is_ours: draftsmith itself
     reads it, with windows and sinks.
     depth_option: the option of the heads that limits the depth of a draft; None for any depth.
+    dtypes: those that its weights may have.
     unread: by reader, the options of heads that this reader does not know. vllm: the method of its
     speculative_config, with other options of it; sglang: its speculative algorithm. None: this
     engine does not serve it.
@@ -138,6 +139,7 @@ class Format(ABC):
     is_ours: ClassVar[bool] = False
     holds_windows: ClassVar[bool] = False
     depth_option: ClassVar[str | None] = None
+    dtypes: ClassVar[tuple[str, ...]] = tuple(DTYPES)
     unread: ClassVar[Mapping[str, tuple[str, ...]]] = MappingProxyType({})
     vllm: ClassVar[dict[str, Any] | None] = None
     sglang: ClassVar[str | None] = None

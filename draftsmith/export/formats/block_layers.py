@@ -224,9 +224,8 @@ class DFlashLayers(LayerFormat):
             inner.pop(key, None)
         if "block_size" in inner:
             plain["block_size"] = inner.pop("block_size")
-        layers = contents.get("num_hidden_layers")
         if attention["use_swa"] and SLIDING not in (plain.get("layer_types") or ()):
-            plain["layer_types"] = [SLIDING] * (layers if is_count(layers) else 1)
+            plain["layer_types"] = [SLIDING]
             plain["use_sliding_window"] = True
         if attention["swa_window_size"] is not None:
             plain["sliding_window"] = attention["swa_window_size"]

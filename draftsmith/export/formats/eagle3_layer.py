@@ -233,6 +233,7 @@ def speculators_keys(*others: str) -> Keys:
         "": (
             *(MODEL_TYPE, "speculators_version", SPECULATORS, LAYER_CONFIG),
             *(*NAMING, ROWS, *ALL_SWITCHES, "target_hidden_size", *others),
+            "tie_word_embeddings",
         ),
         LAYER_CONFIG: LAYER_KEYS,
         SPECULATORS: ("algorithm", "proposal_methods", "default_proposal_method", "verifier"),

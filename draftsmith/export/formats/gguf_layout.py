@@ -6,7 +6,7 @@ own GGUF file and never regenerated.
 """
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,6 @@ from decode.model.gguf_file import read_header, require_gguf
 from decode.model.loading import target_gguf
 from draftsmith.export.file_schema import (
     DTYPE_NAMES,
-    FLOATS,
     StoredTensor,
     TensorSpec,
     is_count,
@@ -34,8 +33,14 @@ if TYPE_CHECKING:
     import gguf
 
 FILE = "drafter.gguf"
+# Weights of 8 and 4 bits, in blocks of this many numbers that share a scale, by GGUF's names.
+QUANTISED = {"q8_0": "Q8_0", "q4_0": "Q4_0"}
+SHARING = 32
+# GGUF's names of the dtypes of weights.
+TYPES = DTYPE_NAMES | QUANTISED
 # The names of members of LlamaFileType, in the optional package gguf.
 FILE_TYPES = {"float32": "ALL_F32", "bfloat16": "MOSTLY_BF16", "float16": "MOSTLY_F16"}
+FILE_TYPES |= {dtype: f"MOSTLY_{name}" for dtype, name in QUANTISED.items()}
 COPIED = "tokenizer."
 # The sizes in a file's metadata, with their names in a model's config.
 SIZES = {
@@ -77,6 +82,7 @@ class GGUFLayout(Format):
         "eagle1": "llama.cpp has no EAGLE-1; serve it with vLLM",
     }
     needs_target = True
+    dtypes = tuple(TYPES)
     architectures: ClassVar[tuple[str, ...]]
     spec_type: ClassVar[str]
 
@@ -112,9 +118,7 @@ class GGUFLayout(Format):
         if problems:
             return problems
         specs = {
-            row.name: TensorSpec(
-                row.shape, (tensor_type(row.name, len(row.shape), facts["dtype"]),)
-            )
+            row.name: TensorSpec(row.shape, (tensor_type(row.name, row.shape, facts["dtype"]),))
             for row in self.table(arch, keys, facts)
         }
         problems = tensor_problems(specs, {t.name: stored_tensor(t) for t in reader.tensors})
@@ -214,7 +218,7 @@ def write_gguf(
     for stored in kept:
         writer.add_tensor(stored.name, stored.data, raw_dtype=stored.tensor_type)
     for name, tensor in tensors.items():
-        stored_type = GGMLQuantizationType[tensor_type(name, tensor.dim(), dtype)]
+        stored_type = GGMLQuantizationType[tensor_type(name, tensor.shape, dtype)]
         data = np.ascontiguousarray((tensor if name == D2T else tensor.float()).numpy())
         if name != D2T:
             data = gguf.quants.quantize(data, stored_type)
@@ -279,11 +283,15 @@ def gguf_layer(
     return rows
 
 
-def tensor_type(name: str, dimensions: int, dtype: str) -> str:
+def tensor_type(name: str, shape: Sequence[int], dtype: str) -> str:
+    """Return GGUF's name of the type in which a tensor is stored. dtype: that of the weights."""
     if name == D2T:
         return "I64"
-    # llama.cpp adds and multiplies vectors only in float32.
-    return DTYPE_NAMES[dtype] if dimensions > 1 else "F32"
+    # llama.cpp adds and multiplies, other than in matrix products, only in float32.
+    if len(shape) < 2 or not name.endswith(".weight"):
+        return "F32"
+    # As llama.cpp's own quantiser does with rows that are not whole blocks.
+    return "F16" if dtype in QUANTISED and shape[-1] % SHARING else TYPES[dtype]
 
 
 def _file_type(dtype: str) -> int:
@@ -313,7 +321,7 @@ def stored_tensor(tensor: "gguf.ReaderTensor") -> StoredTensor:
     # GGUF lists the innermost dimension first.
     shape = tuple(int(size) for size in reversed(tensor.shape))
     finite = True
-    if tensor.tensor_type.name in FLOATS:
+    if tensor.tensor_type.name in TYPES.values():
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         finite = bool(np.isfinite(values).all())
     return StoredTensor(shape, tensor.tensor_type.name, finite)

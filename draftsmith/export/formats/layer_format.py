@@ -186,7 +186,12 @@ class LayerFormat(TableFormat):
         target, checkpoint = job.target, job.checkpoint
         contents = self.published_settings(checkpoint.config)
         tensors, name_problems = renamed(checkpoint.tensors, self.tensor_name)
-        layer, problems = sound_settings(contents, target, self.layer_count(contents))
+        count = self.layer_count(contents)
+        layer, problems = sound_settings(contents, target, count)
+        if is_count(count) and count > len(tensors):
+            problems.append(
+                f"config.json names {count} layers, but there are {len(tensors)} tensors"
+            )
         problems += name_problems + self.target_problems(contents, tensors, target)
         window, window_problems = published_window(contents)
         extra, extra_problems = self.published_config(job, contents, tensors)

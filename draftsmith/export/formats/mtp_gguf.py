@@ -117,8 +117,8 @@ class MtpGGUF(Format):
         module = tuple(f"blk.{count - layers + k}." for k in range(layers))
         found = {x.name: stored_tensor(x) for x in reader.tensors if x.name.startswith(module)}
         specs = {
-            f"blk.{count - layers + k}.{name}.weight": TensorSpec(
-                shape, (tensor_type(name, len(shape), facts["dtype"]),)
+            f"{module[k]}{name}.weight": TensorSpec(
+                shape, (tensor_type(f"{name}.weight", shape, facts["dtype"]),)
             )
             for k in range(layers)
             for name, shape in _shapes(arch, keys).items()

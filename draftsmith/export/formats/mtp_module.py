@@ -20,6 +20,7 @@ from decode.base.device import dtype_name
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.model.loading import DTYPES, Target
+from decode.model.pretrained import explained
 from decode.model.without_weights import load_shapes
 from draftsmith.export.file_schema import DTYPE_NAMES, read_json
 from draftsmith.export.formats import (
@@ -138,7 +139,8 @@ class MtpModule(Format):
 
 def _different_settings(job: ImportJob) -> list[str]:
     """A note on the settings in which the checkpoint differs from the target, whose are used."""
-    theirs = AutoConfig.for_model(**job.checkpoint.config).get_text_config().to_dict()
+    with explained(f"{job.checkpoint.source}: its {CONFIG} cannot be read"):
+        theirs = AutoConfig.for_model(**job.checkpoint.config).get_text_config().to_dict()
     ours = job.target.model.config.get_text_config().to_dict()
     names = [key for key in ours.keys() - HARMLESS if theirs.get(key) != ours[key]]
     if not names:

@@ -48,7 +48,6 @@ OPTIONAL: dict[str, Callable[[Any], bool]] = {
     "rope_parameters": lambda value: _is_rotation(value),
     "rope_scaling": lambda value: _is_rotation(value),
     "original_max_position_embeddings": is_count,
-    NESTED: lambda value: isinstance(value, dict),
 }
 NEEDED = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 # Families whose layers compute what a llama's do, with norms and biases that tensors show.
@@ -57,7 +56,7 @@ WITHOUT_BIAS = ("attention_bias", "mlp_bias", "qkv_bias")
 # The keys of a published layer that are read here, or that say nothing about such a layer: its
 # positions are the target's, and it has no experts.
 LAYER_KEYS = (
-    *(*NEEDED, *WITHOUT_BIAS, *(key for key in OPTIONAL if key != NESTED)),
+    *(*NEEDED, *WITHOUT_BIAS, *OPTIONAL),
     *("target_hidden_size", "target_vocab_size", "num_hidden_layers", "hidden_act"),
     *("partial_rotary_factor", "layer_types", "sliding_window", "use_sliding_window"),
     *("tie_word_embeddings", "max_position_embeddings", "max_window_layers"),
@@ -252,7 +251,7 @@ def _is_rotation(settings: Any) -> bool:
         return False
     kind = settings.get("rope_type", settings.get("type", "default"))
     others = [x for key, x in settings.items() if key not in ("rope_type", "type")]
-    known = kind == "default" or kind in ROPE_INIT_FUNCTIONS
+    known = isinstance(kind, str) and (kind == "default" or kind in ROPE_INIT_FUNCTIONS)
     named = settings.keys() <= ROTARY_KEYS and settings.get("partial_rotary_factor", 1) in (1, None)
     return (
         known and named and all(isinstance(x, (int, float, list, bool, type(None))) for x in others)

@@ -39,7 +39,7 @@ OTHER_NAMES = (INNER, "mask_token_id", "target_layer_ids")
 NON_CAUSAL = "sliding_window_non_causal"
 
 
-def _keys(*own: str) -> Keys:
+def block_keys(*own: str) -> Keys:
     """The keys of a published config. own: of one kind of heads."""
     keys = speculators_keys("block_size", "mask_token_id", "sample_from_anchor", NON_CAUSAL, *own)
     return {**keys, LAYER_CONFIG: (*keys[LAYER_CONFIG], *BLOCK_KEYS)}
@@ -51,7 +51,7 @@ class SpeculatorsBlock(DFlashLayers):
     has_target_layers = True
     carries_vocabulary = True
     layer_ids = "inputs"
-    published_keys: ClassVar[Keys] = _keys()
+    published_keys: ClassVar[Keys] = block_keys()
 
     def recognises(self, checkpoint: Checkpoint) -> bool:
         return checkpoint.config.get(MODEL_TYPE) == self.kind
@@ -135,7 +135,7 @@ class SpeculatorsDSpark(SpeculatorsBlock, DSparkLayers):
     """DSpark for the library speculators."""
 
     name = "speculators-dspark"
-    published_keys = _keys(*DSPARK_KEYS)
+    published_keys = block_keys(*DSPARK_KEYS)
 
 
 class SpeculatorsDFlash2(SpeculatorsBlock, DFlash2Layers):
@@ -143,7 +143,7 @@ class SpeculatorsDFlash2(SpeculatorsBlock, DFlash2Layers):
 
     name = "speculators-dflash2"
     carries_vocabulary = False
-    published_keys = _keys(*SECOND)
+    published_keys = block_keys(*SECOND)
 
     def draft_settings(self, heads: Any) -> dict[str, Any]:
         return DFlash2Layers.draft_settings(self, heads)[INNER]

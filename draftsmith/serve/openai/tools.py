@@ -277,8 +277,9 @@ class Calls:
             first, at = mark.start(), mark.end()
             end, calls = max(at, first + 1), list[tuple[str, str]]()
             may_be = bool(_MAY_BEGIN.match(text, at))
+            is_marked = any(sign in mark[0] for sign in one.marks)
             while (read := _object(text, at)) is not None:
-                call = self._call(read[0])
+                call = self._call(read[0], is_marked)
                 if call is None and calls:
                     break
                 may_be, end = False, read[1]
@@ -292,12 +293,16 @@ class Calls:
             yield _Found(first, end, calls, may_be)
             begin = end
 
-    def _call(self, members: Mapping[str, str]) -> tuple[str, str] | None:
-        """The call that an object is, given by the JSON of its members. None: it is none."""
+    def _call(self, members: Mapping[str, str], is_marked: bool) -> tuple[str, str] | None:
+        """The call that an object is, given by the JSON of its members. None: it is none.
+        is_marked: it stands behind a mark, so that a name is enough."""
         name = _JSON.decode(members.get("name", "null"))
-        given = next((members[key] for key in _KEYS if key in members), None)
+        nothing = "null" if is_marked else None
+        given = next((members[key] for key in _KEYS if key in members), nothing)
         if not isinstance(name, str) or name not in self._functions or given is None:
             return None
+        if given == "null":
+            return name, "{}"
         if given.startswith('"'):  # some models write the JSON of the arguments as a string
             inner = str(json.loads(given))
             read = _object(inner, len(inner) - len(inner.lstrip()))

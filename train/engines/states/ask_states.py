@@ -13,12 +13,13 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import httpx2
 import numpy as np
 import torch
 from safetensors import SafetensorError
@@ -35,6 +36,7 @@ from train.engines.ask_servers import (
     REFUSED_ROW,
     ServerClient,
     ServerLost,
+    Unanswered,
     excerpt,
 )
 from train.engines.states.served_states import file_bytes
@@ -171,14 +173,15 @@ class StatesClient(ServerClient):
         return rest
 
     async def states(self, sample: Sample) -> Tensor:
-        """[n, L, H]. Raises ServerLost if the server does not answer, and UserError if it refuses
-        the sample, replies something else, or writes no usable file in all attempts."""
+        """[n, L, H]. Raises ServerLost if the server does not answer, Unanswered if it answers
+        other samples only, and UserError if it refuses the sample, replies something else, or
+        writes no usable file in all attempts."""
         problem = ""
         for attempt in range(self._retries + 1):
             if attempt:
                 wait = min(FIRST_WAIT * 2**attempt, LONGEST_WAIT)
                 await asyncio.sleep(wait * random.uniform(0.75, 1.0))
-            path = self._directory / await self._ask(sample)
+            path = await self._ask(sample)
             try:
                 await self._written(path)
                 return await asyncio.to_thread(self._reader.read, path, sample.tokens)
@@ -193,24 +196,39 @@ class StatesClient(ServerClient):
             f"{self._retries + 1} attempts: {problem}. The newest checkpoint is kept"
         )
 
-    async def _ask(self, sample: Sample) -> str:
-        """The name of the file with a sample's states."""
-        body = {
+    def _body(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {
             "model": self._model,
-            "prompt": list(sample.tokens),
+            "prompt": list(tokens),
             "max_tokens": 1,
             "temperature": 0.0,
             "add_special_tokens": False,
         }
-        response = await self.send("POST", PATH, body)
+
+    async def _ask(self, sample: Sample) -> Path:
+        """The file with a sample's states."""
+
+        async def first_token() -> None:
+            path = self._file(await self.send("POST", PATH, self._body(sample.tokens[:1])))
+            try:
+                await self._written(path)
+            finally:
+                delete(path)
+
+        response = await self.send_or(PATH, self._body(sample.tokens), first_token)
         if response.status_code in REFUSED_ROW:
             raise UserError(
                 f"{self.url} refuses sample {sample.id} with {len(sample.tokens)} tokens: "
                 f"{excerpt(response)}. Start it with a larger --max-model-len, or set max_length"
             )
+        return self._file(response)
+
+    def _file(self, response: httpx2.Response) -> Path:
+        """The file that a response names."""
         try:
             reply = self.accepted(response).json()
-            return Path(reply["kv_transfer_params"]["hidden_states_path"]).name
+            name = Path(reply["kv_transfer_params"]["hidden_states_path"]).name
+            return self._directory / name
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(
                 f"{self.url}{PATH} replied without hidden states: {excerpt(response)}. Start vLLM "
@@ -242,7 +260,8 @@ class StatesServers:
 
     concurrency: requests at a time for each server. max_bytes: the most bytes of all files at a
     time; a larger file is alone. lost: messages on servers that do not answer any more, whose
-    samples the others take. Raises UserError at the start if a server does not answer.
+    samples the others take, and on samples that no server answers. Raises UserError at the start if
+    a server does not answer.
     """
 
     def __init__(
@@ -263,14 +282,18 @@ class StatesServers:
         # Requests start in the order in which they were asked for.
         self._order, self._changed = asyncio.Lock(), asyncio.Event()
 
-    def ask(self, sample: Sample) -> "Future[Tensor]":
-        """The states of a sample, [n, L, H]. Raises as `StatesClient.states`."""
+    def ask(self, sample: Sample) -> "Future[Tensor | None]":
+        """The states of a sample, [n, L, H]; None if no server answers it, but other samples.
+        Raises as `StatesClient.states`."""
         return self._begin(self._states(sample))
 
-    def ask_each(self, sample: Sample) -> Iterator[tuple[str, Tensor]]:
-        """The address of each server, with its states of a sample."""
+    def ask_each(self, sample: Sample) -> Iterator[tuple[str, Tensor | Unanswered]]:
+        """The address of each server, with its states of a sample, or why it has none."""
         for client in self._clients:
-            yield client.url, self._begin(client.states(sample)).result()
+            try:
+                yield client.url, self._begin(client.states(sample)).result()
+            except Unanswered as error:
+                yield client.url, error
 
     def __enter__(self) -> "StatesServers":
         self._thread.start()
@@ -293,11 +316,12 @@ class StatesServers:
     def _begin(self, work: Coroutine[Any, Any, T]) -> "Future[T]":
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
-    async def _states(self, sample: Sample) -> Tensor:
-        size = self._reader.size(len(sample.tokens))
-        while True:
+    async def _states(self, sample: Sample) -> Tensor | None:
+        size, problem = self._reader.size(len(sample.tokens)), ""
+        tried: set[StatesClient] = set()  # those that do not answer this sample
+        while not tried.issuperset(self._up):
             async with self._order:
-                while (client := self._free(size)) is None:
+                while (client := self._free(size, tried)) is None:
                     self._changed.clear()
                     await self._changed.wait()
                 client.in_flight += 1
@@ -306,6 +330,9 @@ class StatesServers:
             self._under_way.add(task)
             try:
                 return await client.states(sample)
+            except Unanswered as error:
+                tried.add(client)
+                problem = str(error)
             except ServerLost as error:
                 if client in self._up:
                     if len(self._up) == 1:
@@ -317,10 +344,14 @@ class StatesServers:
                 self._bytes -= size
                 self._under_way.discard(task)
                 self._changed.set()
+        self.lost.append(f"{problem}, so the target runs sample {sample.id} here")
+        return None
 
-    def _free(self, size: int) -> StatesClient | None:
-        """A server that may be asked for a file of this size now."""
-        client = min(self._up, key=lambda client: client.in_flight)
+    def _free(self, size: int, tried: Set[StatesClient]) -> StatesClient | None:
+        """A server that may be asked for a file of this size now: one that was not `tried`, if
+        there is one."""
+        others = [client for client in self._up if client not in tried] or self._up
+        client = min(others, key=lambda client: client.in_flight)
         full = self._bytes and self._bytes + size > self._max_bytes
         busy = client.in_flight >= self._concurrency
         return None if full or busy or self._closing else client

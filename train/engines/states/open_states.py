@@ -3,6 +3,7 @@
 import hashlib
 import os
 import socket
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from train.data.batches import collate, inputs
 from train.data.chat_tokens import Sample
 from train.data.read import spread
 from train.data.stored_samples import StoredSamples
+from train.engines.ask_servers import Unanswered
 from train.engines.launch import engine_in_words, launched
 from train.engines.states.ask_states import StatesClient, StatesReader, StatesServers, delete
 from train.engines.states.served_states import ServedStates, engine_ids, require_room
@@ -148,9 +150,11 @@ def _check(
     layers: Sequence[int],
     ranks: Ranks,
 ) -> None:
-    """Raise UserError unless each server's states are the target's. The first rank asks."""
+    """Raise UserError unless each server's states are the target's. The first rank asks. A sample
+    that a server does not answer is passed over, if it answers another one."""
     if not ranks.is_main:
         return
+    unanswered: dict[str, list[Unanswered]] = defaultdict(list)
     for sample in samples:
         batch = collate([sample], 0)
         tensors = inputs(batch, target.device)
@@ -158,6 +162,9 @@ def _check(
             tensors["input_ids"], tensors["attention_mask"], batch["ids"]
         )
         for url, states in servers.ask_each(sample):
+            if isinstance(states, Unanswered):
+                unanswered[url].append(states)
+                continue
             theirs = source.joined([states], target.device)
             for layer in layers:
                 expected = ours[layer].float()
@@ -169,3 +176,6 @@ def _check(
                         "with this model, and with eagle_aux_hidden_state_layer_ids "
                         f"{engine_ids(target, layers)}"
                     )
+    for problems in unanswered.values():
+        if len(problems) == len(samples):
+            raise problems[0]

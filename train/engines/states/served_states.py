@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL, layer_list_name
 from decode.model.loading import Target
-from distill.teacher.feature_sources import join_rows
+from decode.model.pretrained import is_sharded
+from distill.teacher.feature_sources import LiveFeatures, join_rows
 from distill.teacher.read_ahead import READ_AHEAD
 from train.data.batches import RankText
 from train.data.chat_tokens import Sample
@@ -27,14 +28,15 @@ NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f")
 class ServedStates:
     """A `FeatureSource` of states that servers make.
 
-    ask: begins to ask for a sample's states, [n, L, H] in the target's dtype. layers: the captured
+    ask: begins to ask for a sample's states, [n, L, H] in the target's dtype; None: no server
+    answers this sample, so the target runs it here, now and in later epochs. layers: the captured
     ones; L are those of `engine_ids`. timed(): a context around the time that the training waits.
-    say: called with the messages in `lost`, on servers that do not answer any more.
+    say: called with the messages in `lost`, on servers and samples that fail.
     """
 
     def __init__(
         self,
-        ask: "Callable[[Sample], Future[Tensor]]",
+        ask: "Callable[[Sample], Future[Tensor | None]]",
         target: Target,
         layers: Sequence[int],
         *,
@@ -42,7 +44,7 @@ class ServedStates:
         say: Callable[[str], None],
         lost: deque[str],
     ) -> None:
-        self._ask = ask
+        self._ask, self._target, self._layers = ask, target, layers
         ids = engine_ids(target, layers)
         # Of each captured layer among those of a file.
         self._places = {layer: ids.index(engine_id(target, layer)) for layer in layers}
@@ -50,7 +52,8 @@ class ServedStates:
         self._dtype, self._norm = target.dtype, last_norm(target) if FINAL in layers else None
         self._timed, self._say, self._lost = timed, say, lost
         self._round = self._number = -1
-        self._asked: dict[int, list[Future[Tensor]]] = {}  # by batch
+        self._asked: dict[int, list[Future[Tensor | None]]] = {}  # by batch
+        self._unanswered: set[str] = set()  # ids of samples
 
     def look_ahead(self, text: RankText, number: int) -> None:
         """Ask for the samples of batch `number` and of the next ones, if they were not asked."""
@@ -61,8 +64,18 @@ class ServedStates:
             self._asked.clear()
         for batch in range(number, min(number + 1 + READ_AHEAD, len(text))):
             if batch not in self._asked:
-                self._asked[batch] = [self._ask(sample) for sample in text.batch(batch)]
+                self._asked[batch] = [self._begin(sample) for sample in text.batch(batch)]
         self._round, self._number = text.round, number
+        self._say_all()
+
+    def _begin(self, sample: Sample) -> "Future[Tensor | None]":
+        if sample.id not in self._unanswered:
+            return self._ask(sample)
+        known: Future[Tensor | None] = Future()
+        known.set_result(None)
+        return known
+
+    def _say_all(self) -> None:
         while self._lost:
             self._say(self._lost.popleft())
 
@@ -70,7 +83,8 @@ class ServedStates:
         self, input_ids: Tensor, attention_mask: Tensor, ids: Sequence[str]
     ) -> Mapping[int, Tensor]:
         """The states of the batch of the last `look_ahead`. They leave the window. Raises KeyError
-        at a second call for one batch, and UserError as `StatesClient.states`."""
+        at a second call for one batch, and UserError as `StatesClient.states`, and if no server
+        answers a sample of a sharded target."""
         device = input_ids.device
         with self._timed():
             futures = self._asked.pop(self._number)
@@ -78,7 +92,34 @@ class ServedStates:
                 shape = (*input_ids.shape, self._size)
                 empty = torch.zeros(shape, dtype=self._dtype, device=device)
                 return dict.fromkeys(self._places, empty)
-            return self.joined([future.result() for future in futures], device)
+            served = [future.result() for future in futures]
+            self._say_all()
+            missing = [row for row, states in enumerate(served) if states is None]
+            lengths = attention_mask.sum(1).tolist()
+            shape = len(set(self._places.values())), self._size
+            features = self.joined(
+                [
+                    torch.zeros(length, *shape, dtype=self._dtype) if states is None else states
+                    for states, length in zip(served, lengths, strict=True)
+                ],
+                device,
+            )
+            for row in missing:
+                tokens = input_ids[row : row + 1, : lengths[row]]
+                for layer, x in self._run_here(tokens, ids[row]).items():
+                    features[layer][row, : lengths[row]] = x[0]
+            return features
+
+    def _run_here(self, tokens: Tensor, sample: str) -> Mapping[int, Tensor]:
+        """[1, n, H] by captured layer, of the target in this process."""
+        if is_sharded(self._target.model):
+            raise UserError(
+                f"no server answers sample {sample}, and a sharded target cannot run it in one "
+                "process; leave it out of the data. The newest checkpoint is kept"
+            )
+        self._unanswered.add(sample)
+        live = LiveFeatures(self._target.model, self._layers)
+        return live.features(tokens, torch.ones_like(tokens), [sample])
 
     @torch.no_grad()
     def joined(self, states: Sequence[Tensor], device: torch.device) -> dict[int, Tensor]:
