@@ -39,6 +39,7 @@ from benchmarks.common import (
     start_process,
     write_json,
 )
+from benchmarks.shared.child_job import run_job
 from benchmarks.shared.timed_steps import measure_steps
 from decode.base.errors import UserError
 from decode.model.hidden_states import FINAL
@@ -53,7 +54,7 @@ from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.options import Eagle3Options
 from train.data.read import read_examples
-from train.engines.child_process import model_directory, package_version, run_job
+from train.engines.child_process import model_directory, package_version
 
 LIBRARY = "speculators"
 CHILD = Path(__file__).parent / "shared" / "speculators_child.py"

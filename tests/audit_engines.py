@@ -33,7 +33,8 @@ from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.report import written_p
 from draftsmith.auditing.tiny import NOISE, tiny_model, tiny_tokenizer, write_gguf_file, write_tiny
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines.llama_server import server_version
+from draftsmith.export.engines.libraries import library_serving
+from draftsmith.export.engines.llama_server import FLOAT32, server_version
 from draftsmith.export.export_directory import export_drafter
 from tests.export import make_heads
 from tests.mtp_targets import save_mtp_target
@@ -51,7 +52,6 @@ DEEP, MASKED = {"num_hidden_layers": 7}, {"num_hidden_layers": 3, "vocab_size": 
 DEEP_FILE = "gguf/deep.gguf"
 EAGLE3 = {"type": "eagle3", "steps": GAMMA}
 DFLASH = {"type": "dflash", "layers": 2, "block": GAMMA + 1, "taps": [0, 2]}
-ADAPTER = Path(__file__).with_name("audit_adapter.py")
 # vLLM's build for CPUs reads temperatures of drafts that nothing has written: see
 # docs/results/audit.md. A plugin of this name writes them.
 REPAIR = """
@@ -168,8 +168,7 @@ def _vllm(
 
 @contextmanager
 def _llama_server(place: Path, target: str, **options: Any) -> Iterator[str]:
-    caches = ("cache_type_k", "cache_type_v", "cache_type_k_draft", "cache_type_v_draft")
-    exactly = {"flash_attn": "off", "metrics": True} | dict.fromkeys(caches, "f32")
+    exactly = FLOAT32 | {"metrics": True}
     if "model_draft" in options:
         options["model_draft"] = str(place / options["model_draft"])
     config = ServerConfig(launch="llama-server", concurrency=8, options=exactly | options)
@@ -193,9 +192,9 @@ def _draftsmith(place: Path, target: str, drafter: str) -> Iterator[str]:
 def _library(place: Path, kind: str, target: str, drafter: str) -> Iterator[str]:
     python = sys.executable if kind == "transformers" else str(python_of(kind))
     drafter = str(place / drafter) if (place / drafter).exists() else drafter
-    command = [python, str(ADAPTER), kind, str(place / target), drafter, str(GAMMA), "{port}"]
-    with serving(kind, command, "/health", os.environ) as server:
-        yield f"http://127.0.0.1:{server.port}"
+    ends = list(_target(place, target).eos_token_ids)
+    with library_serving(kind, python, place / target, drafter, GAMMA, ends) as url:
+        yield url
 
 
 NGRAM = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}

@@ -28,7 +28,7 @@ from draftsmith.diagnosis.counts import accepted_by_place, drafts_along
 from draftsmith.diagnosis.entry import Diagnosis, diagnose
 from draftsmith.diagnosis.explain import EQUAL, Explanation, as_keys, explain
 from draftsmith.diagnosis.mistakes import MISTAKES
-from draftsmith.export.engines import Counting
+from draftsmith.export.acceptance import Counting
 from heads.heads_directory import new_heads
 from heads.options import HeadOptions
 from tests.export import teach

@@ -18,8 +18,10 @@ from decode.model.loading import Target, load_target
 from decode.opening.directory import open_drafter
 from distill.losses import WeightedLoss
 from distill.teacher.feature_sources import LiveFeatures
+from draftsmith.auditing.verify_export import ExportVerification
 from draftsmith.export import ExportOptions, ImportOptions
-from draftsmith.export.engines import ENGINES, Counting, EngineTask
+from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
+from draftsmith.export.engines import ENGINES, EngineTask
 from draftsmith.export.export_directory import (
     Measuring,
     check_export,
@@ -27,7 +29,6 @@ from draftsmith.export.export_directory import (
     reload_export,
 )
 from draftsmith.export.import_directory import import_drafter
-from draftsmith.export.verify_export import ExportVerification, count_drafts
 from heads.head_training import HeadTraining
 from heads.heads_directory import new_heads, read_heads, save_heads
 from heads.heads_drafter import HeadsDrafter
@@ -207,23 +208,22 @@ def task(target: Target, export: Path, **changes: Any) -> EngineTask:
 
 def assert_drafts_the_same(drafter: Path, out: Path, target: Target) -> None:
     """A drafter directory and its export draft the same tokens, and get the same verdicts."""
-    few = task(target, out, prompts=PROMPTS[:8])
     drafters = open_drafter(str(drafter), target), reloaded(out, target)
-    before, after = (count_drafts(few, each, Counting()) for each in drafters)
+    loops = (OwnLoop(target, each, PROMPTS[:8], gamma=3, max_new_tokens=24) for each in drafters)
+    before, after = (count_drafts(loop, Counting()) for loop in loops)
     assert before == after
 
 
 def assert_same_counts(verification: ExportVerification) -> None:
     """Sound, and to the token: same drafts, same verdicts."""
     assert verification.failures == []
-    run = verification.run
-    assert run.drafted_tokens == verification.our_drafted
-    assert run.accepted_tokens == verification.our_accepted
+    assert verification.theirs == verification.ours
 
 
 def needs(name: str) -> None:
     """Skip the test where the engine is not installed."""
-    require_environment(ENGINES[name].missing(), ENGINES[name].install)
+    missing = None if ENGINES[name].version() else f"{name} is not installed"
+    require_environment(missing, ENGINES[name].install)
 
 
 def require_environment(missing: str | None, install: str) -> None:

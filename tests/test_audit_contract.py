@@ -20,8 +20,7 @@ from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
 from draftsmith.auditing.findings import Finding, Verdict
-from draftsmith.export.engines import Counting
-from draftsmith.export.verify_export import OwnLoop, count_drafts
+from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from tests.audit_controls import PROMPTS
 from tests.mutants import StaleCache
 from tests.service import serving
@@ -172,7 +171,7 @@ def test_draft_tokens_are_counted_as_the_engine_picks_them() -> None:
     own = OwnLoop(TARGET, SmallLMDrafter(TARGET.model), PROMPTS, 3, 24)
     for chooses, lowest, highest in ((False, 1.0, 1.0), (True, 0.0, 0.95)):
         counting = Counting(chooses=chooses)
-        drafted, accepted = count_drafts(own, own.drafter, counting, Sampling(2.0))
+        drafted, accepted = count_drafts(own, counting, Sampling(2.0))
         assert drafted > 100
         assert lowest <= accepted / drafted <= highest
 

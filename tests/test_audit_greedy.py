@@ -25,8 +25,7 @@ from draftsmith.auditing.findings import Finding, Verdict
 from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.questions import Questions
 from draftsmith.auditing.texts import EngineText, JudgedText, TextJudge, rounding_scale
-from draftsmith.export.acceptance import Acceptance
-from draftsmith.export.verify_export import OwnLoop
+from draftsmith.export.acceptance import Acceptance, OwnLoop
 from tests.answer_server import AnswerEngine
 from tests.audit_controls import CONTROLS, PROMPTS
 from tests.test_audit_law import START, TABLE, VOCAB, bigrams

@@ -10,12 +10,12 @@ import torch
 
 from decode.base.errors import UserError
 from decode.model.loading import Target, load_target
+from draftsmith.auditing.verify_export import verify_export
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import Counting
+from draftsmith.export.acceptance import Counting, OwnLoop, count_drafts
 from draftsmith.export.export_directory import check_export, export_drafter
 from draftsmith.export.formats import format_for
 from draftsmith.export.formats.gguf_layout import rows_in_halves, rows_in_pairs
-from draftsmith.export.verify_export import count_drafts, verify_export
 from tests.export import (
     EAGLE3,
     KEPT,
@@ -133,8 +133,8 @@ def test_the_file_that_is_served_may_be_quantized(tmp_path: Path, target: Target
     rewrite_gguf(file, rounded)
     out = exported(tmp_path, target, "whole", moved=0.05, file=file)
     served = load_target(str(file))
-    asked = task(served, out, prompts=PROMPTS[:8])
-    assert count_drafts(asked, reloaded(out, served), Counting())[0] > 100
+    own = OwnLoop(served, reloaded(out, served), PROMPTS[:8], 3, 24)
+    assert count_drafts(own, Counting())[0] > 100
 
 
 LLAMA3 = {
@@ -185,6 +185,6 @@ def test_llama_server_accepts_what_our_loop_accepts(
     target, file = llama3 if which else (target, Path(target.name))
     make_taught(tmp_path / "drafter", target, EAGLE3, reduced)
     out = export_for_llama_server(tmp_path, file)
-    found = verify_export("llama-server", task(target, out, target_spec=str(file)), min_drafted=500)
+    found = verify_export("llama-server", task(target, out, target_spec=str(file)))
     assert_same_counts(found)
-    assert found.our_accepted > 0.4 * found.our_drafted
+    assert found.ours.accepted > 0.4 * found.ours.drafted

@@ -1,9 +1,7 @@
 """What an export says of this machine, and what it takes of it: names, disk, threads, time."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,8 +10,6 @@ from decode.base.errors import UserError
 from decode.model import loading
 from draftsmith.cli.main import app
 from draftsmith.export import ExportOptions
-from draftsmith.export.engines import EngineTask
-from draftsmith.export.engines.llama_server import own_options
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
 from draftsmith.export.trained_drafter import without_directories
@@ -118,20 +114,3 @@ def test_a_target_of_the_hub_is_read_from_the_cache(
     with pytest.raises(UserError, match=r"its weights are written.*TMPDIR"):
         model_directory(other, tmp_path / "more")
     assert not (tmp_path / "more").exists()
-
-
-def test_llama_server_gets_what_the_machine_and_the_texts_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("draftsmith.export.engines.llama_server.usable_cores", lambda: 24)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-
-    def options(prompts: Sequence[Sequence[int]], **given: Any) -> dict[str, Any]:
-        return own_options(EngineTask(tiny_target(), "t", tmp_path, prompts, 4, 100, options=given))
-
-    assert options([[1] * 3000]) == {"threads": 24, "ctx-size": 3110}
-    assert options([[1]], threads=2, **{"n-gpu-layers": 99})["threads"] == 2
-    with pytest.raises(UserError, match="need 111 tokens"):
-        options([[1]], **{"ctx-size": 64})
-    with pytest.raises(UserError, match="has port, which is not set for llama-server"):
-        options([[1]], port=1)

@@ -1,6 +1,5 @@
 """The checkpoint's `generation_config`: put aside beside us, followed where users expect it."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,6 @@ from decode.model.loading import Target
 from decode.settings import EvaluationProtocol
 from decode.text import SpeculativeGenerator
 from decode.text_stream import decode
-from draftsmith.export.engines import EngineTask
-from draftsmith.export.engines.transformers import _generate
 from tests.tiny import EOS_ID, PAD_ID, tiny_model, tiny_target, tiny_tokenizer
 from train.settings.generate_config import GenerateConfig
 from train.stages.generate import _beam_search
@@ -99,13 +96,6 @@ def test_beam_search_answers_on_the_stages_settings_alone() -> None:
     settings = GenerateConfig(name="answers", num_beams=3, max_new_tokens=NEW)
     plain = _beam_search(with_config(tiny_target()), IDS, settings)
     assert _beam_search(with_config(tiny_target(), **CHECKPOINT), IDS, settings) == plain
-
-
-def test_the_transformers_engine_is_run_on_the_same_settings() -> None:
-    target = with_config(tiny_target(), **CHECKPOINT)
-    task = EngineTask(target, "tiny", Path(), IDS, gamma=2, max_new_tokens=NEW)
-    texts, _ = _generate(task, None)
-    assert texts == [ours(target, ids, Sampling()) for ids in IDS]
 
 
 # --- text in, text out ----------------------------------------------------------------------------

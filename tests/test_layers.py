@@ -103,14 +103,12 @@ def test_a_right_import_is_not(source: str) -> None:
 
 # Run by the Python of an inference engine's own environment, which `make engine-NAME` installs.
 CHILDREN = {
-    "tests/audit_adapter.py",
     "tests/peers_child.py",
     "tests/speculators_child.py",
     "benchmarks/shared/grammar_child.py",
     "benchmarks/shared/openvino_decode_child.py",
     "benchmarks/shared/speculators_child.py",
-    "draftsmith/export/engines/openvino_child.py",
-    "draftsmith/export/engines/vllm_child.py",
+    "draftsmith/export/engines/library_server.py",
     "train/engines/states/vllm_connector.py",
 }
 # Extras that a part of the repository needs beside the dependencies.

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file
 
 from benchmarks import speculators
+from benchmarks.shared.child_job import run_job
 from draftsmith.export import ExportOptions
 from draftsmith.export.export_directory import export_drafter
 from draftsmith.export.import_directory import import_drafter
 from tests.export import KEPT, require_environment, save_target
 from tests.tiny import VOCAB
-from train.engines.child_process import package_version, run_job
+from train.engines.child_process import package_version
 
 LIBRARY, CHILD = "speculators", Path(__file__).with_name("speculators_child.py")
 # A free id, for masks.

@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from draftsmith.auditing.findings import Finding, Verdict
-from draftsmith.export.acceptance import FEWEST_TOKENS, Acceptance
-from draftsmith.export.engines import ENGINES, Counting
-from draftsmith.export.verify_export import OwnLoop, count_drafts
+from draftsmith.export.acceptance import (
+    FEWEST_TOKENS,
+    Acceptance,
+    Counting,
+    OwnLoop,
+    count_drafts,
+)
+from draftsmith.export.engines import ENGINES
 from train.engines.child_process import ask
 from train.engines.counters import DraftCounts, parse_counters
 
@@ -22,6 +27,7 @@ COUNTING = {
     "sglang": ENGINES["vllm"].counting,
     "llamacpp": ENGINES["llama-server"].counting,
     "draftsmith": Counting(),
+    **{name: ENGINES[name].counting for name in ("transformers", "openvino")},
 }
 
 
@@ -74,19 +80,26 @@ def acceptance_finding(
         detail += f", {counts.rate:.1%}"
     if own is None:
         return Finding(GROUP, name, Verdict.EQUAL, detail)
-    drafted, accepted = count_drafts(own, own.drafter, COUNTING[engine], sampling)
+    drafted, accepted = count_drafts(own, COUNTING[engine], sampling)
+    figures = {
+        "drafted": int(counts.drafted),
+        "accepted": int(counts.accepted),
+        "our_drafted": drafted,
+        "our_accepted": accepted,
+    }
     if counts.rate is None and drafted >= FEWEST_TOKENS:  # texts of one token have no drafts
-        return Finding(GROUP, name, Verdict.WRONG, f"{detail}: the engine drafts nothing")
+        detail += ": the engine drafts nothing"
+        return Finding(GROUP, name, Verdict.WRONG, detail, figures=figures)
     found = Acceptance(counts, DraftCounts(drafted, accepted), own.gamma, level, parting)
     detail += f"; {accepted} of {drafted} in our own loop"
     if drafted:
         detail += f", {accepted / drafted:.1%}"
     if found.fewest < FEWEST_TOKENS:
         detail += f"; expected at least {FEWEST_TOKENS} draft tokens: ask for more or longer texts"
-        return Finding(GROUP, name, Verdict.UNJUDGED, detail)
+        return Finding(GROUP, name, Verdict.UNJUDGED, detail, figures=figures)
     sees = f"{found.allowed:.1%} of the draft tokens; chance exceeds it in {level:.2g} of audits"
     verdict = Verdict.WRONG if found.fault else Verdict.EQUAL
-    return Finding(GROUP, name, verdict, detail, sees=sees)
+    return Finding(GROUP, name, verdict, detail, sees=sees, figures=figures)
 
 
 def speed_finding(drafted: float, plain: float) -> Finding:

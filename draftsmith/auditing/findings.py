@@ -23,7 +23,8 @@ class Finding:
 
     group: greedy, sampled, exact or contract. detail: a sentence with figures. p: the probability
     that an engine without error gives a statistic as large; None for what is no test. sees: the
-    smallest error that this would have found, in words.
+    smallest error that this would have found, in words. figures: the numbers of drafted and
+    accepted tokens, by name.
     """
 
     group: str
@@ -32,6 +33,7 @@ class Finding:
     detail: str
     p: float | None = None
     sees: str = ""
+    figures: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Details quote what a server said, and no report can end by it."""

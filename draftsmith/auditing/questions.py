@@ -19,14 +19,15 @@ from draftsmith.auditing.greedy import greedy_findings
 from draftsmith.auditing.options import AuditOptions
 from draftsmith.auditing.sampled import sampled_findings
 from draftsmith.auditing.texts import JudgedText, TextJudge, rounding_scale
-from draftsmith.export.verify_export import OwnLoop
+from draftsmith.export.acceptance import OwnLoop
 from train.settings.server_config import ServerConfig
 
 
 @dataclass(frozen=True)
 class Questions:
     """urls: of the server, and of the baseline if there is one. drafter: the server's, for our own
-    loop with drafts of gamma tokens; None: not compared. say: called with what is done."""
+    loop with drafts of gamma tokens; None: not compared. say: called with what is done.
+    log_probabilities: whether greedy answers are asked for them."""
 
     urls: Sequence[str]
     target: Target
@@ -36,6 +37,7 @@ class Questions:
     say: Callable[[str], None]
     drafter: Drafter | None
     gamma: int
+    log_probabilities: bool = True
 
     @property
     def level(self) -> float:
@@ -198,7 +200,7 @@ class Questions:
             each=each,
             max_new_tokens=self.options.max_new_tokens,
             seed=self.options.seed + later,
-            logprobs=sampling.greedy,
+            logprobs=sampling.greedy and self.log_probabilities,
         )
         options = self.options
         self.say(f"judging {sum(len(text.tokens) for text in asked.texts)} tokens")

@@ -95,8 +95,9 @@ class TextJudge:
         """One forward over the prompt and the text."""
         ids = torch.tensor([[*text.prompt, *text.tokens]], device=self._target.device)
         count = len(text.tokens)
+        # With the rows that are no tokens: an engine may choose them, as our own loop does.
         logits = self._target.model(input_ids=ids, logits_to_keep=count + 1).logits[0, -count - 1 :]
-        logits = logits[:count, : self._target.token_count]
+        logits = logits[:count]
         proposals = proposed(text.prompt, text.tokens)
         uniform = torch.as_tensor(self._rng.random(count), device=ids.device)
         parts = [

@@ -1,7 +1,6 @@
 """`export` writes a drafter for inference engines, and proves it there; `import` reads one."""
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,15 +16,14 @@ from draftsmith.cli.command import (
     tokenized_prompts,
     write_json,
 )
-from draftsmith.export import MIN_DRAFTED, ExportOptions, ImportOptions
+from draftsmith.export import ExportOptions, ImportOptions
 from train.base.console import quieten
 from train.base.exit_status import ExitStatus
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftsmith.export.engines import LoadSpeed
-    from draftsmith.export.verify_export import ExportVerification
+    from draftsmith.auditing.verify_export import ExportVerification
 
 
 def export(
@@ -58,18 +56,15 @@ def export(
     ] = "float32",
     engine_options: Annotated[
         str | None,
-        typer.Option(help="for --verify vllm, its own as JSON: '{\"tensor_parallel_size\": 2}'"),
-    ] = None,
-    concurrency: Annotated[
-        str | None,
         typer.Option(
-            help="for --verify vllm, also measure tokens a second at these numbers of requests: "
-            "1,8,32"
+            help="for --verify with vllm or llama-server, its own as JSON: "
+            "'{\"tensor_parallel_size\": 2}'"
         ),
     ] = None,
-    min_drafted: Annotated[
-        int, typer.Option(help="fewest drafted tokens to judge an engine by")
-    ] = MIN_DRAFTED,
+    concurrency: Annotated[
+        str,
+        typer.Option(help="for --verify, tokens a second at these numbers of requests: 1,8,32"),
+    ] = "1",
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -99,6 +94,7 @@ def export(
             f"draftsmith audit {verify} --target MODEL --drafter DIRECTORY"
         )
     from decode.model.loading import Target, load_target
+    from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
     from draftsmith.export.engines import EngineTask
     from draftsmith.export.export_directory import (
         Measuring,
@@ -110,7 +106,6 @@ def export(
         target_repository,
     )
     from draftsmith.export.trained_drafter import TrainedDrafter, target_hub_id
-    from draftsmith.export.verify_export import engine_for, require_engine, verify_export
     from train.base.console import Reporter
     from train.data.read import read_examples
 
@@ -170,10 +165,9 @@ def export(
             reporter.say,
             **engine,
         )
-        verification = verify_export(verify, task, min_drafted=min_drafted)
+        verification = verify_export(verify, task)
         reporter.table(_verification_table(verification))
-        if loads := verification.run.loads:
-            reporter.table(_loads_table(loads))
+        reporter.table(_loads_table(verification))
         for failure in verification.failures:
             reporter.say(f"FAILED: {failure}")
         write_json(json_file, figures | verification.to_dict())
@@ -253,14 +247,13 @@ def _engine_options(
     dtype: str,
     python: str | None,
     options: str | None,
-    concurrency: str | None,
+    concurrency: str,
 ) -> dict[str, Any]:
     """The parts of a task for an engine that a user gave. Raises UserError for those that do not
     fit."""
     given = {
         "--engine-python": python,
         "--engine-options": options,
-        "--concurrency": concurrency,
     }
     if dtype != "float32":
         given["--engine-dtype"] = dtype
@@ -271,8 +264,8 @@ def _engine_options(
         raise UserError(f"{used[0]} is for --verify vllm; give both, or leave it out")
     try:
         parsed = json.loads(options or "{}")
-        loads = [int(number) for number in concurrency.split(",")] if concurrency else []
-        if not isinstance(parsed, dict) or min([1, *loads]) < 1:
+        loads = [int(number) for number in concurrency.split(",")]
+        if not isinstance(parsed, dict) or min(loads) < 1:
             raise ValueError
     except ValueError:
         raise UserError(
@@ -282,11 +275,11 @@ def _engine_options(
     return {"python": python, "options": parsed, "loads": loads}
 
 
-def _loads_table(loads: "Sequence[LoadSpeed]") -> "Table":
+def _loads_table(verification: "ExportVerification") -> "Table":
     """Return a table of tokens a second, without and with the drafter."""
     rows = [
         [str(at.requests), f"{at.plain:.1f}", f"{at.drafted:.1f}", f"{at.drafted / at.plain:.2f}×"]
-        for at in loads
+        for at in verification.loads
     ]
     columns = ("requests at a time", "tokens/s without drafts", "with drafts", "")
     return table("speed in the engine, greedy", columns, rows, left=0)
@@ -294,20 +287,16 @@ def _loads_table(loads: "Sequence[LoadSpeed]") -> "Table":
 
 def _verification_table(verification: "ExportVerification") -> "Table":
     """Return a table of the engine's and our loop's results on the same prompts."""
-    run = verification.run
-    counts = {
-        verification.engine: (run.drafted_tokens, run.accepted_tokens),
-        "our loop": (verification.our_drafted, verification.our_accepted),
-    }
     rows = []
-    for name, (drafted, accepted) in counts.items():
-        efficiency = f"{accepted / drafted:.3f}" if drafted else "–"
-        rows.append([name, str(drafted), str(accepted), efficiency])
+    for name, counts in (
+        (verification.engine, verification.theirs),
+        ("our loop", verification.ours),
+    ):
+        efficiency = "–" if counts.rate is None else f"{counts.rate:.3f}"
+        rows.append([name, f"{counts.drafted:.0f}", f"{counts.accepted:.0f}", efficiency])
     return table(
-        f"{verification.engine} {run.version}: γ = {verification.gamma}, {verification.prompts} "
-        f"prompts, {verification.equal:.0%} of the texts equal to those without the drafter "
-        f"({verification.equal_within_rounding:.0%} within rounding), speed-up "
-        f"{verification.speedup:.2f}×",
+        f"{verification.engine} {verification.version}: γ = {verification.gamma}, "
+        f"{verification.prompts} prompts",
         ("", "drafted", "accepted", "draft efficiency"),
         rows,
     )

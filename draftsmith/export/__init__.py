@@ -10,9 +10,6 @@ from typing import Annotated
 
 import typer
 
-# The fewest tokens that an engine must have drafted to be judged: see `acceptance`.
-MIN_DRAFTED = 2000
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:

@@ -1,11 +1,18 @@
 """Is a drafter's acceptance in an engine that of our own loop? One rule for exports and audits."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+from decode.drafters import Drafter
+from decode.draw.sampling import Sampling
+from decode.loop.decoding import Decoder
+from decode.model.loading import Target
+from decode.verification import Verification
 from train.engines.counters import DraftCounts
 
+BATCH = 8
 # Larger than noise: with 2,000 drafted tokens the standard error of a share is at most 0.011.
 TOLERANCE, TOLERANCE_TOKENS = 0.03, 2000
 # With fewer drafted tokens, one text's end moves the share by more than an error would.
@@ -58,3 +65,82 @@ class Acceptance:
             f"draft efficiency is {theirs:.3f} there and {ours:.3f} in our loop; they may differ "
             f"by {self.allowed:.3g}"
         )
+
+
+@dataclass(frozen=True)
+class Counting:
+    """How an engine counts drafted and accepted tokens. Engines differ, and our own loop is counted
+    in the same way.
+
+    first_drafted: the first token after the prompt is drafted too; else the prefill yields it.
+    stops_at_eos: a draft ends with its first end-of-text token; else it always has γ tokens.
+    past_end: tokens drafted and accepted after the end of a text count.
+    past_length: a draft has γ tokens even if fewer may follow; else it is cut to that number.
+    chooses: draft tokens are the drafter's likeliest ones also where the text is drawn; else they
+    are drawn too.
+    """
+
+    first_drafted: bool = False
+    stops_at_eos: bool = False
+    past_end: bool = False
+    past_length: bool = False
+    chooses: bool = False
+
+
+@dataclass(frozen=True)
+class OwnLoop:
+    """Our own loop with the drafter of an engine."""
+
+    target: Target
+    drafter: Drafter
+    prompts: Sequence[Sequence[int]]
+    gamma: int
+    max_new_tokens: int
+
+
+def count_drafts(
+    loop: OwnLoop, counting: Counting, sampling: Sampling | None = None
+) -> tuple[int, int]:
+    """Return the numbers of tokens that our loop drafts and accepts, counted as in `counting`.
+    sampling: None is greedy."""
+    target = loop.target
+    eos = set(target.eos_token_ids)
+    drafted = accepted = 0
+    # Enough room for a draft of γ tokens wherever in a text it begins.
+    room = loop.max_new_tokens + (loop.gamma if counting.past_length else 0)
+    lengths: dict[int, int] = {}  # of the texts so far
+
+    def count(verification: Verification) -> None:
+        nonlocal drafted, accepted
+        for place, row in enumerate(verification.rows.tolist()):
+            tokens = verification.draft.tokens[place, : verification.drafted[place]].tolist()
+            right = int(verification.accepted[place])
+            length = lengths.get(row, int(not counting.first_drafted))
+            lengths[row] = length + right + 1
+            if length >= loop.max_new_tokens:
+                continue
+            first_eos = next((i for i, token in enumerate(tokens) if token in eos), len(tokens))
+            if counting.stops_at_eos:
+                tokens = tokens[: first_eos + 1]
+            if not counting.past_end:
+                block = verification.block[place, : right + 1].tolist()
+                end = next((i + 1 for i, token in enumerate(block) if token in eos), None)
+                tokens = tokens[:end]
+                right = min(right, len(tokens))
+            drafted += len(tokens)
+            accepted += right
+
+    decoder = Decoder(
+        target.model,
+        loop.drafter,
+        eos_token_ids=target.eos_token_ids,
+        gamma=loop.gamma,
+        first_target=not counting.first_drafted,
+        observers=[count],
+        sampling=sampling,
+        draft_sampling=Sampling() if counting.chooses else None,
+    )
+    for begin in range(0, len(loop.prompts), BATCH):
+        lengths.clear()
+        decoder.decode(loop.prompts[begin : begin + BATCH], room, seed=begin)
+    return drafted, accepted

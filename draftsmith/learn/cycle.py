@@ -29,10 +29,10 @@ from decode.base.artifact import write_file
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from decode.opening.directory import describe_drafter
+from draftsmith.auditing.verify_export import engine_for, require_engine, verify_export
 from draftsmith.export import ExportOptions
 from draftsmith.export.engines import EngineTask
 from draftsmith.export.export_directory import Measuring, check_export, export_drafter
-from draftsmith.export.verify_export import engine_for, require_engine, verify_export
 from draftsmith.learn.learn_config import LearnConfig
 from draftsmith.learn.learn_state import CycleOutcome, LearnState, RateWindow, Step, Swap
 from draftsmith.learn.record.records import LEARNT_FILE, Records

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from decode.base.errors import UserError
 from train.engines.child_process import ask
 
-# vLLM, llama-server and draftsmith have the same names, each behind its prefix.
+# vLLM, llama-server and draftsmith have the same names, each behind its prefix; so has the server
+# that is put before a library.
 _SAMPLE = re.compile(
-    r"^(?:vllm|llamacpp|draftsmith):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
+    r"^(?:vllm|llamacpp|draftsmith|transformers|openvino):spec_decode_num_(draft|accepted)_tokens(?:_total)?"
     r"(?:\{[^}]*\})?\s+([0-9.eE+-]+)",
     re.MULTILINE,
 )

@@ -1,37 +1,22 @@
-"""The inference engines that verify an export, by name. Each is one file that registers itself.
+"""The inference engines that verify an export, by name. Each registers itself.
 
 No engine is added as a dependency. draftsmith uses transformers anyway; every other engine has a
 separate environment, `.engines/NAME` (or `$DRAFTSMITH_ENGINES/NAME`), made by `make engine-NAME`.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
+from decode.base.device import dtype_name
 from decode.base.registry import Registry
 from decode.model.loading import Target
-
-
-@dataclass(frozen=True)
-class Counting:
-    """How an engine counts drafted and accepted tokens. Engines differ, and our own loop is counted
-    in the same way.
-
-    first_drafted: the first token after the prompt is drafted too; else the prefill yields it.
-    stops_at_eos: a draft ends with its first end-of-text token; else it always has γ tokens.
-    past_end: tokens drafted and accepted after the end of a text count.
-    past_length: a draft has γ tokens even if fewer may follow; else it is cut to that number.
-    chooses: draft tokens are the drafter's likeliest ones also where the text is drawn; else they
-    are drawn too.
-    """
-
-    first_drafted: bool = False
-    stops_at_eos: bool = False
-    past_end: bool = False
-    past_length: bool = False
-    chooses: bool = False
+from draftsmith.export.acceptance import Counting
+from train.engines.launch import launched
+from train.settings.server_config import ServerConfig
 
 
 @dataclass(frozen=True)
@@ -39,7 +24,7 @@ class EngineTask:
     """A job for an engine. target_spec: the target as `load_target` takes it. prompts: token ids.
     say: called with progress messages. python: that of the engine's environment; None: where
     draftsmith looks. options: the engine's own, over those that are set here. loads: the numbers
-    of requests at a time for which speeds are measured too."""
+    of requests at a time for which speeds are measured."""
 
     target: Target
     target_spec: str
@@ -50,62 +35,64 @@ class EngineTask:
     say: Callable[[str], None] = lambda line: None
     python: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
-    loads: Sequence[int] = ()
+    loads: Sequence[int] = (1,)
 
-
-@dataclass(frozen=True)
-class LoadSpeed:
-    """Tokens a second at `requests` requests at a time, greedily, without and with the drafter."""
-
-    requests: int
-    plain: float
-    drafted: float
-
-
-@dataclass(frozen=True)
-class EngineRun:
-    """The results of an engine, decoded greedily. plain_texts, drafted_texts: without and with the
-    drafter, as token ids; either both keep an end-of-text token at the end of a text or neither
-    does. drafted_tokens, accepted_tokens: by the engine's own count. The times are seconds for all
-    prompts, one by one. loads: the speeds at the loads of the task."""
-
-    version: str
-    plain_texts: list[list[int]]
-    drafted_texts: list[list[int]]
-    drafted_tokens: int
-    accepted_tokens: int
-    plain_seconds: float
-    drafted_seconds: float
-    loads: Sequence[LoadSpeed] = ()
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest text with its drafts. The last pass over a text may hold γ draft
+        tokens, and vLLM drafts zeros if the next draft has no room for γ + 1 more."""
+        return max(map(len, self.prompts)) + self.max_new_tokens + 2 * (self.gamma + 1)
 
 
 class Engine(ABC):
-    """An inference engine.
+    """An inference engine, which serves a target with or without an export.
 
     formats: the exports that can be verified in it. unverified: why others cannot be, though it
-    reads them. install: the command that installs it. rounding: the largest difference of two
-    logits, relative to the largest logit, at which the engine's arithmetic may swap their order
-    between a pass over one token and a pass over several.
+    reads them. install: the command that installs it. counting: how it counts its drafts.
+    protocol: how it is asked. log_probabilities: whether those that it gives are the target's.
     """
 
     formats: ClassVar[tuple[str, ...]]
     unverified: ClassVar[dict[str, str]] = {}
     install: ClassVar[str]
     counting: ClassVar[Counting]
-    rounding: ClassVar[float]
-
-    def missing(self, python: str | None = None) -> str | None:
-        """Return a message that names the missing package; None if the engine can run. python: that
-        of its environment."""
-        return None
+    protocol: ClassVar[Literal["completions", "llama-server"]] = "completions"
+    log_probabilities: ClassVar[bool] = True
 
     @abstractmethod
-    def run(self, task: EngineTask) -> EngineRun:
-        """Run all prompts one by one, without and with the drafter. Raises UserError if the engine
-        dies, never gets ready, or cannot serve this target. Leaves no process behind."""
+    def version(self, python: str | None = None) -> str | None:
+        """The installed version; None: it is not installed. python: that of its environment."""
+
+    @abstractmethod
+    def serving(
+        self, task: EngineTask, drafts: bool, directory: Path
+    ) -> AbstractContextManager[str]:
+        """The address of the started engine. drafts: with the export. directory: for its log and
+        its files. Raises UserError if it dies, never gets ready, or cannot serve this target.
+        Leaves no process behind."""
+
+    def computes_in(self, task: EngineTask) -> str:
+        """The dtype that its logits are as exact as."""
+        return dtype_name(task.target.dtype)
+
+
+@contextmanager
+def started(
+    name: Literal["vllm", "llama-server"],
+    task: EngineTask,
+    target: Target,
+    options: Mapping[str, Any],
+    directory: Path,
+) -> Iterator[str]:
+    """The address of an engine that is started as a stage of a run starts it."""
+    config = ServerConfig(
+        launch=name, python=task.python, options=dict(task.options), concurrency=max(task.loads)
+    )
+    with launched(config, target, task.longest, directory, options=options) as (url,):
+        yield url
 
 
 ENGINES: Registry[Engine] = Registry("engine")
 
 
-from draftsmith.export.engines import llama_server, openvino, transformers, vllm  # noqa: E402, F401
+from draftsmith.export.engines import libraries, llama_server, vllm  # noqa: E402, F401

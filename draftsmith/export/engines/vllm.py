@@ -1,22 +1,21 @@
-"""vLLM, in a child process with a separate environment: the user's, or a build for CPUs."""
+"""vLLM, in a separate environment: the user's, or a build for CPUs."""
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
-from decode.base.device import dtype_name
-from draftsmith.export.engines import ENGINES, Counting, EngineTask
-from draftsmith.export.engines.library_engine import LibraryEngine
-from draftsmith.export.formats import EXPORT_FILE, FORMATS
-from train.engines.programs import VLLM_ENVIRONMENT, VLLM_PACKAGE, find_vllm
+from draftsmith.export.acceptance import Counting
+from draftsmith.export.engines import ENGINES, Engine, EngineTask, started
+from draftsmith.export.formats import layout_of
+from train.engines.programs import find_vllm
 
 # Layouts that hold the target too: vLLM reads the drafter from the target's own directory.
 WITH_TARGET = ("mtp",)
 
 
-class VLLM(LibraryEngine):
-    """Runs in the target's dtype, one prompt at a time, and then at the loads of the task. Drafts
-    always have γ tokens, even at a text's end."""
+class VLLM(Engine):
+    """Runs in the target's dtype. Drafts always have γ tokens, even at a text's end."""
 
     formats = (
         *("hf", "pard", "medusa", "eagle1", "eagle3", "p_eagle", "speculators", "dflash"),
@@ -29,46 +28,34 @@ class VLLM(LibraryEngine):
     )
     install = "make engine-vllm"
     counting = Counting(past_end=True, past_length=True, chooses=True)
-    name, title, package = "vllm", "vLLM", VLLM_PACKAGE
-    work = "runs without and with the drafter"
-    env = VLLM_ENVIRONMENT
 
-    def place(self, python: str | None) -> tuple[Path, str] | None:
+    def version(self, python: str | None = None) -> str | None:
         build = find_vllm(python)
-        return (build.python, build.version) if build else None
+        return build.version if build else None
 
-    def job(self, task: EngineTask, target: Path, directory: Path) -> dict[str, Any]:
-        export = task.export.resolve()
-        layout = json.loads((export / EXPORT_FILE).read_text(encoding="utf-8"))["layout"]
-        has_target = layout in WITH_TARGET
-        method: Any = FORMATS[layout].vllm
-        drafter = {} if has_target else {"model": str(export)}
-        longest_text = max(map(len, task.prompts)) + task.max_new_tokens
-        # The last pass over a text may hold γ draft tokens, and the next draft needs room for γ + 1
-        # more, or vLLM drafts zeros.
-        room = longest_text + 2 * (task.gamma + 1)
+    @contextmanager
+    def serving(self, task: EngineTask, drafts: bool, directory: Path) -> Iterator[str]:
         build = find_vllm(task.python)
         assert build is not None, "engine_for found it"
-        # On a GPU our own loop's target is beside it.
-        place = {} if build.for_cpu else {"gpu_memory_utilization": 0.5}
-        parallel = task.options.get("tensor_parallel_size", 1) > 1
-        return {
-            "options": place
-            | {
-                "model": str(export if has_target else target),
-                "dtype": dtype_name(task.target.dtype),
-                "max_model_len": min(room, task.target.max_positions),
-                "max_num_seqs": max([1, *task.loads]),
-                "enforce_eager": build.for_cpu,
-                "enable_prefix_caching": False,
-                "generation_config": "vllm",
-                "skip_tokenizer_init": True,
-                "disable_log_stats": False,
-                "distributed_executor_backend": "mp" if parallel else "uni",
-            }
-            | dict(task.options),
-            "speculative": method | drafter | {"num_speculative_tokens": task.gamma},
+        export, layout = str(task.export.resolve()), layout_of(task.export)
+        options: dict[str, Any] = {
+            "max_num_seqs": max(task.loads),
+            "enforce_eager": build.for_cpu,
+            "enable_prefix_caching": False,
         }
+        if not build.for_cpu:  # our own loop's target is beside it
+            options["gpu_memory_utilization"] = 0.5
+        drafter = {"model": export}
+        if layout.name in WITH_TARGET:
+            options |= drafter
+            drafter = {}
+        if drafts:
+            method: Any = layout.vllm
+            options["speculative_config"] = (
+                method | drafter | {"num_speculative_tokens": task.gamma}
+            )
+        with started("vllm", task, task.target, options, directory) as url:
+            yield url
 
 
 ENGINES.register("vllm")(VLLM())

@@ -279,6 +279,11 @@ def export_facts(directory: Path) -> dict[str, Any]:
     return json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["facts"]
 
 
+def layout_of(directory: Path) -> Format:
+    """The layout of a sound export."""
+    return FORMATS[json.loads((directory / EXPORT_FILE).read_text(encoding="utf-8"))["layout"]]
+
+
 def format_for(name: str, kind: str) -> Format:
     """Return the format for a drafter of this kind. name: the name of a format or of an engine that
     reads it. Raises UserError with advice if there is none."""

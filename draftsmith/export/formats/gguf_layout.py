@@ -87,9 +87,9 @@ class GGUFLayout(Format):
     spec_type: ClassVar[str]
 
     @staticmethod
-    def models(target: Path, directory: Path) -> list[str]:
-        """The options of llama-server for the target, a GGUF file, and an export."""
-        return ["-m", str(target), "-md", str(directory / FILE)]
+    def models(directory: Path) -> dict[str, str]:
+        """The options of llama-server for an export, beside those for its target."""
+        return {"model_draft": str(directory / FILE)}
 
     @abstractmethod
     def table(self, arch: str, keys: Mapping[str, Any], facts: Mapping[str, Any]) -> list[Row]:

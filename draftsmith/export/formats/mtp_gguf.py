@@ -58,9 +58,9 @@ class MtpGGUF(Format):
     depth_option = "depth"
 
     @staticmethod
-    def models(target: Path, directory: Path) -> list[str]:
+    def models(directory: Path) -> dict[str, str]:
         """As in `GGUFLayout`. The target is in the export's own file."""
-        return ["-m", str(directory / FILE)]
+        return {"model": str(directory / FILE)}
 
     def target_to_load(self, job: ExportJob) -> str:
         """The target that the module was trained for. The file for serving may be quantised."""

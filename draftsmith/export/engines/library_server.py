@@ -1,8 +1,9 @@
-"""A small server over an engine that is a library, which `tests.audit_engines` starts.
+"""A small server over an engine that is a library.
 
-`audit_adapter.py KIND TARGET DRAFTER GAMMA PORT`, by the Python that has the library. It answers
-`/v1/completions` one text at a time, with token ids. What the library says of a text is its tokens
-only, so its streams and stop strings are those of this server and say nothing about the library.
+`library_server.py KIND TARGET DRAFTER GAMMA ENDS PORT`, by the Python that has the library. ENDS:
+the end-of-text tokens, as JSON. It answers `/v1/completions` one text at a time, with token ids,
+and `/metrics` with the drafts so far. What the library says of a text is its tokens only, so its
+streams and stop strings are those of this server and say nothing about the library.
 """
 
 import json
@@ -16,19 +17,39 @@ from typing import Any
 
 # Of a prompt, a number of tokens, a temperature and a seed.
 Decode = Callable[[list[int], int, float, int], list[int]]
+# (drafted, accepted) tokens so far.
+Counts = list[int]
 
 
-def transformers_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]:
-    """drafter: the directory of an assistant, `lookup`, or `mtp`."""
+def transformers_decode(
+    target: str, drafter: str, gamma: int, ends: list[int], counts: Counts
+) -> tuple[Decode, Any]:
+    """drafter: the directory of an assistant, `lookup`, `mtp` or `none`."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-    torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    # Nothing of the checkpoint's own is filled in: no penalty, no length.
+    model.generation_config = GenerationConfig(
+        eos_token_id=ends or None, pad_token_id=ends[0] if ends else None
+    )
     drafts: dict[str, Any] = {
+        "none": {},
         "lookup": {"prompt_lookup_num_tokens": gamma},
         "mtp": {"use_mtp": True},
     }
+    # (start, tokens) of each draft of a text: transformers counts none itself.
+    made: list[tuple[int, list[int]]] = []
+    original = AssistedCandidateGenerator.get_candidates
+
+    def recording(self: Any, input_ids: Any, **options: Any) -> Any:
+        candidates = original(self, input_ids, **options)
+        begin = input_ids.shape[1]
+        made.append((begin, candidates[0][0, begin:].tolist()))
+        return candidates
+
+    AssistedCandidateGenerator.get_candidates = recording
     if drafter not in drafts:
         assistant = AutoModelForCausalLM.from_pretrained(drafter, dtype=torch.float32).eval()
         assistant.generation_config.num_assistant_tokens = gamma
@@ -44,12 +65,24 @@ def transformers_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, 
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens,
             do_sample=bool(temperature), **drawn, **drafts[drafter],
         )  # fmt: skip
-        return list(text[0, len(prompt) :].tolist())
+        ids = text[0].tolist()
+        for number, (begin, draft) in enumerate(made):
+            following = ids[begin:]
+            # The last draft counts up to the end of the text.
+            within = draft[: len(following)] if number == len(made) - 1 else draft
+            pairs = enumerate(zip(within, following, strict=False))
+            right = next((i for i, (one, two) in pairs if one != two), None)
+            counts[0] += len(within)
+            counts[1] += min(len(within), len(following)) if right is None else right
+        made.clear()
+        return list(ids[len(prompt) :])
 
     return decode, AutoTokenizer.from_pretrained(target)
 
 
-def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]:
+def openvino_decode(
+    target: str, drafter: str, gamma: int, ends: list[int], counts: Counts
+) -> tuple[Decode, Any]:
     """drafter: a model directory, `lookup` or `none`."""
     import numpy as np
     import openvino
@@ -76,7 +109,6 @@ def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]
     if (converted / "drafter").exists():
         draft = openvino_genai.draft_model(str(converted / "drafter"), "CPU", **precision)
         options = {"draft_model": draft}
-    ends = [tokenizer.eos_token_id]
     pipeline = openvino_genai.LLMPipeline(
         str(converted / "target"), "CPU", scheduler_config=scheduling, **precision, **options
     )
@@ -94,18 +126,29 @@ def openvino_decode(target: str, drafter: str, gamma: int) -> tuple[Decode, Any]
             settings.top_p, settings.top_k = 1.0, len(tokenizer)
         ids = np.array([prompt], dtype=np.int64)
         tensors = openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids))
-        return list(pipeline.generate(openvino_genai.TokenizedInputs(*tensors), settings).tokens[0])
+        result = pipeline.generate(openvino_genai.TokenizedInputs(*tensors), settings)
+        if options:
+            counts[0] += result.extended_perf_metrics.get_num_draft_tokens()
+            counts[1] += result.extended_perf_metrics.get_num_accepted_tokens()
+        return list(result.tokens[0])
 
     return decode, tokenizer
 
 
-def handler(decode: Decode, tokenizer: Any) -> type[BaseHTTPRequestHandler]:
+def handler(
+    decode: Decode, tokenizer: Any, kind: str, ends: list[int], counts: Counts
+) -> type[BaseHTTPRequestHandler]:
     lock = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self.path == "/metrics":
+                names = zip(("draft", "accepted"), counts, strict=True)
+                lines = [f"{kind}:spec_decode_num_{name}_tokens_total {n}\n" for name, n in names]
+                self._reply(200, "".join(lines))
+                return
             known = {"/health": {}, "/v1/models": {"data": [{"id": "library"}]}}
             self._reply(200 if self.path in known else 404, json.dumps(known.get(self.path)))
 
@@ -115,7 +158,9 @@ def handler(decode: Decode, tokenizer: Any) -> type[BaseHTTPRequestHandler]:
                 self._reply(404, "{}")
                 return
             with lock:
-                choices = [_choice(decode, tokenizer, body, i) for i in range(body.get("n", 1))]
+                choices = [
+                    _choice(decode, tokenizer, ends, body, i) for i in range(body.get("n", 1))
+                ]
             reply = json.dumps({"choices": choices})
             self._reply(200, f"data: {reply}\n\ndata: [DONE]\n\n" if body["stream"] else reply)
 
@@ -131,11 +176,13 @@ def handler(decode: Decode, tokenizer: Any) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _choice(decode: Decode, tokenizer: Any, body: dict[str, Any], number: int) -> dict[str, Any]:
+def _choice(
+    decode: Decode, tokenizer: Any, ends: list[int], body: dict[str, Any], number: int
+) -> dict[str, Any]:
     seed = (body["seed"] + number * 7919) % 2**31
     tokens = decode(body["prompt"], body["max_tokens"], body["temperature"], seed)
     text = tokenizer.decode(tokens, skip_special_tokens=True)
-    ended = bool(tokens) and tokens[-1] == tokenizer.eos_token_id
+    ended = bool(tokens) and tokens[-1] in ends
     for stop in body.get("stop", ()):
         if stop in text:
             text, ended = text[: text.index(stop)], True
@@ -143,10 +190,12 @@ def _choice(decode: Decode, tokenizer: Any, body: dict[str, Any], number: int) -
     return {"text": text, "token_ids": tokens, "finish_reason": reason}
 
 
-def main(kind: str, target: str, drafter: str, gamma: str, port: str) -> None:
+def main(kind: str, target: str, drafter: str, gamma: str, ends_of_texts: str, port: str) -> None:
     making = {"transformers": transformers_decode, "openvino": openvino_decode}[kind]
-    made = making(target, drafter, int(gamma))
-    ThreadingHTTPServer(("127.0.0.1", int(port)), handler(*made)).serve_forever()
+    ends, counts = json.loads(ends_of_texts), [0, 0]
+    decode, tokenizer = making(target, drafter, int(gamma), ends, counts)
+    handling = handler(decode, tokenizer, kind, ends, counts)
+    ThreadingHTTPServer(("127.0.0.1", int(port)), handling).serve_forever()
 
 
 if __name__ == "__main__":

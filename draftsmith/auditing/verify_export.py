@@ -1,0 +1,178 @@
+"""The round trip: does an engine use an exported drafter, and as well as our own loop?
+
+The engine is started as a stage of a run starts it, and asked what an audit asks.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from decode.base.errors import UserError
+from decode.base.install_command import install_command
+from decode.draw.sampling import Sampling
+from decode.model.same_target import require_same_target
+from draftsmith.auditing.asking import ask_texts
+from draftsmith.auditing.findings import Finding, Verdict
+from draftsmith.auditing.options import AuditOptions
+from draftsmith.auditing.questions import Questions
+from draftsmith.export.engines import ENGINES, Engine, EngineTask
+from draftsmith.export.export_directory import check_export, reload_export
+from train.base.platforms import require_posix
+from train.engines.counters import DraftCounts
+from train.settings.server_config import ServerConfig
+
+
+@dataclass(frozen=True)
+class LoadSpeed:
+    """Tokens a second at `requests` requests at a time, greedily, without and with the drafter."""
+
+    requests: int
+    plain: float
+    drafted: float
+
+
+@dataclass(frozen=True)
+class ExportVerification:
+    """The results of a verification.
+
+    findings: an audit's, of greedy answers with the drafter. theirs, ours: drafted and accepted
+    tokens of the engine, and of our loop, counted as the engine counts. loads: the speeds."""
+
+    engine: str
+    version: str
+    gamma: int
+    prompts: int
+    findings: list[Finding]
+    loads: list[LoadSpeed]
+
+    @property
+    def theirs(self) -> DraftCounts:
+        return self._counts("drafted", "accepted")
+
+    @property
+    def ours(self) -> DraftCounts:
+        return self._counts("our_drafted", "our_accepted")
+
+    def _counts(self, *names: str) -> DraftCounts:
+        figures = next((x.figures for x in self.findings if x.figures), {})
+        return DraftCounts(*(figures.get(name, 0) for name in names))
+
+    @property
+    def failures(self) -> list[str]:
+        """Why the engine does not use the drafter as our loop does."""
+        failures = []
+        for finding in self.findings:
+            if finding.verdict is Verdict.EQUAL:
+                continue
+            verdict = f"{finding.verdict}: {finding.group}, {finding.name}: {finding.detail}"
+            if finding.figures and 0 < (self.theirs.rate or 0.0) < (self.ours.rate or 0.0):
+                verdict += (
+                    ". To find the cause, start the engine as a server with this export, and run: "
+                    f"draftsmith diagnose URL --target MODEL --drafter DIRECTORY --gamma "
+                    f"{self.gamma}, with the directory of the drafter that was exported"
+                )
+            failures.append(verdict)
+        if not any(finding.figures for finding in self.findings):
+            failures.append(f"{self.engine} does not say what it drafted")
+        return failures
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the results as JSON values."""
+        return {
+            "engine": self.engine,
+            "version": self.version,
+            "gamma": self.gamma,
+            "prompts": self.prompts,
+            "engine_drafted": int(self.theirs.drafted),
+            "engine_accepted": int(self.theirs.accepted),
+            "engine_efficiency": self.theirs.rate,
+            "our_drafted": int(self.ours.drafted),
+            "our_accepted": int(self.ours.accepted),
+            "our_efficiency": self.ours.rate,
+            "loads": [asdict(load) for load in self.loads],
+            "findings": [asdict(finding) for finding in self.findings],
+            "failures": self.failures,
+        }
+
+
+def require_engine(name: str, python: str | None = None) -> Engine:
+    """Return the engine. Raises UserError with advice if it is not installed, or on a system
+    without process groups. python: that of its environment; None: where draftsmith looks."""
+    require_posix(f"--verify {name}")
+    engine = ENGINES[name]
+    if find_spec("httpx2") is None:
+        raise UserError(f"an engine is asked with httpx2; run {install_command('serve')}")
+    if engine.version(python) is None:
+        raise UserError(f"{name} is not installed. Install it with: {engine.install}")
+    return engine
+
+
+def engine_for(name: str, layout: str, python: str | None = None) -> Engine:
+    """As `require_engine`; also raises UserError if the engine does not read this layout."""
+    engine = ENGINES[name]
+    if layout in engine.unverified:
+        raise UserError(f"this export is {layout}: {engine.unverified[layout]}")
+    if layout not in engine.formats:
+        fitting = [other for other in ENGINES if layout in ENGINES[other].formats]
+        raise UserError(
+            f"{name} reads {' or '.join(engine.formats)}, but this export is {layout}; verify it "
+            f"with {' or '.join(fitting) or 'another engine'}, or export it as {engine.formats[0]}"
+        )
+    return require_engine(name, python)
+
+
+def verify_export(name: str, task: EngineTask) -> ExportVerification:
+    """Ask the engine for greedy answers with the drafter, judge each token by the target, and
+    compare what it accepts with our own loop at the same γ. Also measure its speed, without and
+    with the drafter.
+
+    Raises UserError if the export is unsound, or if the engine does not read it, is not installed
+    or breaks; the engine's log is then kept. Problems with the drafter itself are in `failures`.
+    """
+    record = check_export(task.export)
+    engine = engine_for(name, record["layout"], task.python)
+    require_same_target(record["drafter"]["target"], task.target, str(task.export))
+    drafter = reload_export(task.export, record, task.target)
+    options = AuditOptions(
+        sampling=Sampling(),
+        max_new_tokens=task.max_new_tokens,
+        engine_dtype=engine.computes_in(task),
+    )
+    # One text at a time, as our own loop is counted.
+    one = ServerConfig(url="http://127.0.0.1", protocol=engine.protocol, concurrency=1)
+    questions = Questions(
+        (), task.target, task.prompts, options, one, task.say, drafter, task.gamma,
+        engine.log_probabilities,
+    )  # fmt: skip
+    questions.require()
+    version = engine.version(task.python) or ""
+    directory = Path(tempfile.mkdtemp(prefix="draftsmith-verify-"))
+    speeds = []
+    findings: list[Finding] = []
+    for drafts in (False, True):
+        task.say(f"starting {name} {version} {'with' if drafts else 'without'} the drafter")
+        with engine.serving(task, drafts, directory) as url:
+            if drafts:
+                findings = replace(questions, urls=(url,)).greedy()
+            speeds.append([_speed(url, load, task, one) for load in task.loads])
+    shutil.rmtree(directory)
+    loads = [LoadSpeed(*each) for each in zip(task.loads, *speeds, strict=True)]
+    return ExportVerification(name, version, task.gamma, len(task.prompts), findings, loads)
+
+
+def _speed(url: str, load: int, task: EngineTask, config: ServerConfig) -> float:
+    """Tokens a second if `load` requests come at a time. Few prompts come several times."""
+    asked = config.model_copy(update={"concurrency": load})
+
+    def speed(prompts: Sequence[Sequence[int]], samples: int, tokens: int) -> float:
+        return ask_texts(
+            url, task.target, prompts, Sampling(), asked,
+            samples=samples, max_new_tokens=tokens, seed=0,
+        ).speed  # fmt: skip
+
+    speed(task.prompts[:1], 1, 4)  # warm-up
+    return speed(task.prompts, -(-load // len(task.prompts)), task.max_new_tokens)
