@@ -1,4 +1,4 @@
-"""Text that does not fit into memory: rows that are read again, samples in Arrow files, batches."""
+"""Text that does not fit into memory: rows and samples in Arrow files, batches."""
 
 import hashlib
 import json
@@ -33,7 +33,7 @@ from train.data.write_samples import require_kept, write_samples
 from train.stages.generate import GenerateStage
 
 
-def test_rows_are_read_again_from_every_kind_of_source(tmp_path: Path) -> None:
+def test_the_table_has_the_rows_of_every_kind_of_source(tmp_path: Path) -> None:
     marked = b'\xef\xbb\xbf{"prompt": "\xc3\xbc"}'
     names = [
         write(tmp_path / "a.jsonl", marked, b"", {"messages": [{"role": "user", "content": "x"}]}),
@@ -57,17 +57,6 @@ def test_rows_are_read_again_from_every_kind_of_source(tmp_path: Path) -> None:
     assert list(read[1:7:2].select([2, 0])) == [rows[5], rows[1]]
     with pytest.raises(IndexError):
         read[8]
-
-
-def test_a_file_that_changed_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    read, _ = read_examples(write(path, {"prompt": "a"}, {"prompt": "b"}))
-    write(path, {"prompt": "a"}, {"prompt": "bb"})
-    with pytest.raises(UserError, match=r"rows\.jsonl: the file changed since it was read"):
-        list(read)
-    path.unlink()
-    with pytest.raises(UserError, match=r"rows\.jsonl: the file changed since it was read"):
-        read[0]
 
 
 def stored(directory: Path, *parts: list[Sample], max_length: int = 100) -> StoredSamples:

@@ -27,6 +27,10 @@ class DirectoryLock:
         self.path, self.advice = directory / LOCK_FILE, advice
         self._fd: int | None = None
 
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
     def take(self) -> None:
         """Take the lock, unless it is held here already. The directory must exist. Raises UserError
         if another process holds it."""

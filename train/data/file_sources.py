@@ -1,8 +1,7 @@
 """Files that are read here, row by row: lines of JSON, JSON arrays, and paragraphs of text.
 
-A source yields its rows in order, each with its place, and reads any row again from its place. So a
-text may have millions of rows: what stays in memory are their places. Other readers give all rows
-of a column one type, and rewrite what does not fit: texts that look like dates, lists among texts.
+A source yields its rows in order, each with its number. Other readers give all rows of a column one
+type, and rewrite what does not fit: texts that look like dates, lists among texts.
 """
 
 import hashlib
@@ -12,10 +11,9 @@ import os
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 from decode.base.errors import UserError, nearest
 from train.data.row_kinds import FIELDS, short
@@ -24,15 +22,6 @@ PACKED = (".gz", ".bz2", ".xz", ".zst")  # of a compressed file, behind its type
 MARK = b"\xef\xbb\xbf"  # of UTF-8, at the start of a file
 
 Raw = bytes | dict[str, Any]  # a row before parsing: a line of JSON, or its fields
-
-
-class Place(NamedTuple):
-    """Where a row is. number: names it in ids and messages. start, size: the bytes in a file; for
-    other sources, start is the row's index and size is 0."""
-
-    number: int
-    start: int
-    size: int
 
 
 class Source(ABC):
@@ -45,28 +34,24 @@ class Source(ABC):
         self.name, self.label = name, label
 
     @abstractmethod
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
-        """All rows in order. Raises UserError if the source cannot be read."""
+    def rows(self) -> Iterator[tuple[int, Raw]]:
+        """All rows in order, each with the number that names it in ids and messages. Raises
+        UserError if the source cannot be read."""
 
+    @property
     @abstractmethod
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        """What reads a row again from its start and size. Only after `rows`. Raises UserError if
-        the source changed since then."""
-        yield lambda start, size: b""
+    def stamp(self) -> list[Any]:
+        """JSON values that are others when the rows may be others."""
 
 
 class FileSource(Source):
     def __init__(self, name: str, label: str, path: Path) -> None:
         super().__init__(name, label)
-        self.path = self._content = path
-        self._stamp: tuple[int, int] | None = None
+        self.path = path
 
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
+    def rows(self) -> Iterator[tuple[int, Raw]]:
         try:
-            self._content = unpacked(self.path, self.name)
-            with self._content.open("rb") as file:
-                self._stamp = _stamp(file)
+            with unpacked(self.path, self.name).open("rb") as file:
                 yield from self._scan(file)
         except FileNotFoundError:
             folder = self.path.parent
@@ -81,44 +66,29 @@ class FileSource(Source):
             ) from error
 
     @abstractmethod
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]: ...
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]: ...
 
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        try:
-            file = self._content.open("rb", buffering=0)
-        except OSError as error:
-            raise changed(self.name) from error
-        with file:
-            if _stamp(file) != self._stamp:
-                raise changed(self.name)
-
-            def read(start: int, size: int) -> Raw:
-                file.seek(start)
-                return self._row(file.read(size))
-
-            yield read
-
-    def _row(self, raw: bytes) -> Raw:
-        return raw
+    @property
+    def stamp(self) -> list[Any]:
+        return file_stamp(self.path)
 
 
 class Lines(FileSource):
     """One JSON object per line, numbered from 1. Blank lines are not rows."""
 
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        for number, start, line in _lines(file):
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
+        for number, line in _lines(file):
             if line.strip():
-                yield Place(number, start, len(line)), line
+                yield number, line
 
 
 class Paragraphs(FileSource):
     """The parts between blank lines, numbered by their first line, from 1."""
 
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        first = begin = 0
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
+        first = 0
         lines: list[bytes] = []
-        for number, start, line in _lines(file):
+        for number, line in _lines(file):
             try:
                 blank = not line.decode().strip()
             except UnicodeDecodeError as error:
@@ -128,20 +98,17 @@ class Paragraphs(FileSource):
                 ) from error
             if not blank:
                 if not lines:
-                    first, begin = number, start
+                    first = number
                 lines.append(line)
             elif lines:
-                yield self._paragraph(first, begin, lines)
+                yield first, _paragraph(lines)
                 lines = []
         if lines:
-            yield self._paragraph(first, begin, lines)
+            yield first, _paragraph(lines)
 
-    def _paragraph(self, number: int, start: int, lines: list[bytes]) -> tuple[Place, Raw]:
-        raw = b"".join(lines)
-        return Place(number, start, len(raw)), self._row(raw)
 
-    def _row(self, raw: bytes) -> Raw:
-        return {"text": raw.decode().strip()}
+def _paragraph(lines: list[bytes]) -> Raw:
+    return {"text": b"".join(lines).decode().strip()}
 
 
 class Array(FileSource):
@@ -153,16 +120,14 @@ class Array(FileSource):
         super().__init__(name, label, path)
         self._field = field
 
-    def _scan(self, file: BinaryIO) -> Iterator[tuple[Place, Raw]]:
-        self._values = self._parsed(file.read().removeprefix(MARK))
-        for index, (number, value) in enumerate(self._values):
-            yield Place(number, index, 0), value
+    def _scan(self, file: BinaryIO) -> Iterator[tuple[int, Raw]]:
+        yield from self._parsed(file.read().removeprefix(MARK))
 
     def _parsed(self, content: bytes) -> list[tuple[int, Raw]]:
         try:
             value = json.loads(content)
         except (ValueError, RecursionError) as error:
-            lines = [(n - 1, line) for n, _, line in _lines(io.BytesIO(content)) if line.strip()]
+            lines = [(n - 1, line) for n, line in _lines(io.BytesIO(content)) if line.strip()]
             if len(lines) < 2 or not lines[0][1].lstrip().startswith(b"{"):
                 raise UserError(
                     f"{self.name}: broken JSON ({error}); expected an array of objects, or one "
@@ -178,10 +143,6 @@ class Array(FileSource):
             (number, entry if isinstance(entry, dict) else json.dumps(entry).encode())
             for number, entry in enumerate(value if isinstance(value, list) else [value])
         ]
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        yield lambda start, size: self._values[start][1]
 
 
 def file_type(name: str) -> str:
@@ -225,17 +186,13 @@ def unpacked(path: Path, name: str) -> Path:
     return content
 
 
-def changed(name: str) -> UserError:
-    """The error for a source that is not what it was."""
-    return UserError(
-        f"{name}: the file changed since it was read; expected the same rows for all of the run. "
-        "Restore it, or start a run with another name"
-    )
-
-
-def _stamp(file: Any) -> tuple[int, int]:
-    status = os.fstat(file.fileno())
-    return status.st_size, status.st_mtime_ns
+def file_stamp(path: Path) -> list[Any]:
+    """The place, size and time of a file. The size and time of none are 0: reading it says more."""
+    try:
+        status = path.stat()
+    except OSError:
+        return [str(path.absolute()), 0, 0]
+    return [str(path.absolute()), status.st_size, status.st_mtime_ns]
 
 
 def first_words(path: Path) -> str:
@@ -245,11 +202,7 @@ def first_words(path: Path) -> str:
     return short(line) if line.replace("\t", "").isprintable() else "bytes that are no text"
 
 
-def _lines(file: BinaryIO) -> Iterator[tuple[int, int, bytes]]:
-    """The number of each line, from 1, its first byte in the file, and the line."""
-    start = 0
+def _lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    """The number of each line, from 1, and the line."""
     for number, line in enumerate(file, start=1):
-        size = len(line)
-        text = line.removeprefix(MARK) if number == 1 else line
-        yield number, start + size - len(text), text
-        start += size
+        yield number, line.removeprefix(MARK) if number == 1 else line

@@ -8,23 +8,23 @@ Optional: `id` (text or a whole number, unique), `kind` or `task` (a label for r
 `json_schema` (an object or its JSON; a `generate` stage and an evaluation hold the answer to it).
 Other fields are ignored, so data sets can be used unchanged.
 
-Rows stay where they are: `Examples` knows their places and reads a row when it is asked for it.
+A source is read once. `Examples` has its rows in an Arrow table, in memory or in a file.
 """
 
 import hashlib
 import json
 from abc import abstractmethod
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, TypeVar, cast, overload
 
 import numpy as np
 
 from decode.base.errors import UserError
-from train.data.file_sources import Raw, Source, changed
+from train.data.file_sources import Raw, Source
 from train.data.row_kinds import (
     EXPECTED,
     KINDS,
@@ -38,7 +38,9 @@ from train.data.row_kinds import (
 )
 from train.data.sources import sources_of
 
-BLOCK = 4096  # rows whose places are Python objects at a time
+T = TypeVar("T", bound=Sequence["Example"])
+
+BLOCK = 1024  # rows of a batch of the table: so many are Python objects at a time
 PROBLEMS_SHOWN = 20
 
 
@@ -106,48 +108,105 @@ class Rows(Sequence[Example]):
 
 
 class Examples(Rows):
-    """Rows of sources, read when they are asked for. A row takes 36 bytes of memory.
+    """Rows of an Arrow table, each made when it is asked for. A row takes 8 bytes of memory beside
+    the table, which ranks map from one file.
 
-    Raises UserError if a file changed since it was read first.
+    Its columns are text, and null for what a row lacks: id, text, kind, source and schema as in
+    `Example`, and messages and tools as JSON. `key` is `id_key`.
     """
 
-    def __init__(
-        self, sources: Sequence[Source], index: np.ndarray, keep_reasoning: bool = True
-    ) -> None:
-        """index: [n] of INDEX. keep_reasoning: whether the assistant's messages keep theirs."""
-        self._sources, self._index, self._keep_reasoning = sources, index, keep_reasoning
+    def __init__(self, table: Any, rows: np.ndarray | None = None) -> None:
+        """table: a `pyarrow.Table`. rows: int64, the numbers of the rows in it. None: all."""
+        self._table, self._batches = table, table.to_batches()
+        self._ends = np.cumsum([batch.num_rows for batch in self._batches])
+        self.rows = np.arange(len(table)) if rows is None else rows
+
+    @classmethod
+    def stored(cls, file: Path) -> "Examples":
+        """The rows that `read_examples` wrote to a file."""
+        import pyarrow as pa  # type: ignore[import-untyped]
+
+        return cls(pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.rows)
 
     def __iter__(self) -> Iterator[Example]:
-        for begin in range(0, len(self._index), BLOCK):
-            block = self._index[begin : begin + BLOCK]
-            borders = np.flatnonzero(np.diff(block["source"])) + 1
-            for rows in np.split(block, borders):
-                source = self._sources[rows["source"][0]]
-                with source.opened() as read:
-                    for _, number, start, size, _ in rows.tolist():
-                        try:
-                            raw = read(start, size)
-                            yield _understand(source, number, raw, self._keep_reasoning)
-                        except BadRow as bad:  # it was a good row
-                            raise changed(source.name) from bad
+        for begin in range(0, len(self.rows), BLOCK):
+            rows = self.rows[begin : begin + BLOCK]
+            numbers = np.searchsorted(self._ends, rows, side="right")
+            for some in np.split(rows, np.flatnonzero(np.diff(numbers)) + 1):
+                number = np.searchsorted(self._ends, some[0], side="right")
+                batch = self._batches[number]
+                places = some - (self._ends[number] - batch.num_rows)
+                yield from map(_example, batch.take(places).to_pylist())
 
     def select(self, rows: Sequence[int] | np.ndarray) -> "Examples":
-        index = self._index[np.asarray(rows, np.int64)]
-        return Examples(self._sources, index, self._keep_reasoning)
+        return Examples(self._table, self.rows[np.asarray(rows, np.int64)])
 
     @property
     def keys(self) -> np.ndarray:
         """uint64 [n]: `id_key` of each row."""
-        return self._index["key"]
+        return self._table["key"].to_numpy()[self.rows]
 
 
-# Of a row: the number of its source, its `Place` there, and the key of its id.
-INDEX = np.dtype(
-    [("source", "i4"), ("number", "i8"), ("start", "i8"), ("size", "i8"), ("key", "u8")]
-)
+COLUMNS = ("id", "messages", "text", "kind", "source", "tools", "schema")
+
+
+def _example(row: dict[str, Any]) -> Example:
+    messages = None if row["messages"] is None else tuple(json.loads(row["messages"]))
+    tools = tuple(json.loads(row["tools"])) if row["tools"] else ()
+    texts = {name: row[name] for name in ("id", "text", "kind", "source", "schema")}
+    return Example(messages=messages, prompt=_prompt(messages), tools=tools, **texts)
+
+
+def _prompt(messages: Sequence[Message] | None) -> str | None:
+    alone = [m["role"] for m in messages or ()] in (["user"], ["user", "assistant"])
+    return messages[0]["content"] if messages and alone else None
+
+
+class _Writer:
+    """Writes a table of examples, to a file or into memory."""
+
+    def __init__(self, file: Path | None) -> None:
+        import pyarrow as pa
+
+        self._schema = pa.schema([*((name, pa.string()) for name in COLUMNS), ("key", pa.uint64())])
+        self._file = file
+        self._sink = pa.BufferOutputStream() if file is None else pa.OSFile(str(file), "wb")
+        self._stream = pa.ipc.new_stream(self._sink, self._schema)
+        self._rows: list[dict[str, Any]] = []
+
+    def add(self, example: Example, key: int) -> None:
+        row = {name: getattr(example, name) for name in COLUMNS} | {"key": key}
+        row["messages"] = None if example.messages is None else json.dumps(example.messages)
+        row["tools"] = json.dumps(example.tools) if example.tools else None
+        # A file's name may have bytes that are no text.
+        row["source"] = example.source.encode(errors="replace").decode()
+        self._rows.append(row)
+        if len(self._rows) == BLOCK:
+            self._flush()
+
+    def _flush(self) -> None:
+        import pyarrow as pa
+
+        if self._rows:
+            self._stream.write_batch(pa.RecordBatch.from_pylist(self._rows, self._schema))
+        self._rows = []
+
+    def close(self) -> None:
+        self._sink.close()
+
+    def examples(self) -> Examples:
+        """What was written. Nothing more can be."""
+        import pyarrow as pa
+
+        self._flush()
+        self._stream.close()
+        if self._file is not None:
+            self.close()
+            return Examples.stored(self._file)
+        return Examples(pa.ipc.open_stream(self._sink.getvalue()).read_all())
 
 
 def id_key(name: str) -> int:
@@ -162,11 +221,11 @@ def id_keys(examples: Sequence[Example]) -> np.ndarray:
     return np.array([id_key(example.id) for example in examples], np.uint64)
 
 
-def select(examples: Sequence[Example], rows: Sequence[int] | np.ndarray) -> Sequence[Example]:
+def select(examples: T, rows: Sequence[int] | np.ndarray) -> T:
     """The examples with these numbers, in this order."""
     if isinstance(examples, Rows):
-        return examples.select(rows)
-    return [examples[row] for row in rows]
+        return cast(T, examples.select(rows))
+    return cast(T, [examples[row] for row in rows])
 
 
 def read_examples(
@@ -178,8 +237,7 @@ def read_examples(
     base_dir: Path | None = None,
     reasoning: Literal["keep", "drop"] = "keep",
 ) -> tuple[Examples, ReadReport]:
-    """Read all sources in order, and keep at most `limit` examples. Every row is checked now; it is
-    read again when it is used.
+    """Read all sources in order, and keep at most `limit` examples, in memory.
 
     A source is a file, a directory of files or of a saved data set, or the name of a data set on
     the hub; see `train.data.sources`. Relative paths start at `base_dir`.
@@ -193,13 +251,29 @@ def read_examples(
     unreadable source, or if nothing is kept. A row with the id of an earlier row is a bad row.
     """
     names = [source] if isinstance(source, str) else list(source)
-    keep_reasoning = reasoning == "keep"
-    sources = sources_of(names, base_dir or Path())
+    settings = ReadSettings(limit, on_bad, max_bad_rate, reasoning)
+    return read_sources(names, list(sources_of(names, base_dir or Path())), settings)
+
+
+class ReadSettings(NamedTuple):
+    """See `read_examples`."""
+
+    limit: int | None = None
+    on_bad: Literal["stop", "skip"] = "stop"
+    max_bad_rate: float = 0.01
+    reasoning: Literal["keep", "drop"] = "keep"
+
+
+def read_sources(
+    names: list[str], sources: Sequence[Source], settings: ReadSettings, file: Path | None = None
+) -> tuple[Examples, ReadReport]:
+    """`read_examples` of sources with these names. file: for the table. None: it is in memory."""
     try:
-        return _read(names, sources, limit, on_bad, max_bad_rate, keep_reasoning)
+        return _read(names, sources, settings, file)
     except _SameIds:
-        sources = sources_of(names, base_dir or Path(), name_ids=True)
-        return _read(names, sources, limit, on_bad, max_bad_rate, keep_reasoning)
+        for source in sources:
+            source.names_ids = True
+        return _read(names, sources, settings, file)
 
 
 class _SameIds(Exception):
@@ -207,44 +281,38 @@ class _SameIds(Exception):
 
 
 def _read(
-    names: list[str],
-    all_sources: Iterable[Source],
-    limit: int | None,
-    on_bad: Literal["stop", "skip"],
-    max_bad_rate: float,
-    keep_reasoning: bool,
+    names: list[str], sources: Sequence[Source], settings: ReadSettings, file: Path | None
 ) -> tuple[Examples, ReadReport]:
+    limit, on_bad, max_bad_rate, reasoning = settings
     report = ReadReport(files=names)
-    sources: list[Source] = []
-    columns = {name: array("Q" if name == "key" else "q") for name in INDEX.names or ()}
-    seen: set[int] = set()
-    for opened in all_sources:
-        if limit is not None and report.kept >= limit:
-            break
-        sources.append(opened)
-        for place, raw in opened.rows():
+    seen: dict[int, tuple[int, int]] = {}  # the number of the source of a key, and of its row
+    with closing(_Writer(file)) as table:
+        for origin, source in enumerate(sources):
             if limit is not None and report.kept >= limit:
                 break
-            report.read += 1
-            try:
-                example = _understand(opened, place.number, raw, keep_reasoning)
-                key = id_key(example.id)
-                if key in seen:
-                    _require_new(example, Examples(sources, _index(columns, key)), opened)
-            except BadRow as bad:
-                problem = f"{opened.name}:{place.number}: {bad.problem}"
-                if on_bad == "stop":
-                    raise UserError(
-                        f'{problem}. Fix the row, or skip bad rows with on_bad "skip".'
-                    ) from bad
-                report.dropped[bad.reason] += 1
-                if len(report.problems) < PROBLEMS_SHOWN:
-                    report.problems.append(problem)
-                continue
-            seen.add(key)
-            for name, value in zip(columns, (len(sources) - 1, *place, key), strict=True):
-                columns[name].append(value)
-            report.kept += 1
+            for number, raw in source.rows():
+                if limit is not None and report.kept >= limit:
+                    break
+                report.read += 1
+                try:
+                    example = _understand(source, number, raw, reasoning == "keep")
+                    key = id_key(example.id)
+                    if key in seen:
+                        _refuse(example, sources[seen[key][0]], seen[key][1], source)
+                except BadRow as bad:
+                    problem = f"{source.name}:{number}: {bad.problem}"
+                    if on_bad == "stop":
+                        raise UserError(
+                            f'{problem}. Fix the row, or skip bad rows with on_bad "skip".'
+                        ) from bad
+                    report.dropped[bad.reason] += 1
+                    if len(report.problems) < PROBLEMS_SHOWN:
+                        report.problems.append(problem)
+                    continue
+                seen[key] = origin, number
+                table.add(example, key)
+                report.kept += 1
+        examples = table.examples()
 
     bad_rows = report.dropped.total()
     if bad_rows > max_bad_rate * report.read:
@@ -258,32 +326,19 @@ def _read(
             f"no usable row in {', '.join(names) or 'an empty list of sources'}: {report}. "
             f"Expected at least one row such as {EXPECTED}."
         )
-    return Examples(sources, _index(columns), keep_reasoning), report
+    return examples, report
 
 
-def _index(columns: dict[str, "array[int]"], key: int | None = None) -> np.ndarray:
-    """INDEX [n], or [1] of the first row with this key."""
-    rows = slice(None)
-    if key is not None:
-        first = columns["key"].index(key)
-        rows = slice(first, first + 1)
-    index = np.empty(len(columns["key"][rows]), INDEX)
-    for name, values in columns.items():
-        index[name] = values[rows]
-    return index
-
-
-def _require_new(example: Example, earlier: Examples, source: Source) -> None:
-    """Raise BadRow if the earlier example has the same id, or _SameIds if it is of another source
-    and the ids do not name their sources yet. source: the source of the example."""
-    [other] = earlier
-    if other.id != example.id:
-        return  # their keys are the same by chance
-    if not source.names_ids and not other.source.startswith(f"{source.name}:"):
+def _refuse(example: Example, other: Source, number: int, source: Source) -> None:
+    """Raise BadRow for an example whose id is that of a row before, or _SameIds if that row is of
+    another source and the ids do not name their sources yet. other, number: of the row before.
+    source: of the example."""
+    if not source.names_ids and other.name != source.name:
         raise _SameIds
     raise BadRow(
         "repeated id",
-        f'the id "{example.id}" is also the id of {other.source}; expected unique ids, or none',
+        f'the id "{example.id}" is also the id of {other.name}:{number}; expected unique ids, or '
+        "none",
     )
 
 
@@ -313,9 +368,6 @@ def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> 
     # A data set has null if a row lacks a column that other rows have.
     fields = {key: value for key, value in fields.items() if value is not None}
     messages, text, tools = understand(fields, keep_reasoning)
-    prompt = None
-    if messages and [m["role"] for m in messages] in (["user"], ["user", "assistant"]):
-        prompt = messages[0]["content"]
     kind = next((string(fields, name) for name in KINDS if name in fields), None)
     label = fields.get("id", f"{source.label}:{number}")
     if isinstance(label, float) and label.is_integer():
@@ -332,4 +384,7 @@ def _understand(source: Source, number: int, raw: Raw, keep_reasoning: bool) -> 
         )
     if isinstance(schema, dict):
         schema = json.dumps(schema)
-    return Example(clean(str(label), "id"), messages, prompt, text, kind, where, tools, schema)
+    if isinstance(schema, str):
+        schema = clean(schema, "json_schema")
+    name = clean(str(label), "id")
+    return Example(name, messages, _prompt(messages), text, kind, where, tools, schema)

@@ -12,8 +12,8 @@ has the same text however its file is named.
 
 import glob
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from train.data.file_sources import (
     Array,
     Lines,
     Paragraphs,
-    Place,
     Raw,
     Source,
     file_type,
@@ -74,10 +73,10 @@ class SourceName(NamedTuple):
         return path + subset + (f"@{self.split}" if self.split is not None else "")
 
 
-def sources_of(names: list[str], base_dir: Path, name_ids: bool = False) -> Iterator[Source]:
-    """The sources with these names, one for each file. Relative paths start at `base_dir`.
-    name_ids: see `Source`. Raises UserError for a source that is named twice, for a subset or split
-    of a file that has none, and for a type of files that is not read."""
+def sources_of(names: list[str], base_dir: Path) -> Iterator[Source]:
+    """The sources with these names, one for each file. Relative paths start at `base_dir`. Raises
+    UserError for a source that is named twice, for a subset or split of a file that has none, and
+    for a type of files that is not read."""
     places = []
     for written in names:
         name = SourceName.parse(written, base_dir)
@@ -95,9 +94,7 @@ def sources_of(names: list[str], base_dir: Path, name_ids: bool = False) -> Iter
         # With the bare file name, ids stay the same when the data moves. Files with equal names
         # need their paths as well.
         label = path.name if path.exists() and files[path.name] == 1 else name.path
-        for source in _sources(written, name, label, path):
-            source.names_ids = name_ids
-            yield source
+        yield from _sources(written, name, label, path)
 
 
 def _sources(written: str, name: SourceName, label: str, path: Path) -> Iterator[Source]:
@@ -189,13 +186,12 @@ class _Part(Source):
         super().__init__(source.name, source.label)
         self._source, self._begin, self._end = source, begin, end
 
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
+    def rows(self) -> Iterator[tuple[int, Raw]]:
         yield from islice(self._source.rows(), self._begin, self._end)
 
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        with self._source.opened() as read:
-            yield read
+    @property
+    def stamp(self) -> list[Any]:
+        return [*self._source.stamp, self._begin, self._end]
 
 
 def _data_set(name: SourceName, label: str, path: Path) -> Iterator[Source]:

@@ -15,7 +15,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from decode.base.errors import UserError
-from train.data.read import Example, id_key, select
+from train.data.read import Example, T, id_key, select
 from train.data.template import tool_messages, written
 
 # Words in a row that are compared (GPT-3, 2005.14165, appendix C). A shorter text is compared as a
@@ -35,9 +35,7 @@ _POWERS = np.uint64(0x9E3779B97F4A7C15) ** np.arange(1, GRAM + 1, dtype=np.uint6
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\u0e00-\u0e7f]|[^\W\u3040-\u30ff\u3400-\u9fff]+")
 
 
-def split_off(
-    train: Sequence[Example], names: Sequence[str], *, count: int, seed: int
-) -> dict[str, Sequence[Example]]:
+def split_off(train: T, names: Sequence[str], *, count: int, seed: int) -> dict[str, T]:
     """Train without the rows that go to the new splits, and these splits, in the rows' order.
 
     names: the names of the new splits. count: the prompts of each, at most a tenth of train. A row
@@ -70,11 +68,8 @@ def _first(example: Example) -> str:
 
 
 def without_refused(
-    rows: Sequence[Example],
-    tokenizer: Callable[[], PreTrainedTokenizerBase],
-    split: str,
-    max_bad_rate: float,
-) -> Sequence[Example]:
+    rows: T, tokenizer: Callable[[], PreTrainedTokenizerBase], split: str, max_bad_rate: float
+) -> T:
     """The rows without those whose tool messages the chat template does not write. Many templates
     leave such messages out without an error, or refuse them.
 
@@ -119,9 +114,7 @@ class Duplicates:
     near: int
 
 
-def without_duplicates(
-    train: Sequence[Example], held_out: Iterable[Example]
-) -> tuple[Sequence[Example], Duplicates]:
+def without_duplicates(train: T, held_out: Iterable[Example]) -> tuple[T, Duplicates]:
     """The rows of train that repeat no held-out prompt, and how many rows were left out.
 
     What users wrote is compared, in words without case and punctuation: by the sequences of 13

@@ -9,7 +9,7 @@ error.
 import glob
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import Any
 
 from decode.base.errors import UserError
 from decode.model.pretrained import no_progress_bars
-from train.data.file_sources import Place, Raw, Source, file_type, unpacked
+from train.data.file_sources import Raw, Source, file_stamp, file_type, unpacked
 from train.data.row_kinds import FIELDS, READ, short
 
 # The builder of `datasets` for each type of file.
@@ -30,13 +30,14 @@ class TableSource(Source):
     """Rows of a table, numbered from 0. A null of an object is no value: a table's objects have the
     fields of all objects in their column, and null for those that they lack."""
 
-    def rows(self) -> Iterator[tuple[Place, Raw]]:
+    def rows(self) -> Iterator[tuple[int, Raw]]:
         with named(self.name, "cannot be read"):
             self._data = _read_columns(self._load())
             self._require_same()
         with named(self.name, "has a row that cannot be read"):
+            features = self._data.features
             for number, row in enumerate(self._data):
-                yield Place(number, number, 0), self._row(row)
+                yield number, {name: _present(row[name], features[name]) for name in row}
 
     def _require_same(self) -> None:
         """Raise UserError if one of the compared rows is not as it was written."""
@@ -51,13 +52,6 @@ class TableSource(Source):
                         f"file, but {short(read[column])} as `datasets` reads it; expected the "
                         "same value. Write the rows as .jsonl"
                     )
-
-    @contextmanager
-    def opened(self) -> Iterator[Callable[[int, int], Raw]]:
-        yield lambda start, size: self._row(self._data[start])
-
-    def _row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: _present(row[name], self._data.features[name]) for name in row}
 
     @abstractmethod
     def _load(self) -> Any:
@@ -74,6 +68,10 @@ class LoadedTable(TableSource):
     def __init__(self, name: str, label: str, data: Any) -> None:
         super().__init__(name, label)
         self._loaded = data
+
+    @property
+    def stamp(self) -> list[Any]:
+        return [self._loaded._fingerprint]
 
     def _load(self) -> Any:
         return self._loaded
@@ -94,6 +92,10 @@ class TableFile(TableSource):
     ) -> None:
         super().__init__(name, label)
         self._path, self._type, self._options = path, file_type(path.name), dict(options or {})
+
+    @property
+    def stamp(self) -> list[Any]:
+        return [*file_stamp(self._path), repr(self._options)]
 
     def _load(self) -> Any:
         from datasets import load_dataset_builder

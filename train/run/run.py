@@ -1,6 +1,7 @@
 """A run: its directory, the work already done in it, and the order of work.
 
 runs/NAME/config.json          the resolved config
+          data/                the rows of the splits (`train.run.run_data`)
           provenance.json      versions, git commit, machine, command line of every start
           stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter, and the settings that measured it
@@ -11,8 +12,10 @@ runs/NAME/config.json          the resolved config
 """
 
 import json
+import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cached_property, partial
@@ -38,16 +41,16 @@ from train.base.shared_disk import require_shared
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
-from train.data.read import Example, data_fingerprint, read_examples, spread
+from train.data.read import Example, spread
 from train.data.read_back import say_changes
-from train.data.splits import require_same, split_off, without_duplicates, without_refused
 from train.data.template import set_moment
 from train.data.usable_rows import UsableRows
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
-from train.run.config import SPLITS, RunConfig, differences, dump_config
+from train.run.config import RunConfig, differences, dump_config
 from train.run.config_checks import validate_config
+from train.run.run_data import RunData, RunReader, open_rows
 from train.run.run_evaluation import RunEvaluation
 from train.settings.schema import StageConfig
 from train.stages import STAGES
@@ -55,9 +58,11 @@ from train.stages import STAGES
 Splits = dict[str, Sequence[Example]]
 
 DONE = "done.json"  # of a finished stage
+CONFIG = "config.json"
+DATA = "data"  # the directory of the rows that were read
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
-KILLED_START = {*DIRECTORIES, "data.json", NOTES_FILE, LOCK_FILE}
+KILLED_START = {*DIRECTORIES, DATA, "data.json", NOTES_FILE, LOCK_FILE}
 OCCUPIED = "wait until it ends, stop it, or give this run another name (name=...)"
 
 
@@ -194,23 +199,48 @@ class Run:
         """Do the work that is not done yet. Returns the report (see `train.report`), or {} on ranks
         other than the main process. Raises UserError, also if another process works in the run's
         directory."""
+        missing = [path for path in (self.directory, *self.directory.parents) if not path.exists()]
         with DirectoryLock(self.directory, OCCUPIED) as lock:
-            return self._execute(lock)
+            try:
+                return self._execute(lock)
+            finally:
+                # A run that cannot begin leaves no directory behind.
+                if lock.held and missing and not (self.directory / CONFIG).exists():
+                    shutil.rmtree(self.directory, ignore_errors=True)
+                    for path in missing[1:]:
+                        with suppress(OSError):  # another run is in it
+                            path.rmdir()
+
+    def _occupy(self, lock: DirectoryLock) -> None:
+        """Take the run's directory, which is made if there is none. Raises UserError if it is
+        occupied, or no run."""
+        directory = self.directory
+        found = {path.name for path in directory.iterdir()} if directory.exists() else set()
+        if CONFIG not in found and found - KILLED_START:
+            raise UserError(
+                f"{directory} exists, but is not a run of draftsmith (it has no {CONFIG}); "
+                "give this run another name or output_dir"
+            )
+        make_directory(directory)
+        lock.take()
+        recover(directory / DATA, alone=True)
 
     def _execute(self, lock: DirectoryLock) -> dict[str, Any]:
         set_seed(self.config.seed)
         ranks = Ranks.of(self.accelerator)
-        # Before anything is written: a run that cannot begin leaves no directory behind.
-        begun = self.directory / "config.json"
-        ranks.main_only(lambda: lock.take() if begun.exists() else None)
+        ranks.main_only(lambda: self._occupy(lock))
+        require_shared(self.directory, ranks)
         self._moment = ranks.main_only(self._first_start)
-        examples, fingerprints = self._read_same_data()
+        # Rank 0 reads the sources, unless an earlier start did so; all ranks use its tables.
+        stored = ranks.main_only(lambda: self._reader().stored(self.directory / DATA))
+        data, fingerprints = open_rows(stored)
+        examples: Splits = {**data.splits}
+        self._say_read(data)
         ranks.main_only(lambda: self._require_same_run(fingerprints))
         self._require_ready(examples)
-        ranks.main_only(lambda: self.prepare(fingerprints, lock))
+        ranks.main_only(lambda: self.prepare(fingerprints, stored))
         say, system = self.reporter.say, self.config.data.system
         ranks.main_only(lambda: say_changes(examples, self._tokenizer, system, say))
-        require_shared(self.directory, ranks)
         start_trackers(
             self.accelerator,
             self.config.tracking,
@@ -285,7 +315,7 @@ class Run:
 
     def _require_same_run(self, fingerprints: dict[str, str]) -> None:
         """If the run directory exists, check that it belongs to this config and data."""
-        stored = self.directory / "config.json"
+        stored = self.directory / CONFIG
         resolved = dump_config(self.config)
         if stored.exists():
             changed = differences(
@@ -301,18 +331,14 @@ class Run:
             for line in changed:
                 self.reporter.say(f"changed since the run began: {line}")
             self._require_data_unchanged(fingerprints)
-        elif self.directory.exists() and {p.name for p in self.directory.iterdir()} - KILLED_START:
-            raise UserError(
-                f"{self.directory} exists, but is not a run of draftsmith (it has no config.json); "
-                "give this run another name or output_dir"
-            )
 
-    def prepare(self, fingerprints: dict[str, str], lock: DirectoryLock) -> None:
-        """Create the run directory, or clean up an existing one. fingerprints: the fingerprints of
-        the splits."""
+    def prepare(self, fingerprints: dict[str, str], rows: Path) -> None:
+        """Fill the run directory, or clean up an existing one. fingerprints: the fingerprints of
+        the splits. rows: the directory of their rows; those of an earlier start are deleted."""
+        for other in {*rows.parent.iterdir()} - {rows}:
+            remove_directory(other)
         for parent in DIRECTORIES:
             make_directory(self.directory / parent)
-        lock.take()
         self.reporter.follow(self.directory / "logs")
         for parent in ("stages", "evaluations"):
             recover(self.directory / parent, alone=True)
@@ -323,7 +349,7 @@ class Run:
         write_file(self.directory / "data.json", json.dumps(fingerprints, indent=2))
         write_file(self.directory / NOTES_FILE, json.dumps(self.data_notes, indent=2))
         resolved = dump_config(self.config)
-        write_file(self.directory / "config.json", json.dumps(resolved, indent=2))
+        write_file(self.directory / CONFIG, json.dumps(resolved, indent=2))
         provenance = self.directory / "provenance.json"
         starts = json.loads(provenance.read_text(encoding="utf-8")) if provenance.exists() else []
         start = describe_process()
@@ -338,69 +364,18 @@ class Run:
         return _without_zone(starts[0]["time"]) if starts else self._moment
 
     def read_data(self) -> Splits:
-        """Read all splits, split off those that are missing, and leave duplicates of held-out
-        prompts out of train. Raises UserError for missing, broken or empty data (file:line)."""
-        data = self.config.data
-        examples: Splits = {}
-        for split in SPLITS:
-            source = getattr(data, split)
-            if source is None:
-                continue
-            rows, report = read_examples(
-                source,
-                limit=data.limit if split == "train" else None,
-                on_bad=data.on_bad,
-                max_bad_rate=data.max_bad_rate,
-                reasoning=data.reasoning,
-            )
-            self.reporter.say(f"{split}: {report}")
-            examples[split] = rows
-        self.data_notes = []
-        examples = {split: self._without_refused(split, rows) for split, rows in examples.items()}
-        if new := data.split_off:
-            examples |= split_off(
-                examples["train"], new, count=data.held_out, seed=self.config.seed
-            )
-            sizes = ", ".join(f"{len(examples[split])} rows for {split}" for split in new)
-            self.data_notes.append(
-                f"split off from train by a hash of the first user message (seed "
-                f"{self.config.seed}): {sizes}; {len(examples['train'])} rows are left"
-            )
-        if data.duplicates == "leave_out":
-            held_out = [e for split in ("dev", "test") for e in examples.get(split, ())]
-            examples["train"], lost = without_duplicates(examples["train"], held_out)
-            if lost.exact or lost.near:
-                self.data_notes.append(
-                    f"left out of train, as they repeat prompts of dev or test: {lost.exact} rows, "
-                    f"and {lost.near} that nearly do; {len(examples['train'])} rows are left"
-                )
-        for note in self.data_notes:
-            self.reporter.say(note)
-        return examples
+        """The rows by split, in memory; see `RunReader.read`. Writes nothing."""
+        data = self._reader().read()
+        self._say_read(data)
+        return {**data.splits}
 
-    def _read_same_data(self) -> tuple[Splits, dict[str, str]]:
-        """The splits of `read_data`, and their fingerprints. Raises UserError on every rank if one
-        of them cannot read its files, or reads others than rank 0."""
-        ranks = Ranks.of(self.accelerator)
+    def _reader(self) -> RunReader:
+        return RunReader(self.config.data, self.config.seed, lambda: self._tokenizer)
 
-        def read() -> tuple[Splits, dict[str, str]]:
-            examples = self.read_data()
-            return examples, {split: data_fingerprint(rows) for split, rows in examples.items()}
-
-        examples, fingerprints = ranks.together(read)
-        require_same(ranks.gather(fingerprints))
-        return examples, fingerprints
-
-    def _without_refused(self, split: str, rows: Sequence[Example]) -> Sequence[Example]:
-        """The rows without those whose tool messages the chat template does not write."""
-        most = self.config.data.max_bad_rate
-        kept = without_refused(rows, lambda: self._tokenizer, split, most)
-        if len(kept) < len(rows):
-            self.data_notes.append(
-                f"left out of {split}, as the chat template does not write their tool messages: "
-                f"{len(rows) - len(kept)} rows"
-            )
-        return kept
+    def _say_read(self, data: RunData) -> None:
+        self.data_notes = data.notes
+        for line in (*data.read, *data.notes):
+            self.reporter.say(line)
 
     def _require_data_unchanged(self, now: dict[str, str]) -> None:
         stored = json.loads((self.directory / "data.json").read_text(encoding="utf-8"))
