@@ -417,7 +417,10 @@ def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    ["confidence:max_depth=2,threshold=0.6", "entropy:max_depth=2,ema=0.3,flat=0.94"],
+    [
+        "confidence:max_depth=2,threshold=0.6",
+        pytest.param("entropy:max_depth=2,ema=0.3,flat=0.94", marks=pytest.mark.thorough),
+    ],
 )
 def test_lengths_do_not_change_what_is_sampled(spec: str) -> None:
     rule = RULES["speculative"]()
