@@ -514,7 +514,7 @@ def launch(directory: Path, *arguments: object) -> Any:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_accelerate_launch_says_that_a_rank_was_stopped(tmp_path):
     stopped = launch(tmp_path, signal.SIGTERM, 4, tmp_path / "parts")
     assert stopped.returncode != 0
