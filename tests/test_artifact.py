@@ -444,7 +444,7 @@ from tests.test_artifact import check_kills
 check_kills(Path({str(tmp_path / "run")!r}), {previous})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
     # A first write makes 11 changes; replacing adds a rename and the removal of the old directory.

@@ -61,8 +61,25 @@ OTHER_SHAPES = (
     "horizontal models",
     "merged models",
 )
+# Made of the same drafters as others that are not here.
+OTHER_GROUPS = (
+    "skip tree",
+    "parallel tree",
+    "tree of few slots",
+    "vertical of three",
+    "vertical of few slots",
+    "lookup, then skip",
+    "lookup, then few slots",
+    "lookahead and parallel",
+    "skip, then parallel",
+)
 kinds = pytest.mark.parametrize(
-    "kind", [*(kind for kind in RECIPES if kind not in OTHER_SHAPES), *GROUPS_WITH_HEADS]
+    "kind",
+    [
+        *(kind for kind in RECIPES if kind not in OTHER_SHAPES + OTHER_GROUPS),
+        *GROUPS_WITH_HEADS,
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in OTHER_GROUPS),
+    ],
 )
 
 

@@ -595,7 +595,7 @@ def learning(name: str, seed: int = 0, kind: Any = None) -> Learning:
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
-        ("medusa", 100_000),
+        ("medusa", 40_000),
         pytest.param("medusa", 250_000, marks=pytest.mark.thorough),
         # The target of these texts has one layer, and Kangaroo needs two.
         *(
