@@ -37,7 +37,7 @@ from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
 from train.settings.server_config import ServerConfig
 
-PROMPTS = 40
+PROMPTS = 24
 
 
 def diagnosed(served: Drafter | None) -> Diagnosis:
