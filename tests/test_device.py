@@ -142,7 +142,16 @@ def test_a_step_with_a_chain_reads_once(rule: str) -> None:
     require_waits(small(), 1, rule=rule)
 
 
-@pytest.mark.parametrize("kind", HEAD_OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Others have the draft of one of these.
+        pytest.param(kind, marks=pytest.mark.thorough)
+        if kind in ("blockwise", "hydra", "hydra_plus", "pass", "xpress", "mtp")
+        else kind
+        for kind in HEAD_OPTIONS
+    ],
+)
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
     require_waits(headed(kind), 1)
 

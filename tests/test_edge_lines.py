@@ -91,7 +91,15 @@ FATES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fate"), FATES)
+@pytest.mark.parametrize(
+    ("kind", "fate"),
+    [
+        pytest.param(kind, fate, marks=pytest.mark.thorough)
+        if fate == "restart after"  # what "cut after" and "restart before" are together
+        else (kind, fate)
+        for kind, fate in FATES
+    ],
+)
 def test_a_text_is_unbroken_whatever_happens_to_a_message(
     kind: str,
     fate: str,

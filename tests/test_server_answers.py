@@ -142,8 +142,9 @@ def test_the_others_take_the_rows_of_a_server_that_is_lost(context: StageInputs,
             answer_with(context, [one, two], "none", probe_prompts=0)
 
 
-@pytest.mark.parametrize(("protocol", "status"), [("completions", 500), ("llama-server", None)])
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("protocol", "status", "count"), [("completions", 500, 2), ("llama-server", None, 1)]
+)
 def test_a_prompt_that_no_server_answers_costs_that_prompt_only(
     context: StageInputs, ours: Any, protocol: str, status: int | None, count: int
 ) -> None:
