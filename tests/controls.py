@@ -320,7 +320,7 @@ def learning_controls() -> list[LearningControl]:
     name = "q of the weights before the last swap"
     return [
         LearningControl(
-            f"{name}, small_lm", 40_000, test_online.learning, SmallLMDrafter, test_online.OldQ
+            f"{name}, small_lm", 20_000, test_online.learning, SmallLMDrafter, test_online.OldQ
         ),
         LearningControl(
             f"{name}, medusa",

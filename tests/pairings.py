@@ -39,7 +39,6 @@ ELSEWHERE = {
     "test_heads_contract.py::test_a_stop_by_the_confidence_head_keeps_the_distribution": (
         "drafts that a confidence head ends"
     ),
-    "test_joining.py::test_joining_rows_have_the_targets_distribution": "rows that join and leave",
     "test_online.py::test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution": (
         "a small model that learns after every pass"
     ),
@@ -55,7 +54,7 @@ ELSEWHERE = {
         "`routed` by label and by acceptance"
     ),
     "test_row_settings.py::test_mixed_rows_have_the_targets_distributions": (
-        "rows of different sampling in one batch"
+        "rows of different sampling in one batch, which join and leave"
     ),
 }
 

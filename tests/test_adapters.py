@@ -81,7 +81,7 @@ def blocks(drafter: Any) -> set[int]:
     return {id(x) for x in [*drafter.lm.model.parameters(), *packed]}
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.thorough)])
 def test_an_adapter_drafts_what_the_merged_drafter_drafts(family: str, tmp_path: Path) -> None:
     """Through the lean forward and through transformers'. Two adapters and their base are in
     memory with the weights of one drafter and two adapters."""
@@ -255,7 +255,7 @@ def test_a_heads_stage_trains_an_adapter(context: StageInputs) -> None:
     "kind",
     [
         kind
-        if kind in ("medusa", "hydra_plus", "eagle3", "dflash", "kangaroo")
+        if kind in ("medusa", "eagle3", "kangaroo")
         else pytest.param(kind, marks=pytest.mark.thorough)
         for kind in HEAD_OPTIONS
         if kind not in ("in_tree", "pass")

@@ -444,7 +444,7 @@ from tests.test_artifact import check_kills
 check_kills(Path({str(tmp_path / "run")!r}), {previous})
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8", timeout=60
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, encoding="utf-8"
     )
     assert done.returncode == 0, done.stderr
     # A first write makes 11 changes; replacing adds a rename and the removal of the old directory.
@@ -490,11 +490,11 @@ def test_recover_beside_a_writer_of_the_same_process(tmp_path: Path) -> None:
     def slow(tmp: Path) -> None:
         fill(tmp)
         inside.set()
-        assert go_on.wait(10)
+        assert go_on.wait(60)
 
     writer = threading.Thread(target=write_directory, args=(tmp_path / "a", slow))
     writer.start()
-    assert inside.wait(10)
+    assert inside.wait(60)
     recover(tmp_path)
     go_on.set()
     writer.join()

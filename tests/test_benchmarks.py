@@ -165,6 +165,7 @@ def test_a_small_model_with_another_tokenizer_is_made_of_the_target(tmp_path):
         assert drafted.tally.drafted.sum() > 0
 
 
+@pytest.mark.thorough
 def test_a_fresh_process_returns_what_the_function_does(monkeypatch):
     assert in_fresh_process("json:dumps", obj={"number": [21]}) == '{"number": [21]}'
 
@@ -380,6 +381,7 @@ def test_llama_cpp_gets_a_file_of_the_target(tmp_path, tiny_models):
     assert written.tokenizer.get_vocab() == target.tokenizer.get_vocab()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("contestant", distill_contestants.OURS)
 def test_our_contestants_of_the_distill_benchmark_take_their_steps(contestant):
     target, settings = tiny_target(), Settings(layers=(0,), rows=2, steps=2)
@@ -478,6 +480,7 @@ def test_a_step_is_taken_apart(tiny_models):
     assert all(0 < cost["outside_ms"] <= cost["ms"] for cost in costs.values())
 
 
+@pytest.mark.thorough
 def test_the_device_benchmark_goes_on_after_a_part_that_fails(tmp_path, monkeypatch):
     shape = device_parts._shape(64, 32, 64, 2, 4, 2)
     tiny = replace(device_parts.SMALL, target=shape, drafter=shape, jobs=1, tokens=24, turns=1)

@@ -485,10 +485,8 @@ def sampled_text(rows: int, length: int) -> tuple[Target, Tensor]:
     return other, ids
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "coverage", [0.67, *(pytest.param(x, marks=pytest.mark.thorough) for x in (0.86, 1.0))]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("coverage", [0.67, 0.86, 1.0])
 def test_a_trained_confidence_is_the_acceptance_on_other_text(coverage: float) -> None:
     """By place, for a draft vocabulary with this share of the target's mass. -s shows the table."""
     other, ids = sampled_text(rows=32 * 250, length=12)

@@ -122,7 +122,11 @@ def evaluate(base: Path, drafter: Path | str, file: Path, *more: str) -> tuple[s
 
 @pytest.mark.parametrize(
     ("which", "method", "max_depth"),
-    [("small", "calibrated", 4), ("small", "sequoia", 4), ("heads", "calibrated", 3)],
+    [
+        ("small", "sequoia", 4),
+        ("heads", "calibrated", 3),
+        pytest.param("small", "calibrated", 4, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_tree_is_measured_stored_and_then_the_default(
     base: Path, drafters: Path, which: str, method: str, max_depth: int

@@ -67,9 +67,9 @@ def test_costs_between_and_beyond_what_was_measured() -> None:
     assert costs.to_dict()["v"] == {"1": 1.0, "3": 1.2, "5": 1.8}
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("trees", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "temperature", "trees"), [(1, 0.0, True), (3, 0.0, False), (3, 1.0, True)]
+)
 def test_measured_costs_are_the_real_ones(
     monkeypatch: pytest.MonkeyPatch, rows: int, temperature: float, trees: bool
 ) -> None:

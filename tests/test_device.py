@@ -128,12 +128,30 @@ CHAIN_RULES = (
 )
 
 
-@pytest.mark.parametrize("rule", CHAIN_RULES)
+@pytest.mark.parametrize(
+    "rule",
+    [
+        # The others are these with another threshold, or on a chain what one of these is.
+        rule
+        if rule in ("speculative", "exact", "coupled", "block", "typical")
+        else pytest.param(rule, marks=pytest.mark.thorough)
+        for rule in CHAIN_RULES
+    ],
+)
 def test_a_step_with_a_chain_reads_once(rule: str) -> None:
     require_waits(small(), 1, rule=rule)
 
 
-@pytest.mark.parametrize("kind", HEAD_OPTIONS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # Others have the draft of one of these.
+        pytest.param(kind, marks=pytest.mark.thorough)
+        if kind in ("blockwise", "hydra", "hydra_plus", "pass", "xpress", "mtp")
+        else kind
+        for kind in HEAD_OPTIONS
+    ],
+)
 def test_heads_that_draft_a_chain_read_nothing(kind: str) -> None:
     require_waits(headed(kind), 1)
 
@@ -283,10 +301,10 @@ TREES: dict[str, tuple[dict[str, Any], str, int]] = {
     ("shape", "rule"),
     [
         *((shape, "multi_round") for shape in TREES),
-        *(("dynamic", rule) for rule in ("exact", "traversal", "typical", "top_k")),
-        ("distinct", "traversal"),
+        ("dynamic", "traversal"),
         ("independent", "typical"),
         ("independent", "spectr"),
+        *(pytest.param("dynamic", x, marks=pytest.mark.thorough) for x in ("exact", "top_k")),
     ],
 )
 def test_a_step_with_a_tree_reads_once_if_its_shape_is_known_and_else_twice(

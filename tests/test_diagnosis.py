@@ -37,7 +37,7 @@ from train.base.exit_status import ExitStatus
 from train.engines.child_process import NoAnswer
 from train.settings.server_config import ServerConfig
 
-PROMPTS = 40
+PROMPTS = 24
 
 
 def diagnosed(served: Drafter | None) -> Diagnosis:
@@ -59,7 +59,9 @@ def test_an_honest_service_is_equal() -> None:
     assert mixed.headline.startswith("rows mixed at concurrency: ")
 
 
-@pytest.mark.parametrize("name", ["layers_below", "first_slot"])
+@pytest.mark.parametrize(
+    "name", ["layers_below", pytest.param("first_slot", marks=pytest.mark.thorough)]
+)
 def test_a_mistake_in_a_service_is_named(name: str) -> None:
     found = diagnosed(MISTAKES[name]().make(taught("eagle3"), target()))
     assert found.explanation.verdict == name
@@ -107,6 +109,7 @@ def test_an_engine_that_accepts_nothing_has_one_of_the_mistakes_that_accept_noth
     assert explain(accepts(90), said, {}).names == ("c",)
 
 
+@pytest.mark.thorough
 def test_a_service_that_drafts_what_no_text_has() -> None:
     """Whatever it is that goes wrong: it accepts as little as some known mistakes do."""
     drafter = taught("eagle3")

@@ -148,14 +148,13 @@ def test_the_check_passes_and_its_greedy_texts_are_far_from_ties() -> None:
 
 
 def test_on_a_gpu_both_forwards_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_forward = {lean: checks._check_forward(CPU, lean) for lean in (False, True)}
-    assert not by_forward[True].failures
-    wrong = replace(by_forward[True], greedy=by_forward[True].greedy | {"tree": False})
-    for of_lean, failures in ((by_forward[True], []), (wrong, ["greedy text, tree, lean"])):
-        found = {False: by_forward[False], True: of_lean}
+    ways = ("plain", "chain", "tree")
+    right = checks.LosslessCheck(dict.fromkeys(ways, True), dict.fromkeys(ways, 0.0), 0.5)
+    wrong = replace(right, greedy=right.greedy | {"tree": False})
+    for of_lean, failures in ((right, []), (wrong, ["greedy text, tree, lean"])):
+        found = {False: right, True: of_lean}
         monkeypatch.setattr(checks, "_check_forward", lambda _, chosen, found=found: found[chosen])
         result = check_loop(torch.device("cuda"))
-        ways = ("plain", "chain", "tree")
         assert list(result.greedy) == [f"{way}{lean}" for lean in ("", ", lean") for way in ways]
         assert result.failures == failures
 

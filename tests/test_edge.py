@@ -192,13 +192,13 @@ def test_bad_messages_get_one_clear_error(
     with connect(shared_server, proxy=None) as line:
         for frame in frames:
             line.send(frame)
-        while (answer := msgpack.unpackb(line.recv(5)))["type"] != "error":
+        while (answer := msgpack.unpackb(line.recv(60)))["type"] != "error":
             assert answer["type"] == "welcome"
         assert answer["code"] == code
         assert answer["message"]
         if code in ("malformed", "version"):
             with pytest.raises(ConnectionClosed):
-                line.recv(5)
+                line.recv(60)
     # The others are served.
     with edge(shared_server) as client:
         assert client.decode(PROMPTS[:1], 4).outputs == [plain_texts(GREEDY)[0][:4]]
@@ -214,22 +214,22 @@ def test_frames_over_the_limit_end_the_connection(shared_server: str) -> None:
     with connect(shared_server, proxy=None) as line:
         line.send(b"x" * (FRAME_BYTES + 1))
         with pytest.raises(ConnectionClosed):
-            line.recv(5)
+            line.recv(60)
 
 
 def test_a_repeated_draft_gets_its_stored_verdict(shared_server: str) -> None:
     with connect(shared_server, proxy=None) as line:
         for frame in (HELLO, opened(), drafted()):
             line.send(frame)
-        _, first = [msgpack.unpackb(line.recv(5)) for _ in range(2)]
+        _, first = [msgpack.unpackb(line.recv(60)) for _ in range(2)]
         line.send(drafted())
-        assert msgpack.unpackb(line.recv(5)) == first
+        assert msgpack.unpackb(line.recv(60)) == first
         following = hash_ids([4] * first["accepted"] + [first["next"]], hash_ids([5, 9]))
         assert first["hash"] == following
         line.send(drafted(seq=2, length=first["length"], hash=following))
-        assert msgpack.unpackb(line.recv(5))["seq"] == 2
+        assert msgpack.unpackb(line.recv(60))["seq"] == 2
         line.send(drafted())
-        assert msgpack.unpackb(line.recv(5))["code"] == "late"
+        assert msgpack.unpackb(line.recv(60))["code"] == "late"
 
 
 def test_messages_that_come_twice_take_one_session_and_one_row() -> None:
@@ -237,7 +237,7 @@ def test_messages_that_come_twice_take_one_session_and_one_row() -> None:
         more = encode("ids", req=0, ids=[])
         for frame in (HELLO, HELLO, opened(), more, more, drafted()):
             line.send(frame)
-        answers = [msgpack.unpackb(line.recv(5)) for _ in range(3)]
+        answers = [msgpack.unpackb(line.recv(60)) for _ in range(3)]
         assert answers[0]["session"] == answers[1]["session"]
         assert answers[2]["type"] == "verdict"
         assert len(server.verifier._decoding.rows) == 1
@@ -302,9 +302,10 @@ def test_the_calibrated_threshold_is_the_servers(tmp_path: Path) -> None:
     assert f"--rule {figures['rule']}" in " ".join(done.output.split())
 
 
-def test_a_server_without_texts_rests() -> None:
+def test_a_server_without_texts_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[int] = []
     with serving() as server:
-        begin = time.process_time()
-        time.sleep(0.5)
-        assert time.process_time() - begin < 0.25
+        monkeypatch.setattr(server.verifier, "_expire", lambda: looks.append(1))
+        time.sleep(0.2)
+        assert len(looks) <= 1  # one that was under way
     assert server.verifier.passes == 0

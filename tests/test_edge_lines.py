@@ -60,7 +60,7 @@ class Trouble:
 
     def wait(self) -> None:
         """Until all has happened."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while self.events:
             assert time.monotonic() < deadline, self.events
             time.sleep(0.01)
@@ -91,7 +91,15 @@ FATES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "fate"), FATES)
+@pytest.mark.parametrize(
+    ("kind", "fate"),
+    [
+        pytest.param(kind, fate, marks=pytest.mark.thorough)
+        if fate == "restart after"  # what "cut after" and "restart before" are together
+        else (kind, fate)
+        for kind, fate in FATES
+    ],
+)
 def test_a_text_is_unbroken_whatever_happens_to_a_message(
     kind: str,
     fate: str,
@@ -313,10 +321,10 @@ def test_an_error_at_a_message_ends_that_session_alone(monkeypatch: pytest.Monke
                 with connect(server.url, proxy=None) as line:
                     for frame in frames:
                         line.send(frame)
-                    msgpack.unpackb(line.recv(5))
-                    codes.append(msgpack.unpackb(line.recv(5))["code"])
+                    msgpack.unpackb(line.recv(60))
+                    codes.append(msgpack.unpackb(line.recv(60))["code"])
                     with pytest.raises(ConnectionClosed):
-                        line.recv(5)
+                        line.recv(60)
 
         assert client.decode(PROMPTS, NEW, seed=3, on_tokens=interrupt).outputs == expected
         assert codes == ["failed"]

@@ -205,7 +205,7 @@ def test_a_rank_ends_when_its_launcher_is_killed() -> None:
         time.sleep(1.0)
         assert rank.is_running()
         launcher.kill()
-    _, alive = psutil.wait_procs([rank], timeout=10)
+    _, alive = psutil.wait_procs([rank], timeout=50)
     for process in alive:
         process.send_signal(signal.SIGKILL)
     assert not alive

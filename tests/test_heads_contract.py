@@ -163,7 +163,10 @@ def test_ragged_texts_of_many_rounds(kind: str, rule: str, draw: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "rule", "draw"),
-    [("eagle1", "traversal", "distinct"), ("dflash", "speculative", None)],
+    [
+        ("eagle1", "traversal", "distinct"),
+        pytest.param("dflash", "speculative", None, marks=pytest.mark.thorough),
+    ],
 )
 def test_ragged_texts_through_transformers(kind: str, rule: str, draw: Any) -> None:
     """The hidden states that the heads read come from the other forward."""
@@ -175,9 +178,9 @@ def test_ragged_texts_through_transformers(kind: str, rule: str, draw: Any) -> N
 @pytest.mark.parametrize(
     ("kind", "rule", "draw"),
     [
-        ("eagle1", "traversal", "distinct"),
         ("dflash", "speculative", None),
-        ("kangaroo", "multi_round", "distinct"),
+        pytest.param("eagle1", "traversal", "distinct", marks=pytest.mark.thorough),
+        pytest.param("kangaroo", "multi_round", "distinct", marks=pytest.mark.thorough),
     ],
 )
 def test_drafters_that_see_a_window_keep_the_distribution(kind: str, rule: str, draw: Any) -> None:

@@ -143,7 +143,10 @@ EAGLE31 = "stages.heads.heads={type: eagle3, fc_norm: true}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("goal", "engine"), [*((goal, None) for goal in GOALS), ("heads", "vllm")])
+@pytest.mark.parametrize(
+    ("goal", "engine"),
+    [*((goal, None) for goal in GOALS), pytest.param("heads", "vllm", marks=pytest.mark.thorough)],
+)
 def test_a_config_runs_as_it_is(
     place: Path, monkeypatch: pytest.MonkeyPatch, goal: str, engine: str | None
 ):

@@ -32,7 +32,7 @@ from decode.verification import Verification
 from heads.heads_drafter import AttendingDrafter
 from tests import lossless
 from tests.contract import EOS, LIMITS, NEW, PROMPTS, alone, decoder, recipe, staggered
-from tests.lossless import LONGER, fit_texts, longer_model, small_lm
+from tests.lossless import LONGER, longer_model, small_lm
 from tests.mtp_targets import FAMILIES
 from tests.tiny import finish, tiny_model, tiny_tokenizer, tokens_fed
 
@@ -90,21 +90,6 @@ def test_the_first_token_drafted_too(kind: str) -> None:
     """A prompt of one token then has no hidden states when it joins."""
     which = decoder(recipe(kind), sampling=SAMPLED, first_target=False)
     assert staggered(which, LIMITS).result().outputs == alone(which, LIMITS)
-
-
-def test_joining_rows_have_the_targets_distribution() -> None:
-    """Rows of three prompts join in turns, so that each round has rows of different ages."""
-    decoding = Decoding(LONGER.decoder(small_lm(case=LONGER)), seed=1)
-    total, size = 9000, 1500
-    for begin in range(0, total, size):
-        rows = range(begin, begin + size)
-        decoding.admit([LONGER.prompts[row % 3] for row in rows], LONGER.new)
-        decoding.step()
-    finish(decoding)
-    assert len({len(step.rows) for step in decoding.steps}) > 5
-    found = fit_texts(decoding.result().outputs, LONGER)
-    assert found.passes, found
-    assert found.df > 100
 
 
 def test_observers_see_the_states_that_drafts_were_made_from() -> None:

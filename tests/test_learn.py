@@ -320,7 +320,7 @@ def test_an_engine_that_ignores_its_drafter_answers_nobody(
     assert not site.engines.running
 
 
-@pytest.mark.parametrize("verified", [True, False])
+@pytest.mark.parametrize("verified", [pytest.param(True, marks=pytest.mark.thorough), False])
 def test_a_drafter_that_is_not_better_or_not_used_is_left(
     site: Site, monkeypatch: pytest.MonkeyPatch, verified: bool
 ) -> None:

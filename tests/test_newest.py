@@ -20,6 +20,7 @@ from train.stages import STAGES
 
 pytestmark = [
     pytest.mark.smoke,
+    pytest.mark.thorough,  # the tests of each kind of model and stage prove more
     pytest.mark.usefixtures("fresh_accelerate"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning"),  # peft's affair
 ]

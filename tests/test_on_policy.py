@@ -218,7 +218,7 @@ def test_padding_is_never_written(context, target):
     assert max(token for sample in own(samples) for token in sample.tokens) < 300
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.5])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.thorough), 0.5])
 def test_the_text_is_the_same_however_it_is_made_faster(context, target, monkeypatch, temperature):
     """Which way `auto` takes hangs on the clock, so training would not be reproducible else."""
     student = Student(target)
@@ -271,7 +271,7 @@ def on_policy_stage(name: str, **settings: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft's affair
-@pytest.mark.parametrize("size", [None, 80])
+@pytest.mark.parametrize("size", [None, pytest.param(80, marks=pytest.mark.thorough)])
 def test_killed_within_a_round_it_ends_with_the_same_weights(context, monkeypatch, size):
     """Before a checkpoint, within a round, at the beginning of one, and before the last step."""
     settings = {"draft_vocabulary": size, "lora": None if size else {"r": 2}}

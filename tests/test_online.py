@@ -835,7 +835,7 @@ class OldQ(SmallLMDrafter):
         return draft
 
 
-ROWS = pytest.mark.parametrize("rows", [50_000, pytest.param(250_000, marks=pytest.mark.thorough)])
+ROWS = pytest.mark.parametrize("rows", [25_000, pytest.param(250_000, marks=pytest.mark.thorough)])
 
 
 @pytest.mark.slow
@@ -852,5 +852,5 @@ def test_learning_and_swapping_after_every_pass_keeps_the_targets_distribution(r
 
 @pytest.mark.slow
 def test_declaring_the_old_q_while_drawing_from_the_new_is_found() -> None:
-    fits = [learning(OldQ, seed).run(40_000, seed) for seed in range(2)]
-    assert not any(found.passes for found in fits), fits
+    found = learning(OldQ).run(20_000)
+    assert not found.passes, found

@@ -457,7 +457,16 @@ def test_swapped_in_at_every_pass_the_drafter_is_the_copy_that_learns() -> None:
     assert compared > swaps
 
 
-@pytest.mark.parametrize("kind", [kind for kind in MORE if kind != "hydra"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind
+        if kind in ("eagle3", "dflash", "kangaroo")
+        else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in MORE
+        if kind != "hydra"
+    ],
+)
 def test_after_a_swap_all_of_the_text_is_read_with_the_new_weights(kind: str) -> None:
     """Keys and values that the layer made with the old ones are gone: each draft begins with what
     the copy says that was handed over last."""
@@ -595,7 +604,7 @@ def learning(name: str, seed: int = 0, kind: Any = None) -> Learning:
 @pytest.mark.parametrize(
     ("kind", "rows"),
     [
-        ("medusa", 100_000),
+        ("medusa", 40_000),
         pytest.param("medusa", 250_000, marks=pytest.mark.thorough),
         # The target of these texts has one layer, and Kangaroo needs two.
         *(

@@ -93,7 +93,8 @@ def test_a_drafter_is_penalised_as_the_target(branching: bool, vocabulary: Tenso
 
 
 @pytest.mark.parametrize(
-    ("rule", "siblings"), [("speculative", None), ("block", None), ("traversal", "distinct")]
+    ("rule", "siblings"),
+    [("traversal", "distinct"), pytest.param("block", None, marks=pytest.mark.thorough)],
 )
 def test_texts_have_the_law_of_counted_penalties(rule: str, siblings: Any) -> None:
     """`tests/controls.py` has the error that this finds: the row's counts for each node."""

@@ -417,7 +417,10 @@ def test_a_policy_hears_only_of_rows_that_its_drafter_serves(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "spec",
-    ["confidence:max_depth=2,threshold=0.6", "entropy:max_depth=2,ema=0.3,flat=0.94"],
+    [
+        "confidence:max_depth=2,threshold=0.6",
+        pytest.param("entropy:max_depth=2,ema=0.3,flat=0.94", marks=pytest.mark.thorough),
+    ],
 )
 def test_lengths_do_not_change_what_is_sampled(spec: str) -> None:
     rule = RULES["speculative"]()
@@ -511,7 +514,7 @@ def test_a_drafter_that_becomes_useless_is_dropped(c: float, kind: type[CostMode
 
 
 @by_costs
-@pytest.mark.parametrize(("c", "alpha"), [(0.05, 0.8), (0.1, 0.6), (0.2, 0.9), (0.5, 0.85)])
+@pytest.mark.parametrize(("c", "alpha"), [(0.1, 0.6), (0.5, 0.85)])
 def test_it_is_nearly_as_quick_as_the_best_fixed_length(
     c: float, alpha: float, kind: type[CostModel]
 ) -> None:

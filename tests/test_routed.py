@@ -115,7 +115,7 @@ def test_the_bandit_counts_only_what_it_was_asked_for() -> None:
 def test_routed_texts_have_the_targets_distribution(routing: Routing) -> None:
     """Rows join in groups, so what was measured in some decides for others."""
     others = [SmallLMDrafter(LONGER.model(0.6)), small_lm(case=LONGER)]
-    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, routing))), 30
+    decoding, size = Decoding(LONGER.decoder(RoutedDrafter(others, routing))), 90
     for begin in range(0, 9000, size):
         rows = range(begin, begin + size)
         each = [RowSettings(LONGER.sampling, 1, label="ab"[row // 3 % 2]) for row in rows]

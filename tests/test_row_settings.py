@@ -71,7 +71,7 @@ def test_the_sampling_of_one_row_for_all_is_seen(monkeypatch: pytest.MonkeyPatch
     assert staggered(decoder(drafter), LIMITS, SETTINGS).result().outputs != expected
 
 
-@pytest.mark.parametrize("kind", ["chain", "tree"])
+@pytest.mark.parametrize("kind", [pytest.param("chain", marks=pytest.mark.thorough), "tree"])
 def test_mixed_rows_have_the_targets_distributions(kind: str) -> None:
     samplings = [Sampling(1.0, top_p=0.98), Sampling(0.8, repetition_penalty=1.6), Sampling(0.6)]
     decoding = Decoding(LONGER.decoder(recipe(kind), sampling=Sampling()))

@@ -13,7 +13,7 @@ from benchmarks.serve.client import Answer, ask
 from benchmarks.serve.process import MODEL, ServiceProcess, serve_command
 from tests.browser import Visit
 
-pytestmark = [pytest.mark.real, pytest.mark.slow]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.thorough]
 
 QUESTION, TOKENS = "Why is the sky blue?", 16
 BODY: dict[str, Any] = {

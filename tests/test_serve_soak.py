@@ -54,12 +54,9 @@ def long_answer(tokens: int) -> dict[str, Any]:
     return asked | stream | {"ignore_eos": True, "max_tokens": tokens, "temperature": 0}
 
 
-def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_end(
-    command: list[str], texts: Texts
-) -> None:
-    long = long_answer(1200)
-    with ServiceProcess(command) as service, ThreadPoolExecutor() as pool:
-        assert f"is at {service.url}/v1" in service.output()
+@pytest.mark.thorough
+def test_clients_that_do_everything_leave_nothing_behind(command: list[str], texts: Texts) -> None:
+    with ServiceProcess(command) as service:
         service.warm_up()
         result = soak(service.url, service.process, texts, seconds=SOAK, clients=8, rounds=4)
         assert result.faults == []
@@ -67,7 +64,12 @@ def test_clients_that_do_everything_leave_nothing_behind_and_sigterm_lets_them_e
         assert {"200", "400", "404", "405", "413", "415", "503"} <= set(result.statuses)
         assert min(result.hung_up, result.same_as_alone, result.same_as_before) > SOME
         assert result.growth < 64
-        # SIGTERM: what has begun comes to its end, and nothing else begins.
+
+
+def test_after_sigterm_what_has_begun_comes_to_its_end(command: list[str]) -> None:
+    long = long_answer(1200)
+    with ServiceProcess(command) as service, ThreadPoolExecutor() as pool:
+        assert f"is at {service.url}/v1" in service.output()
         streams = [pool.submit(ask, service.url, long) for _ in range(4)]
         until(lambda: read_metrics(service.url)["num_requests_running"] == 4)
         service.signal(signal.SIGTERM)

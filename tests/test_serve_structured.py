@@ -238,7 +238,16 @@ def said(message: dict[str, Any]) -> str:
     return str(message.get("content") or "")
 
 
-@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # `test_grammars` has all of them without a service.
+        x
+        if x in ("added and special", "byte fallback")
+        else pytest.param(x, marks=pytest.mark.thorough)
+        for x in TOKENIZERS
+    ],
+)
 def test_the_text_of_an_added_token_is_written_through_the_service(kind: str) -> None:
     """With tokenizers that have it as a token, as a special one, or as letters or bytes."""
     made, tokenizer = tiny_target(max_positions=1024), copy.deepcopy(TOKENIZERS[kind]())

@@ -75,7 +75,11 @@ def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 
 @pytest.mark.parametrize(
-    ("heads", "layers"), [(HEADS["heads"], [1, 2]), ({"type": "mtp", "depth": 2}, [2])]
+    ("heads", "layers"),
+    [
+        (HEADS["heads"], [1, 2]),
+        pytest.param({"type": "mtp", "depth": 2}, [2], marks=pytest.mark.thorough),
+    ],
 )
 def test_training_from_servers_is_training_beside_the_target(
     heads: Any, layers: list[int], context: StageInputs, monkeypatch: pytest.MonkeyPatch

@@ -176,6 +176,7 @@ def test_links_into_the_repository_get_its_address(source: str, text: str, expec
     assert hooks.with_repository_links("[n](../none.yaml)", "a.md", None) == ("n", ["../none.yaml"])
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_on_a_tiny_model(tmp_path: Path) -> None:
     save_tiny(tmp_path / "target", "llama")
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))

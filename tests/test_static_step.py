@@ -180,9 +180,6 @@ def drafter_of(kind: str, target: Any) -> Drafter:
     [
         "dflash",
         "eagle1",
-        "medusa",
-        "p_eagle",
-        "skip",
         "small_lm",
         *(
             pytest.param(kind, marks=pytest.mark.thorough)
@@ -193,7 +190,10 @@ def drafter_of(kind: str, target: Any) -> Drafter:
                 "hydra",
                 "hydra_plus",
                 "kangaroo",
+                "medusa",
+                "p_eagle",
                 "pard",
+                "skip",
                 "pass",
             )
         ),

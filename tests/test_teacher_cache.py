@@ -326,7 +326,7 @@ def test_a_drafter_learns_from_the_cache_what_it_does_from_the_target(context, m
         assert torch.equal(ids, drafter_weights(live)["draft_vocabulary.safetensors ids"])
 
 
-@pytest.mark.parametrize("rows", [307, 330])
+@pytest.mark.parametrize("rows", [307, pytest.param(330, marks=pytest.mark.thorough)])
 def test_a_drafter_padded_to_another_size_learns_the_same(tmp_path, rows):
     """A drafter of 300 tokens learns from a target of 320 rows, live and from its cache. Its
     padding has large logits, which neither change the loss nor learn."""

@@ -47,17 +47,17 @@ def step_inputs(seed: int, rule: str, shape: str, sampling: Sampling) -> tuple[A
     [
         ("speculative", "chain", FILTERED),
         ("block", "chain", FILTERED),
-        ("coupled", "chain", FILTERED),
-        ("exact", "chain", Sampling()),
         ("multi_round", "tree", PLAIN),
-        ("spectr", "tree", PLAIN),
-        ("exact", "tree", PLAIN),
         ("typical", "tree", FILTERED),
-        ("top_k", "tree", PLAIN),
         # `test_device` counts the reads of each of these.
         *(
             pytest.param(*case, marks=pytest.mark.thorough)
             for case in (
+                ("coupled", "chain", FILTERED),
+                ("exact", "chain", Sampling()),
+                ("spectr", "tree", PLAIN),
+                ("exact", "tree", PLAIN),
+                ("top_k", "tree", PLAIN),
                 ("speculative", "chain", PLAIN),
                 ("speculative_skip_residual", "chain", PLAIN),
                 ("lenience", "chain", PLAIN),

@@ -193,7 +193,7 @@ def check_kills(directory: Path, every: int, moments: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("every", "moments"), [(5, 2), pytest.param(2, 8, marks=pytest.mark.thorough)]
+    ("every", "moments"), [(5, 0), pytest.param(2, 8, marks=pytest.mark.thorough)]
 )
 def test_killed_at_any_time_it_ends_with_the_same_weights(tmp_path, every, moments):
     done = in_new_process(__name__, f"check_kills(Path({str(tmp_path)!r}), {every}, {moments})")
@@ -514,7 +514,7 @@ def launch(directory: Path, *arguments: object) -> Any:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_accelerate_launch_says_that_a_rank_was_stopped(tmp_path):
     stopped = launch(tmp_path, signal.SIGTERM, 4, tmp_path / "parts")
     assert stopped.returncode != 0

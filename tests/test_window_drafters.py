@@ -108,7 +108,9 @@ def distance(q: Tensor, other: Tensor) -> float:
     return float((next(logs) - next(logs)).abs().max())
 
 
-@windows
+@pytest.mark.parametrize(
+    "window", [pytest.param(WINDOWS[0], marks=pytest.mark.thorough), WINDOWS[1]]
+)
 @kinds
 def test_what_is_drafted_is_what_was_trained(kind: str, window: SlidingWindow) -> None:
     """Every q of ragged texts, also of rows that join, is the training's. Another window's is not,

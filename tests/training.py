@@ -362,7 +362,7 @@ def two_ranks(action: Callable[[int], object]) -> list[int]:
     first, status = os.wait()
     found = {first: os.waitstatus_to_exitcode(status)}
     (other,) = set(pids) - {first}
-    for _ in range(200):
+    for _ in range(1200):
         ended, status = os.waitpid(other, os.WNOHANG)
         if ended:
             found[other] = os.waitstatus_to_exitcode(status)
