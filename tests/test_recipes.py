@@ -99,9 +99,7 @@ def test_a_recipe_is_planned(
 
 
 # The table of plans, and that of their parts.
-SCALE = "".join(
-    (CONFIGS.parent / f"docs/{page}.md").read_text("utf-8") for page in ("scale", "results/scale")
-)
+SCALE = (CONFIGS.parent / "docs/results/scale.md").read_text("utf-8")
 
 
 def plan_commands() -> list[list[str]]:
