@@ -1,6 +1,7 @@
 """Who may call a server: hosts, origins, content types and keys."""
 
 import json
+from urllib.parse import quote
 
 import pytest
 
@@ -72,3 +73,12 @@ def test_who_is_let_in(
     assert (fault and fault.status) == status
     if fault is not None:
         assert json.loads(fault.response().body)["error"]["message"].isascii()
+
+
+@pytest.mark.parametrize("key", ["admin", "c2VjcmV0LWtleQ==", "a+b/c=", "=x;y", "ключ"])
+def test_an_admin_key_is_seen_wherever_it_is_sent(key: str) -> None:
+    guard = Guard(admin_key=key)
+    for sent in (f"Bearer {key}", key, f'a="{key}"; b=c', f"x={key}", f"key={quote(key, safe='')}"):
+        assert guard.shows_admin_key([b"a=b", sent.encode()]), sent
+    assert not guard.shows_admin_key([f"Bearer {key}s".encode(), f"Bearer my-{key}".encode()])
+    assert not Guard().shows_admin_key([b"", key.encode()])

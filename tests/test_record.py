@@ -374,6 +374,8 @@ def test_reasoning_images_and_several_choices() -> None:
     assert shape in reason(chat(), b"[1]")
     image = [{"type": "image_url", "image_url": {"url": "data:"}}]
     assert "no text" in reason(chat(image), answer(plain))  # type: ignore[arg-type]
+    both = [{"text": "a", "image_url": {"url": "data:"}}]
+    assert "no text" in reason(chat(both), answer(plain))  # type: ignore[arg-type]
     assert "tools" in reason(chat(tools=[{}]), answer(plain))
     long = "a" * (LONGEST_TEXT + 1)
     assert "longer" in reason(chat(long), answer(plain))
@@ -452,15 +454,16 @@ def test_a_request_that_leaves_the_text_alone_is_recorded(asked: dict[str, Any])
         ({"completion_tokens_details": None}, {"reasoning_content": "hm"}, "has reasoning_content"),
         ({}, {"name": "Ann"}, "has name"),
         ({}, {"prefix": True}, "has prefix"),
+        ({"lossy": "lenience"}, {}, "a lossy rule"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_thoughts_and_fields_of_messages(
+def test_thoughts_fields_of_messages_and_lossy_rules(
     usage: dict[str, Any], message: dict[str, Any], said: str, stream: bool
 ) -> None:
     asked = chat()
     asked["messages"][0] |= message
-    body = json.dumps(ANSWER | {"usage": usage})
+    body = json.dumps(ANSWER | {"usage": usage, "draftsmith": {"lossy": usage.get("lossy")}})
     if stream:
         body = body.replace('"message"', '"delta"')
         body = f"data: {body}\n\ndata: [DONE]\n\n"

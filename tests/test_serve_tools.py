@@ -262,6 +262,8 @@ def test_arguments_arrive_as_they_are_written() -> None:
             call = f'{{"{key}": {written}, "id": [1, {{}}], "name": "now"}}'
             text = f"a {hermes(call)} b"
             assert reads.read(text, [], []) == ("a b", [("now", arguments or written)])
+    both = '{"arguments": null, "parameters": {"a": 1}, "name": "now"}'
+    assert reads.read(hermes(both), [], []) == ("", [("now", '{"a": 1}')])
 
 
 @pytest.mark.parametrize("kind", ["hermes", "mistral", "llama"])

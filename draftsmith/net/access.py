@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import IPv4Address, IPv6Address
-from urllib.parse import urlsplit
+from urllib.parse import unquote_to_bytes, urlsplit
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -73,10 +73,12 @@ class Guard:
         )
 
     def shows_admin_key(self, sent: Iterable[bytes]) -> bool:
-        """Whether a value that was sent, a header's or the query, has the admin key as a word."""
+        """Whether a value that was sent, a header's or the query, has the admin key as a word, as
+        it is or as URLs write it."""
         key = (self.admin_key or "").encode()
-        words = (word for one in sent for word in _WORD_ENDS.split(one))
-        return bool(key) and any(hmac.compare_digest(word, key) for word in words)
+        return bool(key) and any(
+            _has_word(text, key) for one in sent for text in {one, unquote_to_bytes(one)}
+        )
 
     def around(self, app: ASGIApp) -> ASGIApp:
         """An application behind this guard. Allowed sites get the headers that browsers ask for."""
@@ -134,7 +136,7 @@ class Guard:
         return ApiError(415, f"the content type is {shown}; expected application/json")
 
 
-_WORD_ENDS = re.compile(rb"[\s,;=&\"]+")  # in headers and queries
+_WORD_END = re.compile(rb"[\s,;=&\"]")  # in headers and queries; a key may have them too
 
 # Without keys: for programs of this machine, and the server's own page.
 LOCAL = Guard()
@@ -164,6 +166,15 @@ def bearer_key(authorization: str) -> bytes:
 def media_type(content_type: str) -> str:
     """A content type without its parameters, in lower case."""
     return content_type.partition(";")[0].strip().lower()
+
+
+def _has_word(text: bytes, key: bytes) -> bool:
+    for begin in (0, *(found.end() for found in _WORD_END.finditer(text))):
+        end = begin + len(key)
+        whole = end == len(text) or _WORD_END.match(text, end) is not None
+        if whole and hmac.compare_digest(text[begin:end], key):
+            return True
+    return False
 
 
 def _is_key(authorization: str, key: str) -> bool:

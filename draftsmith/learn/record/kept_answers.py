@@ -44,6 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stop": ("", []),
     "grammar": ("",),
 }
+PART = {"type", "text", "cache_control"}  # what a part of a message may have
 HOTTEST = 1.0  # a text that is drawn at a higher temperature is not one that the target writes
 SHOWN = 5  # names in one reason
 NAME = re.compile(r"[A-Za-z0-9_]{1,40}")  # of a field, to be shown; others are what a client wrote
@@ -74,8 +75,8 @@ def exchanges(
 
     body: the request. answer: the body of the response with status 200. stream: it is a stream of
     events. An answer is complete if the target ended it. Raises NotRecorded for answers with tool
-    calls or reasoning, for requests with images, and for those with a field that is neither in FREE
-    nor neutral.
+    calls or reasoning or of a lossy rule, for requests with images, and for those with a field that
+    is neither in FREE nor neutral.
     """
     messages = _messages(body.get("messages"))
     unknown = {_shown(name) for name, value in body.items() if not _leaves_alone(name, value)}
@@ -88,6 +89,8 @@ def exchanges(
         chunks = list(_chunks(answer)) if stream else [json.loads(answer)]
         if any(map(_hides_reasoning, chunks)):
             raise NotRecorded("the answer has reasoning that is not shown")
+        if any(map(_is_lossy, chunks)):
+            raise NotRecorded("a lossy rule may have changed the answer")
         for choice, index, message in (one for chunk in chunks for one in _choices(chunk, part)):
             spoken = {key for key, value in message.items() if value} - {"role", "content"}
             if spoken:  # reasoning, a tool call, a refusal
@@ -134,6 +137,12 @@ def _hides_reasoning(chunk: Any) -> bool:
     details = usage.get("completion_tokens_details")
     counted = details.get("reasoning_tokens") if isinstance(details, dict) else None
     return bool(counted or usage.get("reasoning_tokens"))
+
+
+def _is_lossy(chunk: Any) -> bool:
+    """Whether `draftsmith serve` says of an answer that another law than the target's drew it."""
+    ours = chunk.get("draftsmith") if isinstance(chunk, dict) else None
+    return isinstance(ours, dict) and bool(ours.get("lossy"))
 
 
 def _end(choice: dict[str, Any]) -> str:
@@ -186,8 +195,9 @@ def _messages(value: Any) -> list[dict[str, str]]:
 
 
 def _is_text(part: Any) -> bool:
+    """Whether a part of a message is text. Engines read a part without a type by its other keys."""
     known = isinstance(part, dict) and part.get("type", "text") == "text"
-    return known and isinstance(part.get("text"), str)
+    return known and isinstance(part.get("text"), str) and not any(map(part.get, {*part} - PART))
 
 
 def _choices(chunk: Any, part: str) -> Iterator[tuple[dict[str, Any], int, dict[str, Any]]]:

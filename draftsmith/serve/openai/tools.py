@@ -297,12 +297,10 @@ class Calls:
         """The call that an object is, given by the JSON of its members. None: it is none.
         is_marked: it stands behind a mark, so that a name is enough."""
         name = _JSON.decode(members.get("name", "null"))
-        nothing = "null" if is_marked else None
-        given = next((members[key] for key in _KEYS if key in members), nothing)
-        if not isinstance(name, str) or name not in self._functions or given is None:
+        found = [members[key] for key in _KEYS if key in members]
+        if not isinstance(name, str) or name not in self._functions or not (found or is_marked):
             return None
-        if given == "null":
-            return name, "{}"
+        given = next((one for one in found if one != "null"), "{}")
         if given.startswith('"'):  # some models write the JSON of the arguments as a string
             inner = str(json.loads(given))
             read = _object(inner, len(inner) - len(inner.lstrip()))
