@@ -136,7 +136,9 @@ def test_a_forecast_stands_beside_what_comes_out(
 ) -> None:
     rows = [{"prompt": f"the dog {i}", "response": f"it sells {i}"} for i in range(230)]
     (base / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    run = settings(base, data={"train": "rows.jsonl", "held_out": 4, "duplicates": "keep"})
+    data = {"train": "rows.jsonl", "held_out": 4, "duplicates": "keep", "system": "sells it"}
+    run = settings(base, data=data)
+    run["evaluation"] |= {"baselines": ("ngram",), "baseline_gammas": (4,)}
     file = base / "run.yaml"
     file.write_text(json.dumps(dump_config(resolve(run))), encoding="utf-8")
     command = ["forecast", str(file), "--load", "1,2", "--lengths", "16", "--json", "f.json"]
@@ -146,9 +148,12 @@ def test_a_forecast_stands_beside_what_comes_out(
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
     found = json.loads(Path("f.json").read_text(encoding="utf-8"))
-    (heads,) = found["lines"]
+    heads, ngram = found["lines"]
     assert found["pilots"] == [48, 96]
     assert [(cell["load"], cell["length"]) for cell in heads["cells"]] == [(1, 16), (2, 16)]
     assert 1 <= heads["tokens_per_step"]["low"] <= heads["tokens_per_step"]["high"] <= 3
-    lines = footnotes(train(file, quiet=True).report)
-    assert sum(said.startswith("heads: forecast ") for said in lines) == 1
+    report = train(file, quiet=True).report
+    assert sum(said.startswith("heads: forecast ") for said in footnotes(report)) == 1
+    # The run judges on the same prompts.
+    (judged,) = (row["evaluation"] for row in report["rows"] if row["drafter"] == "ngram")
+    assert list(ngram["measured"].values()) == [judged["tokens_per_step"]]

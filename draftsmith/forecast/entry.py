@@ -28,10 +28,9 @@ from draftsmith.forecast.pilots import (
     sizes_of,
     write_data,
 )
-from draftsmith.forecast.worth import StepCost, step_costs
+from draftsmith.forecast.worth import StepCost, Worksite
 from train.base.run_files import forecast_of
-from train.data.chat_tokens import prompt_tokens
-from train.data.read import spread
+from train.data.read import Example, spread
 from train.report.format_figures import format_duration
 from train.run.config import RunConfig
 from train.run.entry import begun
@@ -118,6 +117,9 @@ def forecast(
     file = forecast_of(config.run_dir)
     with begun(config, quiet=True) as whole:
         splits, target = whole.read_data(), whole.target
+        settings = config.evaluation
+        judged = spread(whole.corpus(splits).asked(settings.split), settings.prompts)
+        asked = whole.prompts(judged)
     total = len(splits["train"])
     sizes, pilots = sizes_of(total), list[Pilot]()
     for rows in sizes:
@@ -137,20 +139,20 @@ def forecast(
             "done is kept)"
         )
     say("measuring the costs of steps")
-    text, asked = _texts(config, target, splits)
+    site = Worksite(target, settings, _text(judged, target), loads, lengths)
     lines, notes = list[Line](), list[str]()
     for name in pilots[-1].drafters:
         measured = [(pilot.rows, pilot.drafters[name]) for pilot in pilots]
         seconds = seconds_at(total, [(rows, one.seconds) for rows, one in measured])
-        line, missing = _line(name, config, measured, seconds, target, text, loads, lengths)
+        line, missing = _line(name, site, measured, seconds)
         lines.append(line)
         notes += missing
-    for name in config.evaluation.baselines:
-        protocol = replace(config.evaluation.protocol(trained=False), timed_prompts=0)
+    for name in settings.baselines:
+        protocol = replace(settings.protocol(trained=False), timed_prompts=0)
         found = evaluate(target, open_drafter(name, target), asked, protocol).to_dict()
         if found["reached"]:
             one = [(total, Outcome.of(name, found, 1.0, 0.0))]
-            line, missing = _line(name, config, one, None, target, text, loads, lengths)
+            line, missing = _line(name, site, one, None)
             lines.append(line)
             notes += missing
     shared = seconds_at(total, [(pilot.rows, pilot.shared_seconds) for pilot in pilots])
@@ -206,32 +208,21 @@ def _pilot(
 
 def _line(
     name: str,
-    config: RunConfig,
+    site: Worksite,
     measured: Sequence[tuple[int, Outcome]],
     seconds: float | None,
-    target: Target,
-    text: Sequence[int],
-    loads: Sequence[int],
-    lengths: Sequence[int],
 ) -> tuple[Line, list[str]]:
-    """A drafter, and what could not be measured of it. measured: by rows, ascending."""
-    last, trained = measured[-1][1], seconds is not None
+    """A drafter, and what could not be measured of it. measured: by rows, ascending. seconds: of
+    its training; None: it is not trained."""
+    last = measured[-1][1]
     draws = acceptance_at(1.0, [one.point for _, one in measured])
     tokens = tokens_per_step(draws)
-    drafter = open_drafter(last.spec, target)
-    costs, missing = step_costs(
-        target,
-        drafter,
-        config.evaluation.protocol(trained=trained),
-        text,
-        depth=len(last.point.reached),
-        width=last.width,
-        loads=loads,
-        lengths=lengths,
-    )
+    drafter = open_drafter(last.spec, site.target)
+    depth, trained = len(last.point.reached), seconds is not None
+    costs, missing = site.costs(drafter, trained=trained, depth=depth, width=last.width)
     line = Line(
         name,
-        drafter.describe_drafts(config.evaluation.gamma),
+        drafter.describe_drafts(site.settings.gamma),
         Range.of(tokens),
         [Range.of(place) for place in draws.T],
         {rows: one.tokens_per_step for rows, one in measured},
@@ -246,11 +237,7 @@ def _cell(cost: StepCost, tokens: np.ndarray) -> Cell:
     return Cell(cost.load, cost.length, cost.cost, Range.of(tokens / (cost.cost * noise)))
 
 
-def _texts(config: RunConfig, target: Target, splits: Splits) -> tuple[list[int], list[list[int]]]:
-    """Token ids of what users wrote, for texts of any length; and the prompts of evaluations."""
-    settings = config.evaluation
-    rows = spread(splits[settings.split], settings.prompts)
+def _text(rows: Sequence[Example], target: Target) -> list[int]:
+    """Token ids of what users wrote, for texts of any length."""
     written = "\n".join(text for row in rows for text in row.user_texts())
-    ids = target.tokenizer(written, add_special_tokens=False)["input_ids"]
-    encoder = target.has_encoder
-    return list(ids), [prompt_tokens(row, target.tokenizer, encoder=encoder) for row in rows]
+    return list(target.tokenizer(written, add_special_tokens=False)["input_ids"])

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from decode.costs import BUSY, busy
 from decode.drafters import Drafter
 from decode.measure.time_costs import measure_costs
 from decode.model.loading import Target
-from decode.settings import EvaluationProtocol
+from train.run.config import EvaluationConfig
 
 
 @dataclass(frozen=True)
@@ -25,28 +26,32 @@ class StepCost:
     noise: float
 
 
-def step_costs(
-    target: Target,
-    drafter: Drafter,
-    protocol: EvaluationProtocol,
-    text: Sequence[int],
-    *,
-    depth: int,
-    width: float,
-    loads: Sequence[int],
-    lengths: Sequence[int],
-) -> tuple[list[StepCost], list[str]]:
-    """The costs at each load and length, and why some were not measured.
+@dataclass(frozen=True)
+class Worksite:
+    """What the costs of steps are measured on, at each load and length.
 
-    text: token ids that texts are made of. depth: of a draft. width: tokens that a pass verifies,
-    on average.
+    settings: how the run evaluates. text: token ids that texts are made of.
     """
-    found, missing = list[StepCost](), list[str]()
-    for length in lengths:
-        for load in loads:
+
+    target: Target
+    settings: EvaluationConfig
+    text: Sequence[int]
+    loads: Sequence[int]
+    lengths: Sequence[int]
+
+    def costs(
+        self, drafter: Drafter, *, trained: bool, depth: int, width: float
+    ) -> tuple[list[StepCost], list[str]]:
+        """The costs of a drafter's steps, and why some were not measured.
+
+        depth: of a draft. width: tokens that a pass verifies, on average.
+        """
+        found, missing = list[StepCost](), list[str]()
+        protocol = self.settings.protocol(trained=trained)
+        for length, load in product(self.lengths, self.loads):
             # Different texts, as their tokens choose different experts of a mixture.
-            prompts = [piece(text, length, 7 * row) for row in range(load)]
-            decoder, _ = protocol.decoder(target, drafter, prompts[0])
+            prompts = [piece(self.text, length, 7 * row) for row in range(load)]
+            decoder, _ = protocol.decoder(self.target, drafter, prompts[0])
             try:
                 costs = measure_costs(
                     decoder,
@@ -65,7 +70,7 @@ def step_costs(
                 )
             cost = float(costs.draft(depth) + costs.verify(np.array(width)))
             found.append(StepCost(load, length, cost, costs.noise))
-    return found, missing
+        return found, missing
 
 
 def piece(text: Sequence[int], length: int, begin: int) -> list[int]:
