@@ -12,7 +12,8 @@ typedef float Floats __attribute__((vector_size(32)));
 
 constexpr int WHOLE = 0, HALF = 1, BYTES = 2;
 
-// How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1.
+// How far ahead of a read its memory is asked for, in bytes: into L2, and from there into L1. For one or
+// two rows several blocks are read at once, and the processor finds their way into L2 itself.
 constexpr int FAR = 6144, NEAR = 1024;
 
 #include "few_rows_own_forms.h"
@@ -112,7 +113,7 @@ inline void sums_in(const char* const* weights, const Number* x, int64_t in, flo
         second = _mm256_loadu_ps((const float*)p + 8);
       }
       if (FORM == WHOLE || k % 2 == 0) {  // once a cache line
-        _mm_prefetch(p + FAR, _MM_HINT_T1);
+        if (N > 2) _mm_prefetch(p + FAR, _MM_HINT_T1);
         _mm_prefetch(p + NEAR, _MM_HINT_T0);
       }
 #pragma GCC unroll 6
