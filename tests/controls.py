@@ -208,7 +208,7 @@ CONTROLS = [
         LONGER,
     ),
     _of_rule("residual of the wrong row", WrongResidualRow, small_lm, 10_000, "speculative"),
-    _of_rule("bonus of the wrong row", BonusOffByOne, small_lm, 20_000, "speculative"),
+    _of_rule("bonus of the wrong row", BonusOffByOne, small_lm, 5_000, "speculative"),
     _of_rule("q clamped from below", ClampedRatio, small_lm, 25_000, "speculative"),
     _of_rule("block ends at the first rejection", FirstReject, small_lm, 6_000, "block"),
     _of_rule(
@@ -253,7 +253,7 @@ CONTROLS = [
         "path committed one slot off",
         path_one_slot_off,
         _pairs("independent", LONGER),
-        6_000,
+        1_500,
         "multi_round",
         LONGER,
     ),

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -93,9 +92,6 @@ def test_the_wheel_has_all_files_and_no_others(unpacked: Path):
 
 
 def test_commands_run_outside_the_repository(unpacked: Path, tmp_path: Path):
-    helped = run(unpacked, tmp_path, "--help")
-    assert helped.returncode == 0, helped.stderr
-    assert {"quickstart", "init", "train"} <= set(re.findall(r"\w+", helped.stdout))
     # The shipped config is found and read; a target that does not exist ends it.
     missing = run(unpacked, tmp_path, "quickstart", "target.model=./none", "--dry-run")
     assert (missing.returncode, "none does not exist" in missing.stderr) == (2, True), missing
