@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
@@ -280,7 +279,7 @@ def prompt_ids(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, **options: An
             as_read(cast("Sequence[Mapping[str, str]]", prompt), tokenizer, options.get("tools")),
             **{"add_generation_prompt": True, "tokenize": True, "return_dict": False, **options},
         )
-    except (TemplateError, ValueError, TypeError) as error:
+    except Exception as error:  # a template is a program of others
         raise UserError(f"the chat template refuses these messages: {error}") from error
     return written
 

@@ -1,5 +1,7 @@
 """What comes with the texts of an audited server, by servers with one fault each; its drafts."""
 
+import copy
+import dataclasses
 import json
 import random
 import re
@@ -16,6 +18,7 @@ from starlette.routing import Route
 import draftsmith
 from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
+from decode.model.loading import Target
 from decode.settings import DecodeSettings
 from draftsmith import AuditOptions
 from draftsmith.auditing.contract import contract_findings
@@ -31,6 +34,7 @@ from train.settings.server_config import ServerConfig
 TARGET = tiny_target()
 # Ids that no tokenizer has.
 ODD_IDS = {"tokenizer: an id below 0": -1, "tokenizer: a large id": 10**30}
+HALF, STOP = "\ud800", 2  # half a character, where a stop string is taken from
 LETTERS = sorted(set(TARGET.tokenizer("she sells sea shells by the shore")["input_ids"]))
 
 
@@ -69,6 +73,8 @@ class Letters:
         text, reason = TARGET.tokenizer.decode(tokens), "length"
         if self.fault == "tokenizer":
             text = text.upper()
+        if self.fault == "half a character" and len(text) > STOP:
+            text = text[:STOP] + HALF + text[STOP + 1 :]
         if self.fault in ODD_IDS:
             tokens[-1] = ODD_IDS[self.fault]
         for stop in body.get("stop", ()):
@@ -83,7 +89,8 @@ class Letters:
             return {"choices": [choice]}
 
         if not body["stream"]:
-            return JSONResponse(said(text, tokens, reason))
+            # JSON can hold half a surrogate pair; Starlette's responses cannot.
+            return Response(json.dumps(said(text, tokens, reason)), media_type="application/json")
         half = len(text) // 2
         # The last piece of a text is lost.
         last = "" if self.fault == "streams" else text[half:]
@@ -101,10 +108,12 @@ class Letters:
         return JSONResponse({"choices": [{}], "usage": {"prompt_tokens": len(ids)}})
 
 
-def found_in(letters: Letters, protocol: Any = "completions") -> list[Finding]:
+def found_in(
+    letters: Letters, protocol: Any = "completions", target: Target = TARGET
+) -> list[Finding]:
     with served(letters.app()) as url:
         return contract_findings(
-            url, TARGET, PROMPTS, Sampling(1.0),
+            url, target, PROMPTS, Sampling(1.0),
             ServerConfig(url=url, protocol=protocol, retries=0),
             max_new_tokens=24, seed=1, level=1e-4, repeats=True,
         )  # fmt: skip
@@ -164,6 +173,23 @@ def test_what_was_compared_before_a_server_is_lost_is_kept() -> None:
     verdicts = {x.name: x.verdict for x in findings}
     assert verdicts["streams"] is Verdict.WRONG
     assert verdicts["asked"] is Verdict.UNJUDGED
+
+
+def test_half_a_character_costs_its_own_comparisons_only() -> None:
+    """No request can have such a stop string."""
+    named = {x.name: x for x in found_in(Letters("half a character"))}
+    assert set(named) == {"tokenizer", "streams", "stop strings", "seeds", "chat template"}
+    assert "cannot be written" in named["stop strings"].detail
+    assert named["streams"].verdict is named["seeds"].verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize("template", ["{{ raise_exception('no users') }}", "{{ 1 / 0 }}"])
+def test_a_template_that_refuses_a_message_costs_its_own_question_only(template: str) -> None:
+    tokenizer = copy.deepcopy(TARGET.tokenizer)
+    tokenizer.chat_template = template
+    findings = found_in(Letters(), target=dataclasses.replace(TARGET, tokenizer=tokenizer))
+    assert [x.name for x in findings if x.verdict is not Verdict.EQUAL] == ["asked"]
+    assert "the chat template refuses these messages" in findings[-1].detail
 
 
 def test_draft_tokens_are_counted_as_the_engine_picks_them() -> None:

@@ -18,6 +18,7 @@ from decode.drafters.small_lm import SmallLMDrafter
 from decode.draw.sampling import Sampling
 from draftsmith import Audit, AuditOptions
 from draftsmith.auditing import report, tails
+from draftsmith.auditing.asking import _Ids, _LlamaIds
 from draftsmith.auditing.contract import Said
 from draftsmith.auditing.drafts import acceptance_finding
 from draftsmith.auditing.entry import server_root
@@ -171,6 +172,7 @@ def test_an_answer_that_cannot_be_judged_costs_itself_only(
     [
         {"choices": []}, {"choices": [{"token_ids": ["a"]}]}, {"timings": [1]},
         {"usage": {"completion_tokens": "x"}}, {"timings": {"draft_n": "x"}},
+        {"timings": {"draft_n": 10**400}},
     ],
     ids=str,
 )  # fmt: skip
@@ -190,6 +192,28 @@ def test_an_answer_of_another_shape_is_refused_in_words(odd: dict[str, Any]) -> 
             elif odd != {"choices": []}:
                 with pytest.raises(UserError, match="replied what is no answer"):
                     draftsmith.audit(url, TARGET, prompts, options)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("-inf"), 10**400, None, "x"])
+def test_a_log_probability_that_is_no_number_is_none(odd: Any) -> None:
+    """As of an engine that says none: the tokens of such an answer are judged."""
+    choice = {"text": "a", "finish_reason": "length", "token_ids": [5, 6]}
+    told = {"token_logprobs": [-1.5, odd]}
+    for log_p, expected in ((told, None), ({"token_logprobs": [-1.5, -2]}, [-1.5, -2])):
+        reply: dict[str, Any] = {"choices": [choice | {"logprobs": log_p}]}
+        assert _Ids().replies(reply)[0][1] == expected
+        probabilities = [{"logprob": value} for value in log_p["token_logprobs"]]
+        reply = {"content": "a", "stop_type": "limit", "completion_probabilities": probabilities}
+        assert _LlamaIds().replies(reply)[0][1] == expected
+
+
+def test_no_rounding_at_all_is_judged_too() -> None:
+    options = AuditOptions(max_new_tokens=8, samples=1, sampling=Sampling(), rounding=0)
+    with served(AnswerEngine().app()) as url:
+        found = draftsmith.audit(url, TARGET, PROMPTS[:3], options)
+    greedy = [x for x in found.findings if x.group == "greedy"]
+    assert {x.verdict for x in greedy} == {Verdict.EQUAL}, greedy
+    assert "nan" not in str(greedy)
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/"])

@@ -37,8 +37,9 @@ NO_END = ("goes on after an end-of-text token", "longer than max_new_tokens")
 # Of a token each; None: the server gives none.
 LogP = list[float] | None
 T = TypeVar("T")
+LARGEST = 1e9  # of a log-probability; NaN is none
 # What reading an answer of another shape raises.
-NO_ANSWER = (KeyError, TypeError, IndexError, ValueError, AttributeError, RecursionError)
+NO_ANSWER = (LookupError, TypeError, ValueError, AttributeError, RecursionError, ArithmeticError)
 
 
 class _Ids(Completions):
@@ -59,9 +60,7 @@ class _Ids(Completions):
         for choice in body["choices"]:
             # Names of tokens are not unique.
             log_p = (choice.pop("logprobs", None) or {}).get("token_logprobs")
-            if not isinstance(log_p, list) or not all(isinstance(x, int | float) for x in log_p):
-                log_p = None
-            replies.append((self.read(body | {"choices": [choice]}), log_p))
+            replies.append((self.read(body | {"choices": [choice]}), _numbers(log_p)))
         return replies
 
 
@@ -75,8 +74,16 @@ class _LlamaIds(LlamaServer):
 
     def replies(self, body: dict[str, Any]) -> list[tuple[Reply, LogP]]:
         """As `_Ids.replies`."""
-        log_p = [float(token["logprob"]) for token in body.get("completion_probabilities", ())]
-        return [(self.read(body), log_p or None)]
+        log_p = [token["logprob"] for token in body.get("completion_probabilities", ())]
+        return [(self.read(body), _numbers(log_p))]
+
+
+def _numbers(log_p: Any) -> LogP:
+    """Log-probabilities that a server gives. None: it gives none that can be judged."""
+    if not isinstance(log_p, list) or not log_p:
+        return None
+    fit = all(isinstance(x, int | float) and abs(x) < LARGEST for x in log_p)
+    return log_p if fit else None
 
 
 _PROTOCOLS: dict[str, _Ids | _LlamaIds] = {"completions": _Ids(), "llama-server": _LlamaIds()}

@@ -14,6 +14,7 @@ import httpx2
 from decode.base.errors import UserError
 from decode.draw.sampling import Sampling
 from decode.model.loading import Target
+from decode.text import prompt_ids
 from draftsmith.auditing.asking import AuditedServer
 from draftsmith.auditing.asking import asking as ask_server
 from draftsmith.auditing.findings import Finding, Verdict
@@ -323,9 +324,7 @@ async def _template(asking: _Asking, target: Target, prompt: Sequence[int]) -> l
     if not has_template(target.tokenizer):
         return []
     messages = [{"role": "user", "content": target.tokenizer.decode(prompt).strip() or "?"}]
-    expected = target.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    expected = prompt_ids(messages, target.tokenizer)
     body = {
         "model": asking.settings.model, "messages": messages, "max_tokens": 1, "temperature": 0,
         "return_token_ids": True,

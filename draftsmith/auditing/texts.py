@@ -23,8 +23,8 @@ LONGEST_GRAM = 3  # of the lookup whose proposals are watched
 ROUNDINGS, LEAST_ROUNDING = 4, 1e-3
 # The standard deviation of the rounding of a difference of two logits, in units of the allowance:
 # one ε at the largest logit. Where log-probabilities show a larger one, the allowance grows with
-# it, up to MOST_SCALE times.
-DEVIATION, MOST_SCALE = 1 / ROUNDINGS, 4.0
+# it, up to MOST_SCALE times. No rounding at all is the least that a float32 shows.
+DEVIATION, MOST_SCALE, NO_ROUNDING = 1 / ROUNDINGS, 4.0, 1e-6
 
 # The sets of tokens that come first in an order. Each is known before the token is drawn.
 SETS = ("likeliest", "proposed", "seen", "end")
@@ -124,7 +124,7 @@ class TextJudge:
         rounding = (ROUNDINGS * self._eps * raw.abs().amax(-1)).clamp(min=LEAST_ROUNDING)
         rounding *= self._scale
         if self._rounding is not None:
-            rounding = torch.full_like(rounding, self._rounding)
+            rounding = torch.full_like(rounding, max(self._rounding, NO_ROUNDING))
         warm = self._sampling.warmed
         p = warm.probs(logits).double()
         outside = p.gather(1, tokens)[:, 0] == 0

@@ -133,6 +133,8 @@ class ServerClient:
                 problem = f"{type(error).__name__} {error}".strip()
                 # A request that ends an engine does so at its first attempt.
                 reached |= not isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout)
+            except ValueError as error:  # it has what JSON or UTF-8 cannot hold
+                raise UserError(f"a request to {self.url} cannot be written: {error}") from error
             else:
                 if response.status_code not in RETRIED and response.status_code < 500:
                     return response
