@@ -32,6 +32,7 @@ from draftsmith.export.file_schema import StoredTensor, TensorSpec, key_problems
 from draftsmith.export.formats import EXPORT_FILE, FORMATS, format_for
 from draftsmith.export.formats.layer_format import llama_settings
 from draftsmith.export.model_card import drafter_card
+from draftsmith.export.model_directory import older_names
 from draftsmith.export.trained_drafter import TrainedDrafter
 from tests.test_target import write_gguf
 from tests.tiny import save_tiny, tiny_model, tiny_target, tiny_tokenizer
@@ -287,6 +288,40 @@ def test_rotary_positions_are_written_for_transformers_4_too(
     )
     problems = FORMATS["hf"].problems(tmp_path / "out")
     assert any("rope_scaling is" in problem for problem in problems)
+
+
+@pytest.mark.parametrize("family", ["apertus", "gpt_oss"])
+def test_unscaled_positions_are_written_where_transformers_4_would_scale_them(family: str) -> None:
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    config = transformers.AutoConfig.for_model(family, rope_parameters=rope).to_dict()
+    older = older_names(config)
+    assert older == {"rope_theta": 5e5, "rope_scaling": None}
+    again = type(transformers.AutoConfig.for_model(family))(**copy.deepcopy(config | older))
+    assert again.rope_parameters.items() >= rope.items()
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("phi3", {}),
+        ("phi3", {"factor": 4.0}),
+        ("phimoe", {"short_mscale": 1.25, "long_mscale": 1.5}),
+    ],
+)
+def test_numbers_of_longrope_reach_every_reader(family: str, more: dict[str, float]) -> None:
+    """By its source, transformers 4.57.6 takes the first and the last, and refuses the second,
+    which it has no name for."""
+    rope = {"rope_type": "longrope", "rope_theta": 5e5} | SCALED["longrope"] | more
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "original_max_position_embeddings": 32}
+    kind = type(transformers.AutoConfig.for_model(family))
+    config = kind(**sizes, rope_parameters=copy.deepcopy(rope)).to_dict()
+    older = older_names(config)
+    lists = {key: rope[key] for key in ("short_factor", "long_factor")} | more
+    if family == "phi3":
+        assert older["rope_scaling"] == {"type": "longrope"} | lists
+    assert older["rope_scaling"].items() >= lists.items()
+    again = kind(**copy.deepcopy(config | older)).rope_parameters
+    assert {key: again[key] for key in rope} == rope
 
 
 def test_the_readme_says_what_a_hub_page_should(tmp_path: Path, target: Target) -> None:

@@ -102,10 +102,15 @@ def older_names(config: Mapping[str, Any]) -> dict[str, Any]:
     if config.get("model_type") == "gpt_neox":
         names = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}
         keys |= {name: keys[key] for key, name in names.items() if key in keys}
-    if config.get("model_type") in ("phi3", "phimoe") and "rope_scaling" in keys:
-        # Their own check accepts these three only.
-        factors = {key: keys["rope_scaling"][key] for key in ("short_factor", "long_factor")}
-        keys["rope_scaling"] = {"type": "longrope", **factors}
+    if config.get("model_type") == "phi3" and "rope_scaling" in keys:
+        # Their own check accepts this name of the type and two lists of factors. It refuses more,
+        # which no reader may lose.
+        outside = ("rope_type", "original_max_position_embeddings")
+        more = {key: x for key, x in keys["rope_scaling"].items() if key not in outside}
+        keys["rope_scaling"] = {"type": "longrope", **more}
+    if config.get("model_type") in ("apertus", "gpt_oss"):
+        # Without this key theirs is that of their first models.
+        keys.setdefault("rope_scaling", None)
     return keys
 
 
