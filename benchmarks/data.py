@@ -37,8 +37,8 @@ from benchmarks.common import (
 from benchmarks.shared.process_memory import peak_resident_memory, status_bytes
 from train.data.batches import Batches, RankText, collate, padding_share
 from train.data.chat_tokens import Sample
-from train.data.corpus import SHARE_EXAMPLES
-from train.data.read import Example, data_fingerprint, read_examples
+from train.data.read import Example, ReadSettings, data_fingerprint, read_sources
+from train.data.sources import sources_of
 from train.data.splits import split_off, without_duplicates
 from train.data.stored_samples import PART, StoredSamples, sizes
 from train.data.write_samples import write_samples
@@ -48,6 +48,7 @@ LISTS = 20_000  # conversations that are kept as lists, and that the slower pass
 BATCHES = 500  # that are read
 HELD_OUT = 200  # prompts of dev and of test
 WORDS, SENTENCES = 2000, 8192  # different ones
+PART_SAMPLES = 16_384
 VOCABULARY, LONGEST = 150_000, 2048
 PADDINGS = (4096, 16_384, 65_536)  # tokens per batch
 
@@ -148,9 +149,9 @@ def make_text(text: str, samples: str, count: int) -> None:
                 for turn, content in enumerate(turns)
             ]
             file.write(json.dumps({"id": f"conversation-{row}", "messages": messages}) + "\n")
-    for number, first in enumerate(range(0, count, SHARE_EXAMPLES)):
-        part = made_up_samples(first, min(SHARE_EXAMPLES, count - first))
-        write_samples(Path(samples), number, part, LONGEST)
+    for number, first in enumerate(range(0, count, PART_SAMPLES)):
+        part = made_up_samples(first, min(PART_SAMPLES, count - first))
+        write_samples(Path(samples), number, part)
 
 
 def made_up_samples(first: int, count: int) -> Iterator[Sample]:
@@ -181,7 +182,8 @@ def hold_text(
     seconds: dict[str, float] = {}
     examples: Sequence[Example]
     with _timed(seconds, "reading"):
-        examples, _ = read_examples(text)
+        file = Path(samples) / f"rows-{lists}.arrow"
+        examples, _ = read_sources([text], [*sources_of([text], Path())], ReadSettings(), file)
         if lists:
             examples = list(examples)
     rows = len(examples)

@@ -15,6 +15,7 @@ from tests.training import Killed, Lines
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.data.corpus import Corpus
 from train.data.read import Example
+from train.data.text_files import Texts
 from train.loop.trainer import Trainer
 from train.settings.schema import StageConfig
 from train.stages import STAGES
@@ -40,13 +41,14 @@ def stage_context(directory: Path, target: Target) -> StageInputs:
     """As a run makes it; `run_stage` gives it the directory of each stage."""
     earlier: dict[str, Path] = {}
     splits = {"train": examples("train", 10), "dev": examples("dev", 4)}
+    texts = Texts(positions=target.max_positions, vocab_size=target.vocab_size)
     return StageInputs(
         target,
         Accelerator(cpu=True),
         Lines(),
         directory,
         earlier,
-        Corpus(splits, target.tokenizer, system=None, stages=earlier),
+        Corpus(splits, target.tokenizer, system=None, stages=earlier, texts=texts),
         run_name="tiny",
     )
 

@@ -12,7 +12,7 @@ from decode.model.loading import load_target
 from decode.text import prompt_ids
 from draftsmith.cli.command import Loading
 from tests.tiny import CHAT_TEMPLATE, save_tiny, tiny_tokenizer
-from train.data.chat_tokens import prompt_tokens, to_sample
+from train.data.chat_tokens import prompt_tokens
 from train.data.read import Example
 
 # As Qwen3's: an empty thought begins the answer if thinking is switched off.
@@ -37,7 +37,6 @@ def test_every_prompt_and_text_is_rendered_with_them(tmp_path: Path) -> None:
     prompt = prompt_ids(MESSAGES, tokenizer)
     assert tokenizer.decode(prompt).endswith("assistant\n<think></think>")
     assert prompt_tokens(EXAMPLE, tokenizer) == prompt
-    assert to_sample(EXAMPLE, tokenizer, [7, 8]).tokens == [*prompt, 7, 8]
     without = prompt_ids(MESSAGES, tokenizer_with(THINKS))
     assert len(without) < len(prompt)
     # A call says more than the default, and a saved tokenizer keeps it.

@@ -14,11 +14,13 @@ from transformers import PreTrainedTokenizerFast
 
 from decode.base.errors import UserError
 from train.data.batches import Batches, RankText, bucket_batches, collate, padding_share
-from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples, user_prefix
+from train.data.chat_tokens import Sample, prompt_tokens, to_samples, user_prefix
+from train.data.corpus import Corpus
 from train.data.read import Example, data_fingerprint, read_examples
 from train.data.sources import SourceName
+from train.data.stored_samples import StoredSamples
 from train.data.template import set_moment
-from train.data.write_samples import fit, require_kept
+from train.data.write_samples import require_kept, write_samples
 
 # --- read ----------------------------------------------------------------------------------------
 
@@ -538,7 +540,7 @@ def test_generated_ids_are_kept_as_they_are() -> None:
     response = [newline, newline, end]
     assert tokenizer(tokenizer.decode(response), add_special_tokens=False)["input_ids"] != response
     case = example("a", "an earlier answer", "b", "the reference, which is replaced")
-    sample = to_sample(case, tokenizer, response, system="Be brief.")
+    sample = Corpus({}, tokenizer, "Be brief.", {}).answered(case, "answers", 0, response)
     prompt = prompt_tokens(case, tokenizer, system="Be brief.")
     assert sample.tokens == prompt + response
     assert sample.mask == [False] * len(prompt) + [True] * 3
@@ -640,12 +642,9 @@ def test_a_template_writes_the_moment_of_the_run() -> None:
 
 
 def test_templates_that_refuse() -> None:
-    thinking = ("a", "<think>hm</think>b", "c", "<think>hm</think>d")
-    strips = tokenizer_with(STRIPS)
     with pytest.raises(UserError, match=r"messages\[1\].*changes the prompt when a reply follows"):
         to_samples(example("a", "b"), tokenizer_with(OPENS))
     # What the message advises: the target's own tokens need no telling apart.
-    assert to_sample(example(*thinking), strips, [1, 2]).tokens[-2:] == [1, 2]
     with pytest.raises(UserError, match=r"rows\.jsonl:1: .*template refuses the roles system, us"):
         prompt_tokens(example("a"), tokenizer_with(TEMPLATES["gemma"][0]), system="Be brief.")
     adds_nothing = tokenizer_with(FOR + "{{ m['content'] + none }}" + END)
@@ -687,29 +686,39 @@ def sample_of(length: int, prompt: int, name: str = "x") -> Sample:
     return Sample(name, list(range(length)), [t >= prompt for t in range(length)])
 
 
-def test_fit_accounts_for_every_sample() -> None:
+def test_samples_that_can_be_trained_on_are_counted(tmp_path: Path) -> None:
     samples = [sample_of(4, 2, "fits"), sample_of(9, 2, "long"), sample_of(9, 7, "all prompt")]
     samples.append(sample_of(3, 3, "no answer"))
-    kept, counts = fit(samples, 5)
+    write_samples(tmp_path, 0, samples)
+    stored = StoredSamples(tmp_path, 1)
+    kept = stored.fitting(5)
     assert [(s.id, s.tokens, s.mask) for s in kept] == [
         ("fits", [0, 1, 2, 3], [False, False, True, True]),
         ("long", [0, 1, 2, 3, 4], [False, False, True, True, True]),
     ]
+    assert [(len(s.tokens), sum(s.mask)) for s in kept] == [
+        *zip(kept.lengths, kept.predicted, strict=True)
+    ]
+    assert [(list(t), list(m)) for _, t, m in kept.texts(0, 2)] == [
+        (s.tokens, s.mask) for s in kept
+    ]
     nothing_left = {"too long": 0, "no response tokens": 2}
-    assert counts == {"read": 4, "kept": 2, "truncated": 1, **nothing_left}
-    kept, counts = fit(samples, 5, on_long="drop")
+    assert kept.counts == {"read": 4, "kept": 2, "truncated": 1, **nothing_left}
+    kept = stored.fitting(5, "drop")
     assert [s.id for s in kept] == ["fits"]
-    assert counts == {
+    assert kept.counts == {
         "read": 4,
         "kept": 1,
         "truncated": 0,
         "too long": 2,
         "no response tokens": 1,
     }
+    assert list(stored) == samples
     with pytest.raises(UserError, match=r"4 read, 0 kept \(no response tokens: 4\).*length of 2"):
-        require_kept(fit(samples, 2)[1], 2)
+        require_kept(stored.fitting(2).counts, 2)
+    write_samples(tmp_path / "none", 0, [])
     with pytest.raises(UserError, match="no sample to train on: 0 read"):
-        require_kept(fit([], 5)[1], 5)
+        require_kept(StoredSamples(tmp_path / "none", 1).fitting(5).counts, 5)
 
 
 def realistic(n: int = 3000) -> list[int]:

@@ -1,6 +1,7 @@
 """A row is read from its source once in the life of a run."""
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from accelerate import Accelerator
 
 import train.data.read
 import train.data.splits
+import train.data.template
 from decode.base.errors import UserError
 from tests.test_run import make_base, start, write_rows
 from train.base.console import Reporter
@@ -38,20 +40,21 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many rows were understood, and looked at for duplicates."""
+    """How many rows were understood, looked at for duplicates and written with the template."""
     counts: Counter[str] = Counter()
 
     def counted(module: Any, name: str) -> None:
         original = getattr(module, name)
 
-        def call(*arguments: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
             counts[name] += 1
-            return original(*arguments)
+            return original(*arguments, **options)
 
         monkeypatch.setattr(module, name, call)
 
     counted(train.data.read, "understand")
     counted(train.data.splits, "_grams")
+    counted(train.data.template, "render_jinja_template")
     return counts
 
 
@@ -59,9 +62,14 @@ def test_a_row_is_parsed_once_and_not_at_a_restart(base: Path, work: Counter[str
     start(base, *FEW)
     assert work["understand"] == 33
     assert work["_grams"]
+    assert work["render_jinja_template"]
     [stored] = (base / "runs/tiny" / DATA).iterdir()
     first = open_rows(stored)
     work.clear()
+    start(base, *FEW)
+    assert not work
+    # Nor for work that is still to do.
+    shutil.rmtree(base / "runs/tiny/stages")
     start(base, *FEW)
     assert not work
     # A table that was damaged is made again.

@@ -518,7 +518,7 @@ def test_a_tree_that_cannot_be_planned_is_refused_before_the_training(
     )
     examples = context.corpus.examples["dev"]
     context.corpus.examples["dev"] = [*examples, long]
-    with pytest.raises(UserError, match=r"prompt 3 has \d+ tokens and the target's context holds"):
+    with pytest.raises(UserError, match=r"the prompt has \d+ tokens and the target"):
         run_stage(context, stage)
     context.corpus.examples["dev"] = examples
     # This one's positions are its own.

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import train.data.corpus
-import train.stages.text_stages
+import train.data.text_files
+import train.stages
 from benchmarks import data as benchmark
 from decode.base.artifact import CorruptArtifact
 from decode.base.errors import UserError
@@ -26,9 +27,9 @@ from train.data.batches import Batches, RankText, bucket_batches, permutation
 from train.data.chat_tokens import Sample
 from train.data.corpus import answers_of, read_answers, write_answers
 from train.data.read import Example, Examples, read_examples
-from train.data.splits import require_same, split_off
+from train.data.splits import split_off
 from train.data.stored_samples import StoredSamples, sample_ids, sizes, take
-from train.data.usable_rows import UsableRows
+from train.data.text_files import Texts
 from train.data.write_samples import require_kept, write_samples
 from train.stages.generate import GenerateStage
 
@@ -59,9 +60,9 @@ def test_the_table_has_the_rows_of_every_kind_of_source(tmp_path: Path) -> None:
         read[8]
 
 
-def stored(directory: Path, *parts: list[Sample], max_length: int = 100) -> StoredSamples:
+def stored(directory: Path, *parts: list[Sample]) -> StoredSamples:
     for number, part in enumerate(parts):
-        write_samples(directory, number, part, max_length)
+        write_samples(directory, number, part)
     return StoredSamples(directory, len(parts))
 
 
@@ -69,7 +70,7 @@ def test_stored_samples_are_those_that_were_written(tmp_path: Path) -> None:
     first = [sample_of(5, 2, "a"), sample_of(9, 3, "b")]
     first.append(Sample("c", [7, 8], [False, True], source=[1, 2, 3]))
     last = [sample_of(4, 1, "d"), sample_of(3, 3, "without a response")]
-    samples = stored(tmp_path, first, last[1:], last, max_length=8)
+    samples = stored(tmp_path, first, last[1:], last).fitting(8)
     expected = [first[0], sample_of(8, 3, "b"), first[2], last[0]]
     assert list(samples) == expected
     assert [samples[i] for i in range(-4, 4)] == 2 * expected
@@ -91,72 +92,87 @@ def test_stored_samples_are_those_that_were_written(tmp_path: Path) -> None:
         require_kept(Counter({"read": 4, "too long": 1, "no response tokens": 3}), 2)
 
 
-def test_a_stage_stores_its_samples_in_parts_and_keeps_those_of_an_earlier_start(
+def test_stages_share_a_text_whose_parts_outlive_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(train.data.corpus, "SHARE_EXAMPLES", 4)
+    monkeypatch.setattr(train.data.text_files, "SHARE_EXAMPLES", 4)
     context = stage_context(tmp_path, tiny_target())
 
-    def stage(**settings: Any) -> Any:
-        config = make_stage("feature_cache", "cache", **settings)
-        return train.stages.STAGES[config.kind](config, replace(context, directory=tmp_path))
+    def stage(name: str, **settings: Any) -> Any:
+        config = make_stage("feature_cache", name, **settings)
+        texts = Texts(tmp_path / "texts")
+        inputs = replace(context, corpus=replace(context.corpus, texts=texts))
+        return train.stages.STAGES[config.kind](config, inputs)
 
-    written = []
+    exact = list(context.corpus.samples("data"))
+    written: list[int] = []
     original = write_samples
 
     def counted(directory: Path, number: int, *rest: Any) -> None:
         if len(written) == 2:
             raise UserError("the disk is full")
-        written.append((directory, number))
+        written.append(number)
         original(directory, number, *rest)
 
-    monkeypatch.setattr(train.stages.text_stages, "write_samples", counted)
+    monkeypatch.setattr(train.data.text_files, "write_samples", counted)
     with pytest.raises(UserError, match="disk is full"):
-        stage().fitting_samples()
-    first = written[0][0]
+        stage("cache").fitting_samples()
     del written[0]
-    samples, counts = stage().fitting_samples()
-    assert [number for _, number in written] == [1, 2]
-    assert list(samples) == context.corpus.samples("data")
+    samples, counts = stage("cache").fitting_samples()
+    assert written == [1, 2]
+    assert list(samples) == exact
     assert (counts["read"], counts["kept"], len(samples)) == (10, 10, 10)
+    # Another stage reads them there, however long its samples may be, and makes those that are
+    # missing.
     del written[:]
-    assert list(stage().fitting_samples()[0]) == list(samples)
-    assert not written
-    # A later stage reads them there, and writes those that are missing.
-    earlier = {"other": tmp_path / "other", "cache": tmp_path}
-    config = make_stage("feature_cache", "later")
-    inputs = replace(context, directory=tmp_path / "later", earlier=earlier)
-    later = train.stages.STAGES[config.kind](config, inputs)
-    shutil.rmtree(first / "part-1")
-    assert list(later.fitting_samples()[0]) == list(samples)
-    assert written == [(first, 1)]
-    assert not (tmp_path / "later").exists()
-    del context.corpus.examples["train"][4:]
+    shutil.rmtree(samples.directory / "part-1")
     shorter = min(len(sample.tokens) for sample in samples) - 1
-    cut, counts = stage(max_length=shorter).fitting_samples()
-    assert counts["truncated"] == len(cut) == 4
-    assert not first.exists()
+    cut, counts = stage("later", max_length=shorter).fitting_samples()
+    assert written == [1]
+    assert counts["truncated"] == len(cut) == 10
+    assert [s.tokens for s in cut] == [s.tokens[:shorter] for s in samples]
+    del context.corpus.examples["train"][4:]
+    assert len(stage("fewer").fitting_samples()[0]) == 4
 
 
-def test_plans_make_each_sample_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its tokens are counted where the row is checked, for all stages."""
+def test_each_text_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its rows are checked, for all plans, stages and starts."""
     context = stage_context(tmp_path, tiny_target())
     context.corpus.examples["train"] = examples("train", 40)
-    exact = sum(len(s.tokens) for s in context.corpus.samples("data"))
+    exact = list(context.corpus.samples("data"))
     made: list[str] = []
-    original = train.data.corpus.to_samples
 
-    def counted(example: Example, *rest: Any, **options: Any) -> list[Sample]:
-        made.append(example.id)
-        return original(example, *rest, **options)
+    def count(name: str) -> None:
+        original = getattr(train.data.corpus, name)
 
-    monkeypatch.setattr(train.data.corpus, "to_samples", counted)
-    context = usable(context)
+        def counted(example: Example, *rest: Any, **options: Any) -> Any:
+            made.append(example.id)
+            return original(example, *rest, **options)
+
+        monkeypatch.setattr(train.data.corpus, name, counted)
+
+    count("to_samples")
+    count("prompt_tokens")
+    context = usable(context, directory=tmp_path / "texts")
     for name in ("one", "two"):
-        assert plan_stage(context, make_stage("feature_cache", name)).tokens == exact
-    assert sorted(made) == sorted(example.id for example in context.corpus.examples["train"])
+        plan = plan_stage(context, make_stage("feature_cache", name))
+        assert plan.tokens == sum(len(s.tokens) for s in exact)
     cut = plan_stage(context, make_stage("feature_cache", "cut", max_length=9)).tokens
-    assert cut == sum(min(len(s.tokens), 9) for s in context.corpus.samples("data"))
+    assert cut == sum(min(len(s.tokens), 9) for s in exact)
+    ids = sorted(example.id for example in context.corpus.examples["train"])
+    assert sorted(made) == ids
+    # The prompts, for their check, the answers and the texts with these.
+    del made[:]
+    generate = make_stage("generate", "answers", max_new_tokens=2, batch_size=40)
+    plan_stage(context, generate)
+    run_stage(context, generate)
+    run_stage(context, make_stage("feature_cache", "cache", generate, text="answers"))
+    assert sorted(made) == ids
+    # At the next start.
+    again = usable(context, directory=tmp_path / "texts")
+    assert list(again.corpus.samples("data")) == exact
+    again.corpus.prompts(again.corpus.asked("train"))
+    assert sorted(made) == ids
 
 
 def test_answers_find_their_prompts_also_those_of_another_split(tmp_path: Path) -> None:
@@ -236,10 +252,10 @@ def test_finished_answers_survive_a_mended_file_and_other_parts(
 
 
 def usable(context: StageInputs, **settings: Any) -> StageInputs:
-    """With a judgement of the rows, as in a run."""
+    """With the target's limits, as in a run."""
     target = context.target
-    found = UsableRows(target.max_positions, target.vocab_size, **settings)
-    return replace(context, corpus=replace(context.corpus, usable=found))
+    texts = Texts(positions=target.max_positions, vocab_size=target.vocab_size, **settings)
+    return replace(context, corpus=replace(context.corpus, texts=texts))
 
 
 @pytest.mark.parametrize(
@@ -272,8 +288,8 @@ def test_a_row_that_cannot_be_asked_is_known_before_the_first_part(
     skipping = usable(context, on_bad="skip", max_bad_rate=0.02, say=said.append)
     assert plan_stage(skipping, stage).what.startswith("69 answers")
     assert run_stage(skipping, stage).summary["answers"] == 69
-    assert len(said) == 1
-    assert "1 of 70 rows. The first: a.jsonl:67: " in said[0]
+    [line] = said
+    assert "1 of 70 rows. The first: a.jsonl:67: " in line
 
 
 def test_a_row_that_cannot_be_trained_on_is_known_at_the_plan(tmp_path: Path) -> None:
@@ -386,12 +402,7 @@ def test_a_rank_reads_only_the_rows_of_its_batch(
 # --- ranks ---------------------------------------------------------------------------------------
 
 
-def test_ranks_with_other_data_or_an_error_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_same([{"train": "a", "dev": "b"}] * 3)
-    for other in ({"train": "a", "dev": "c"}, {"train": "a"}):
-        with pytest.raises(UserError, match="rank 1 reads other data than rank 0 for dev"):
-            require_same([{"train": "a", "dev": "b"}, other])
-
+def test_ranks_with_an_error_end_together(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(0, 2)
     monkeypatch.setattr(Ranks, "gather", lambda self, value: [value, "no such file"])
     with pytest.raises(UserError, match="rank 1: no such file"):

@@ -22,7 +22,7 @@ from tests.published_configs import PUBLISHED
 from tests.tiny import save_tiny, tiny_tokenizer
 from train.base.console import Reporter
 from train.data.read import Example
-from train.data.usable_rows import UsableRows
+from train.data.text_files import Texts
 from train.run.config_checks import load_config
 from train.run.run import Run
 
@@ -157,7 +157,7 @@ def test_a_plan_is_the_one_that_the_docs_state(
 
     monkeypatch.setattr(Run, "read_data", rows)
     # All rows are one: each needs no look.
-    monkeypatch.setattr(UsableRows, "_usable", lambda self, what, examples, problem: examples)
+    monkeypatch.setattr(Texts, "prompts", lambda self, key, what, rows, make: range(len(rows)))
     monkeypatch.chdir(CONFIGS.parent)
     AcceleratorState._reset_state(reset_partial_state=True)  # other tests set another precision
     json_file = tmp_path / "plan.json"

@@ -4,30 +4,31 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from decode.base.errors import UserError
 from decode.model.loading import Target
 from draftsmith.diagnosis.causes import CAUSES, Measurement
 from draftsmith.diagnosis.entry import open_plain, require_room
 from draftsmith.diagnosis.evidence import PLACES, Evidence
-from train.base.run_files import STAGES, stage_directory
+from train.base.run_files import STAGES, TEXT, TEXTS, stage_directory
 from train.data.read import spread
 from train.data.stored_samples import PART, StoredSamples
 from train.settings.text_settings import stages_of
-from train.stages.text_stages import TEXT
 
-TEXTS = 64  # of each kind that is measured
+MEASURED = 64  # texts of each kind
 
 
 @dataclass(frozen=True)
 class TrainedStage:
-    """A finished stage of a run that trained a drafter on a text. temperature: at which a target
-    wrote the text; None: it is the data's own."""
+    """A finished stage of a run that trained a drafter on a text. text: its directory. temperature:
+    at which a target wrote the text; None: it is the data's own."""
 
     name: str
     directory: Path
+    text: Path
     max_length: int
+    on_long: Literal["truncate", "drop"]
     temperature: float | None
 
     @classmethod
@@ -47,12 +48,15 @@ class TrainedStage:
         found = {}
         for number, (stage, settings) in enumerate(stages.items()):
             directory = stage_directory(run, stage, number)
-            if (directory / "drafter").is_dir() and [*directory.glob(f"{TEXT}*")]:
+            if (directory / "drafter").is_dir() and (directory / TEXT).exists():
+                record = json.loads((directory / TEXT).read_text(encoding="utf-8"))
                 texts = [stages[x] for x in stages_of(settings["text"])]
                 found[directory.name] = cls(
                     stage,
                     directory,
+                    run / TEXTS / record["text"],
                     settings["max_length"],
+                    settings["on_long"],
                     max((x["sampling"]["temperature"] for x in texts), default=None),
                 )
         name = path.resolve().name if named else next(reversed(found), "")
@@ -65,8 +69,8 @@ class TrainedStage:
 
     def samples(self) -> StoredSamples:
         """The text that it trained on. Raises UserError for a damaged part."""
-        text = next(self.directory.glob(f"{TEXT}*"))
-        return StoredSamples(text, len([*text.glob(f"{PART}*")]))
+        samples = StoredSamples(self.text, len([*self.text.glob(f"{PART}*")]))
+        return samples.fitting(self.max_length, self.on_long)
 
 
 @dataclass(frozen=True)
@@ -119,8 +123,8 @@ def diagnose_run(
     evidence = Evidence(
         target,
         open_plain(stage.directory / "drafter", target),
-        samples.take([int(x) for x in spread(range(len(samples)), TEXTS)]),
-        spread(prompts, TEXTS),
+        samples.take([int(x) for x in spread(range(len(samples)), MEASURED)]),
+        spread(prompts, MEASURED),
         gamma,
         stage.max_length,
         stage.temperature,

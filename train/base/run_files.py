@@ -12,6 +12,7 @@ from decode.base.errors import UserError
 EVALUATIONS, EVALUATION = "evaluations", "evaluation.json"
 BEFORE = "before"  # the stage of an untrained drafter
 STAGES = "stages"
+TEXTS, TEXT = "texts", "text.json"  # texts as tokens; the name of the one that a stage read
 FORECASTS, FORECAST = "-forecast", "forecast.json"
 START = " (start)"  # of a drafter before its training, after the stage's name
 

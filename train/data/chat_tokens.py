@@ -43,6 +43,10 @@ class Sample:
     mask: list[bool]
     source: list[int] = field(default_factory=list)
 
+    def cut(self, length: int) -> "Sample":
+        """The first `length` tokens."""
+        return replace(self, tokens=self.tokens[:length], mask=self.mask[:length])
+
     def under_encoder(self, start: int) -> "Sample":
         """The same prompt and response for a target with an encoder: the encoder reads the prompt,
         and the decoder's text is its start token and the response. Raises UserError for a text that
@@ -92,24 +96,6 @@ def prompt_tokens(
             f"message from user or tool."
         )
     return render(messages, tokenizer, example, add_generation_prompt=True)
-
-
-def to_sample(
-    example: Example,
-    tokenizer: PreTrainedTokenizerBase,
-    response_tokens: Sequence[int],
-    system: str | None = None,
-    *,
-    encoder: bool = False,
-) -> Sample:
-    """The sample with a response that the target generated, to train on.
-
-    The tokens are prompt_tokens + `response_tokens`, and the mask is True only on those ids. They
-    are never decoded to text and encoded again, because that can change the ids. `system` must be
-    the same as for the prompt. Raises UserError as prompt_tokens does.
-    """
-    prompt = prompt_tokens(example, tokenizer, system, encoder=encoder)
-    return _sample(example, prompt, list(response_tokens))
 
 
 def to_samples(
@@ -279,7 +265,8 @@ def _samples_by_prefixes(
         if message["role"] != "assistant":
             continue
         prompt = render(messages[:i], tokenizer, example, add_generation_prompt=True)
-        text = text_of(messages[: i + 1], tokenizer, example)
+        last = i == len(messages) - 1
+        text = whole if last else text_of(messages[: i + 1], tokenizer, example)
         answered = tokens if text == whole else encode(text, tokenizer)
         start = _response_start(prompt, answered, tokenizer)
         if start is None:
@@ -296,7 +283,7 @@ def _samples_by_prefixes(
             end = len(answered)
         name = f"{example.id}#turn-{i}"
         turns.append(Sample(name, answered[:end], [start <= t > 0 for t in range(end)]))
-        if i == len(messages) - 1:
+        if last:
             tokens, mask = tokens + answered[len(tokens) :], mask + [False] * (end - len(tokens))
         mask[start:end] = [True] * (end - start)
     if any(tokens[: len(turn.tokens)] != turn.tokens for turn in turns):

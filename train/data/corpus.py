@@ -3,8 +3,8 @@
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,18 +15,19 @@ from transformers import PreTrainedTokenizerBase
 
 from decode.base.artifact import MANIFEST, verify_directory, write_directory
 from decode.base.errors import UserError
-from train.data.chat_tokens import Sample, prompt_tokens, to_sample, to_samples
-from train.data.read import Example, id_key, id_keys, select
+from decode.loop.rows import prompt_problem
+from train.data.chat_tokens import Sample, prompt_tokens, to_samples
+from train.data.read import Example, content_keys, id_key, id_keys, select
 from train.data.self_prompts import read_prompts
-from train.data.stored_samples import sizes
+from train.data.stored_samples import StoredSamples
+from train.data.text_files import Share, Texts
 from train.data.turns import TURN, turn
-from train.data.usable_rows import UsableRows
 from train.settings.text_settings import stages_of
 
 PART = "part-"
 ANSWERS = "answers.jsonl"  # in a part
 SELF_PROMPTS = "prompts"  # the directory of prompts that the target wrote
-SHARE_EXAMPLES, SHARE_PARTS = 16_384, 256  # how much of a text is one share
+SHARE_PARTS = 256  # parts of answers that one part of a text holds
 
 
 @dataclass
@@ -35,8 +36,8 @@ class Corpus:
 
     examples: by split. system: a system message for every conversation that has none. stages: the
     directories of stages by name, with the answers of generate stages. start: the token that the
-    decoder starts with, if the target has an encoder. ends: the target's EOS ids. usable: finds the
-    rows that can be used. None: all can.
+    decoder starts with, if the target has an encoder. ends: the target's EOS ids. texts: makes each
+    text once.
     """
 
     examples: dict[str, Sequence[Example]]
@@ -45,7 +46,7 @@ class Corpus:
     stages: Mapping[str, Path]
     start: int | None = None
     ends: Collection[int] = ()
-    usable: UsableRows | None = None
+    texts: Texts = field(default_factory=Texts)
 
     def prompts(self, examples: Iterable[Example]) -> list[list[int]]:
         """The token ids of each example's prompt."""
@@ -53,6 +54,11 @@ class Corpus:
 
     def prompt(self, example: Example) -> list[int]:
         """The token ids of an example's prompt."""
+        if (known := self.texts.prompt(example)) is not None:
+            return known
+        return self._made_prompt(example)
+
+    def _made_prompt(self, example: Example) -> list[int]:
         encoder = self.start is not None
         return prompt_tokens(example, self.tokenizer, self.system, encoder=encoder)
 
@@ -74,83 +80,76 @@ class Corpus:
         return select(examples, np.flatnonzero(asks))
 
     def asked(self, split: str) -> Sequence[Example]:
-        """The examples of a split without those whose prompts cannot be answered. All ranks call
-        this together. Raises UserError for too many of them."""
-        examples = self.examples[split]
-        return self.usable.asked(split, examples, self.prompt) if self.usable else examples
+        """The examples of a split without those whose prompts cannot be answered; see
+        `askable`."""
+        return self.askable(self.examples[split], f"prompts of {split}")
 
-    def trained_on(self, split: str) -> Sequence[Example]:
-        """The examples of a split without those whose own responses cannot be trained on. All ranks
-        call this together. Raises UserError for too many of them."""
-        examples = self.examples[split]
-        return self.usable.trained_on(split, examples, self.samples_of) if self.usable else examples
+    def askable(self, examples: Sequence[Example], what: str) -> Sequence[Example]:
+        """The examples without those whose prompts cannot be answered. Their prompts are kept. All
+        ranks call this together. what: names them in messages. Raises UserError for too many that
+        cannot."""
 
-    def sizes(self, split: str) -> np.ndarray:
-        """int32 [n, 2]: the tokens of each sample of a split's own responses, and how many a
-        loss predicts, in no order. All ranks call this together."""
-        examples = self.trained_on(split)
-        if self.usable:
-            return self.usable.sizes(split)
-        return np.stack(sizes(list(self.samples_of(examples))), axis=1)
+        def prompt(example: Example) -> list[int]:
+            tokens = self._made_prompt(example)
+            found = prompt_problem(tokens, self.texts.positions, self.texts.vocab_size)
+            if found:
+                raise UserError(f"the prompt {found}")
+            return tokens
+
+        key = self._key("prompts", [examples])
+        return select(examples, self.texts.prompts(key, what, examples, prompt))
 
     def self_prompts(self, stage: str) -> Sequence[Example]:
         """The prompts that the target wrote in a generate stage. Empty if it wrote none."""
         directory = self.stages[stage] / SELF_PROMPTS
         return read_prompts(directory) if directory.exists() else []
 
-    def samples(self, text: str | list[str], split: str = "train") -> list[Sample]:
-        """All samples of a short text, in memory: `data` for a split's own responses, or generate
-        stages.
+    def samples(self, text: str | list[str], split: str = "train") -> StoredSamples:
+        """All samples of a text: `data` for a split's own responses, or generate stages. All ranks
+        call this together.
 
-        Raises UserError if a part of a stage's answers is damaged, and as `Sample.under_encoder`.
+        Raises UserError if a part of a stage's answers is damaged, for too many rows that cannot be
+        trained on, and as `Sample.under_encoder`.
         """
-        return [sample for share in self.shares(text, split) for sample in share()]
-
-    def shares(
-        self, text: str | list[str], split: str = "train"
-    ) -> list[Callable[[], Iterator[Sample]]]:
-        """The samples of `samples` in at least one share, so that each rank can make some of
-        them."""
         if text == "data":
-            examples = self.trained_on(split)
-            return [
-                partial(self.samples_of, examples[first : first + SHARE_EXAMPLES])
-                for first in range(0, len(examples), SHARE_EXAMPLES)
-            ]
-        shares: list[Callable[[], Iterator[Sample]]] = []
+            examples = self.examples[split]
+            key = self._key("responses", [examples])
+            return self.texts.rows(key, f"responses of {split}", examples, self._own)[0]
+        shares: list[Share] = []
         splits = {name: _ById(examples) for name, examples in self.examples.items()}
-        for stage in stages_of(text):
+        stages = stages_of(text)
+        for stage in stages:
             parts = answer_parts(self.stages[stage])
             asked = splits | {SELF_PROMPTS: _ById(self.self_prompts(stage))}
             shares += [
                 partial(self._answered, stage, parts[first : first + SHARE_PARTS], asked)
                 for first in range(0, max(1, len(parts)), SHARE_PARTS)
             ]
-        return shares
+        return self.texts.stored(self._key("answers", self.examples.values(), stages), shares)
 
-    def samples_of(self, examples: Iterable[Example]) -> Iterator[Sample]:
-        """The samples of examples with their own responses."""
-        for example in examples:
-            if self.start is not None and example.text is not None:
-                raise UserError(
-                    f"{example.source}: the row has text without a prompt, but the target has "
-                    "an encoder, which reads prompts; give rows with prompt and response"
-                )
-            for sample in to_samples(
-                example, self.tokenizer, self.system, encoder=self.start is not None, ends=self.ends
-            ):
-                yield sample if self.start is None else sample.under_encoder(self.start)
+    def _own(self, example: Example) -> Iterator[Sample]:
+        """The samples of an example with its own responses."""
+        if self.start is not None and example.text is not None:
+            raise UserError(
+                f"{example.source}: the row has text without a prompt, but the target has "
+                "an encoder, which reads prompts; give rows with prompt and response"
+            )
+        for sample in to_samples(
+            example, self.tokenizer, self.system, encoder=self.start is not None, ends=self.ends
+        ):
+            yield sample if self.start is None else sample.under_encoder(self.start)
 
     def answered(self, example: Example, stage: str, number: int, answer: list[int]) -> Sample:
         """The sample of an example with the answer of this number of a generate stage, as token
-        ids."""
-        encoder = self.start is not None
-        sample = to_sample(example, self.tokenizer, answer, self.system, encoder=encoder)
-        sample = replace(sample, id=f"{sample.id}#{stage}-{number}")
+        ids. They are never decoded to text and encoded again, because that can change the ids."""
+        prompt = self.prompt(example)
+        mask = [False] * len(prompt) + [True] * len(answer)
+        mask[:1] = [False] * len(mask[:1])
+        sample = Sample(f"{example.id}#{stage}-{number}", [*prompt, *answer], mask)
         return sample if self.start is None else sample.under_encoder(self.start)
 
     def _answered(
-        self, stage: str, parts: Sequence[Path], asked: Mapping[str, "_ById"]
+        self, stage: str, parts: Sequence[Path], asked: Mapping[str, "_ById"], _: dict[str, Any]
     ) -> Iterator[Sample]:
         for part in parts:
             # Ids are unique in one split only. Parts of earlier versions do not name theirs.
@@ -160,18 +159,16 @@ class Corpus:
                 example = _find(answer["id"], places, part)
                 yield self.answered(example, stage, answer["sample"], answer["tokens"])
 
-    def sha256(self, text: str | list[str], split: str = "train") -> str:
-        """A hash of what decides the samples of a text, but not of the rows' content: a run's data
-        cannot change."""
-        digest = hashlib.sha256()
-        made_by = [text, split, self.system, self.start, str(self.tokenizer.chat_template)]
-        digest.update(json.dumps(made_by).encode())
-        for examples in self.examples.values():
-            digest.update(id_keys(examples).tobytes() + b"\n")
-        for stage in stages_of(text):
+    def _key(self, kind: str, rows: Iterable[Sequence[Example]], stages: Sequence[str] = ()) -> str:
+        """A hash of what decides a text. stages: whose answers to the rows it has."""
+        made_by = [kind, stages, self.system, self.start, str(self.tokenizer.chat_template)]
+        digest = hashlib.sha256(json.dumps([*made_by, self.texts.tokenizer]).encode())
+        for examples in rows:
+            digest.update(id_keys(examples).tobytes() + content_keys(examples).tobytes() + b"\n")
+        for stage in stages:
             for part in answer_parts(self.stages[stage]):
                 digest.update((part / MANIFEST).read_bytes())
-        return digest.hexdigest()
+        return digest.hexdigest()[:16]
 
 
 class _ById:

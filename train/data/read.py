@@ -112,7 +112,7 @@ class Examples(Rows):
     the table, which ranks map from one file.
 
     Its columns are text, and null for what a row lacks: id, text, kind, source and schema as in
-    `Example`, and messages and tools as JSON. `key` is `id_key`.
+    `Example`, and messages and tools as JSON. `key` is `id_key`, `content` is `content_key`.
     """
 
     def __init__(self, table: Any, rows: np.ndarray | None = None) -> None:
@@ -149,6 +149,11 @@ class Examples(Rows):
         """uint64 [n]: `id_key` of each row."""
         return self._table["key"].to_numpy()[self.rows]
 
+    @property
+    def contents(self) -> np.ndarray:
+        """uint64 [n]: `content_key` of each row."""
+        return self._table["content"].to_numpy()[self.rows]
+
 
 COLUMNS = ("id", "messages", "text", "kind", "source", "tools", "schema")
 
@@ -171,7 +176,8 @@ class _Writer:
     def __init__(self, file: Path | None) -> None:
         import pyarrow as pa
 
-        self._schema = pa.schema([*((name, pa.string()) for name in COLUMNS), ("key", pa.uint64())])
+        keys = [("key", pa.uint64()), ("content", pa.uint64())]
+        self._schema = pa.schema([*((name, pa.string()) for name in COLUMNS), *keys])
         self._file = file
         self._sink = pa.BufferOutputStream() if file is None else pa.OSFile(str(file), "wb")
         self._stream = pa.ipc.new_stream(self._sink, self._schema)
@@ -179,6 +185,7 @@ class _Writer:
 
     def add(self, example: Example, key: int) -> None:
         row = {name: getattr(example, name) for name in COLUMNS} | {"key": key}
+        row["content"] = content_key(example)
         row["messages"] = None if example.messages is None else json.dumps(example.messages)
         row["tools"] = json.dumps(example.tools) if example.tools else None
         # A file's name may have bytes that are no text.
@@ -212,6 +219,18 @@ class _Writer:
 def id_key(name: str) -> int:
     """A hash of an id, below 2⁶⁴."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+def content_key(example: Example) -> int:
+    """A hash of what a tokenizer and a chat template read of an example, below 2⁶⁴."""
+    return id_key(json.dumps([example.messages, example.text, example.tools]))
+
+
+def content_keys(examples: Sequence[Example]) -> np.ndarray:
+    """uint64 [n]: `content_key` of each example."""
+    if isinstance(examples, Examples):
+        return examples.contents
+    return np.fromiter(map(content_key, examples), np.uint64, len(examples))
 
 
 def id_keys(examples: Sequence[Example]) -> np.ndarray:

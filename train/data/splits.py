@@ -7,7 +7,7 @@ left out. Rows are read one after the other; only numbers of rows and hashes are
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -90,19 +90,6 @@ def without_refused(
             "assistant, or raise data.max_bad_rate to leave such rows out"
         )
     return select(rows, kept)
-
-
-def require_same(fingerprints: Sequence[Mapping[str, str]]) -> None:
-    """Raise UserError unless all ranks read the same rows. fingerprints: by split, of each rank."""
-    first = fingerprints[0]
-    for rank, seen in enumerate(fingerprints):
-        other = [split for split in {**first, **seen} if seen.get(split) != first.get(split)]
-        if other:
-            raise UserError(
-                f"rank {rank} reads other data than rank 0 for {', '.join(other)}; expected the "
-                "same rows in the same order. Put the files on a disk that all machines share, or "
-                "copy the same ones to each of them"
-            )
 
 
 @dataclass(frozen=True)

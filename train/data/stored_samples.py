@@ -7,8 +7,9 @@ Each part is written completely or not at all; `datasets.Dataset.from_file` read
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from copy import copy
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import numpy as np
 
@@ -27,25 +28,54 @@ class StoredSamples(Sequence[Sample]):
     """The samples of a directory's parts, in order. Each is read when it is asked for.
 
     parts: how many there must be, at least one. lengths: int32 [n], the tokens of each sample.
-    predicted: int32 [n], how many of them a loss predicts. counts: the counts of `fit`, over all
-    parts. Raises UserError (CorruptArtifact) with the name of a damaged part.
+    predicted: int32 [n], how many of them a loss predicts. counts: read = kept + "too long" + "no
+    response tokens"; `truncated` samples are among the kept. meta: of the parts. Raises UserError
+    (CorruptArtifact) with the name of a damaged part.
     """
 
     def __init__(self, directory: Path, parts: int) -> None:
         import datasets  # takes a second
 
-        self.counts = Counter(dict.fromkeys(COUNTS, 0))
-        tables = []
+        self.directory = directory
+        tables, self.meta = [], []
         for part in (sample_part(directory, number) for number in range(parts)):
-            for reason, count in verify_directory(part)["counts"].items():
-                self.counts[reason] += count
+            self.meta.append(verify_directory(part))
             tables.append(datasets.Dataset.from_file(str(part / FILE)))
-        self._data = datasets.concatenate_datasets(tables)
-        numbers = self._data.select_columns(["length", "predicted"]).with_format("numpy")[:]
-        self.lengths = np.asarray(numbers["length"], np.int32)
-        self.predicted = np.asarray(numbers["predicted"], np.int32)
-        self._ids = self._data.select_columns(["id"])
-        self._data = self._data.select_columns(COLUMNS)
+        data = datasets.concatenate_datasets(tables)
+        numbers = data.select_columns(["length", "predicted"]).with_format("numpy")[:]
+        self._longest: int | None = None
+        self._set(data, *(np.asarray(numbers[x], np.int32) for x in ("length", "predicted")))
+        self.counts = Counter(dict.fromkeys(COUNTS, 0) | dict.fromkeys(COUNTS[:2], len(self)))
+
+    def _set(self, data: Any, lengths: np.ndarray, predicted: np.ndarray) -> None:
+        self._all, self.lengths, self.predicted = data, lengths, predicted
+        self._data, self._ids = data.select_columns(COLUMNS), data.select_columns(["id"])
+
+    def fitting(
+        self, max_length: int, on_long: Literal["truncate", "drop"] = "truncate"
+    ) -> "StoredSamples":
+        """Those that can be trained on. A sample longer than `max_length` tokens is cut from the
+        right or dropped. One without a response token (after the cut) is left out: it would cost a
+        forward pass and teach nothing."""
+        lengths, predicted = np.minimum(self.lengths, max_length), self.predicted.copy()
+        long = self.lengths > max_length
+        cut = self._some(np.flatnonzero(long))
+        predicted[long] = [mask[1:max_length].sum() for *_, mask in cut.texts(0, len(cut))]
+        dropped = long if on_long == "drop" else np.zeros_like(long)
+        usable = ~dropped & (predicted > 0)
+        found = self._some(np.flatnonzero(usable))
+        found._longest = max_length
+        found.lengths, found.predicted = lengths[usable], predicted[usable]
+        lost = dropped.sum(), (~dropped & ~usable).sum()
+        counts = (len(self), len(found), (long & usable).sum(), *lost)
+        found.counts = Counter(dict(zip(COUNTS, map(int, counts), strict=True)))
+        return found
+
+    def _some(self, rows: np.ndarray) -> "StoredSamples":
+        found = copy(self)
+        data = self._all if len(rows) == len(self) else self._all.select(rows)
+        found._set(data, self.lengths[rows], self.predicted[rows])
+        return found
 
     def __len__(self) -> int:
         return len(self._data)
@@ -74,26 +104,24 @@ class StoredSamples(Sequence[Sample]):
         if not isinstance(rows, slice) and not len(rows):
             return []
         columns = self._data[rows]
-        return [Sample(*row) for row in zip(*(columns[name] for name in COLUMNS), strict=True)]
+        samples = zip(*(columns[name] for name in COLUMNS), strict=True)
+        cut = slice(self._longest)
+        return [Sample(name, ids[cut], mask[cut], source) for name, ids, mask, source in samples]
 
     def texts(self, first: int, end: int) -> Iterator[tuple[str, Any, Any]]:
         """(id, int32 tokens [T], bool mask [T]) of the samples first … end−1. No token becomes a
         Python number."""
-        data = self._data.select_columns(["id", "tokens", "mask"]).with_format("arrow")
+        data = self._all.select_columns(["id", "tokens", "mask", "length"]).with_format("arrow")
         for begin in range(first, end, BLOCK):
             last = min(begin + BLOCK, end)
             table = data[begin:last]
-            splits = np.cumsum(self.lengths[begin:last])[:-1]
+            splits = np.cumsum(table["length"].to_numpy())[:-1]
             tokens, mask = (
-                table[name].combine_chunks().flatten().to_numpy(zero_copy_only=False)
+                np.split(table[name].combine_chunks().flatten().to_numpy(False), splits)
                 for name in ("tokens", "mask")
             )
-            yield from zip(
-                table["id"].to_pylist(),
-                np.split(tokens, splits),
-                np.split(mask, splits),
-                strict=True,
-            )
+            for name, ids, marks in zip(table["id"].to_pylist(), tokens, mask, strict=True):
+                yield name, ids[: self._longest], marks[: self._longest]
 
     def ids(self, rows: Sequence[int]) -> list[str]:
         """The ids of the samples with these numbers, in this order."""

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from decode.base.errors import UserError
 from decode.drafters import Drafter
 from decode.loop.decoding import Decoder
-from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
 from decode.model.loading import Target
 from decode.stats import Counts
@@ -76,7 +75,6 @@ class DevSlice:
         self.prompts = []
         if settings.decode_prompts:
             self.prompts = corpus.prompts(spread(corpus.asked("dev"), settings.decode_prompts))
-            require_prompts(self.prompts, target.max_positions, target.vocab_size)
 
     @torch.no_grad()
     def measure(self, module: nn.Module, weights: Weights) -> dict[str, float]:

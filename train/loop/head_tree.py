@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.loop.rows import require_prompts
 from decode.measure.calibrate_tree import NothingAccepted, TreeCalibration, calibrate_tree
 from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_trees
@@ -27,8 +26,7 @@ def require_tree(settings: TreeConfig, target: Target, corpus: Corpus, *, stage:
             f"stage {stage} calibrates a tree, but data has no dev split; set data.dev, or leave "
             "tree out"
         )
-    prompts = _prompts(settings, corpus)
-    require_prompts(prompts, target.max_positions, target.vocab_size)
+    _prompts(settings, corpus)
     if target.has_weights:  # the checks run the model
         require_slots(target.model)
         require_trees(target.model)

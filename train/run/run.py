@@ -2,6 +2,7 @@
 
 runs/NAME/config.json          the resolved config
           data/                the rows of the splits (`train.run.run_data`)
+          texts/               texts as tokens (`train.data.text_files`)
           provenance.json      versions, git commit, machine, command line of every start
           stages/NN-STAGE/     the stage's results; done.json once it is complete
           evaluations/ROW/     the figures of one drafter, and the settings that measured it
@@ -36,15 +37,14 @@ from decode.model.without_weights import load_config
 from train.base.console import Reporter
 from train.base.directory_lock import LOCK_FILE, DirectoryLock
 from train.base.provenance import TIME, describe_process
-from train.base.run_files import stage_directory
+from train.base.run_files import TEXT, TEXTS, stage_directory
 from train.base.shared_disk import require_shared
 from train.base.stage import Outcome, StageInputs, StagePlan
 from train.base.tracking.trackers import start_trackers
 from train.data.corpus import Corpus
 from train.data.read import Example, spread
-from train.data.read_back import say_changes
 from train.data.template import set_moment
-from train.data.usable_rows import UsableRows
+from train.data.text_files import Texts
 from train.loop.meters.peak_memory import peak_memory, restart_peak
 from train.loop.trainer import CHECKPOINTS
 from train.report.report_files import NOTES_FILE, make_report
@@ -62,7 +62,7 @@ CONFIG = "config.json"
 DATA = "data"  # the directory of the rows that were read
 DIRECTORIES = ("stages", "evaluations", "logs")
 # What a start may leave in the directory if it is killed before it writes config.json.
-KILLED_START = {*DIRECTORIES, DATA, "data.json", NOTES_FILE, LOCK_FILE}
+KILLED_START = {*DIRECTORIES, DATA, TEXTS, "data.json", NOTES_FILE, LOCK_FILE}
 OCCUPIED = "wait until it ends, stop it, or give this run another name (name=...)"
 
 
@@ -84,7 +84,6 @@ class Run:
     profile_steps: int | None = None
     # What `read_data` changed in the splits, in sentences.
     data_notes: list[str] = field(default_factory=list)
-    _usable: UsableRows | None = None
 
     # The date and time that chat templates write: the run's first start.
     _moment: datetime = field(default_factory=lambda: datetime.now().replace(microsecond=0))
@@ -92,6 +91,14 @@ class Run:
     def __post_init__(self) -> None:
         # `target` may be read after the accelerator has ended.
         self._rank_device = self.accelerator.device
+        data, ranks = self.config.data, Ranks.of(self.accelerator)
+        self._texts = Texts(
+            on_bad=data.on_bad,
+            max_bad_rate=data.max_bad_rate,
+            ranks=ranks,
+            say=self.reporter.say,
+            bar=self.reporter.bar,
+        )
 
     @property
     def directory(self) -> Path:
@@ -176,15 +183,9 @@ class Run:
     def corpus(self, examples: Splits, earlier: Mapping[str, Path] | None = None) -> Corpus:
         """These splits, written with the target's tokenizer. earlier: the directories of stages."""
         target, data = self.target, self.config.data
-        if self._usable is None:
-            self._usable = UsableRows(
-                target.max_positions,
-                target.vocab_size,
-                data.on_bad,
-                data.max_bad_rate,
-                Ranks.of(self.accelerator),
-                self.reporter.say,
-            )
+        if not self._texts.tokenizer:
+            self._texts.tokenizer = target.fingerprint.tokenizer_sha256
+            self._texts.positions, self._texts.vocab_size = target.max_positions, target.vocab_size
         return Corpus(
             examples,
             target.tokenizer,
@@ -192,7 +193,7 @@ class Run:
             earlier or {},
             decoder_start(target.model) if target.has_encoder else None,
             target.eos_token_ids,
-            self._usable,
+            self._texts,
         )
 
     def execute(self) -> dict[str, Any]:
@@ -231,6 +232,7 @@ class Run:
         ranks.main_only(lambda: self._occupy(lock))
         require_shared(self.directory, ranks)
         self._moment = ranks.main_only(self._first_start)
+        self._texts.directory = self.directory / TEXTS
         # Rank 0 reads the sources, unless an earlier start did so; all ranks use its tables.
         stored = ranks.main_only(lambda: self._reader().stored(self.directory / DATA))
         data, fingerprints = open_rows(stored)
@@ -239,8 +241,6 @@ class Run:
         ranks.main_only(lambda: self._require_same_run(fingerprints))
         self._require_ready(examples)
         ranks.main_only(lambda: self.prepare(fingerprints, stored))
-        say, system = self.reporter.say, self.config.data.system
-        ranks.main_only(lambda: say_changes(examples, self._tokenizer, system, say))
         start_trackers(
             self.accelerator,
             self.config.tracking,
@@ -272,6 +272,7 @@ class Run:
             evaluation.combined(*last)
         report: dict[str, Any] = {}
         if self.accelerator.is_main_process:
+            self._drop_texts()
             report = make_report(self.directory)
         self.accelerator.wait_for_everyone()
         return report
@@ -459,6 +460,15 @@ class Run:
             self._drop_checkpoints(directory)
         self.accelerator.wait_for_everyone()
         return outcome
+
+    def _drop_texts(self) -> None:
+        """Delete the texts of other data or answers, unless this start asked for none at all."""
+        records = self.directory.glob(f"stages/*/{TEXT}")
+        used = {json.loads(record.read_text("utf-8"))["text"] for record in records}
+        if asked := self._texts.names:
+            for text in self.directory.glob(f"{TEXTS}/*"):
+                if text.name not in used | asked:
+                    remove_directory(text)
 
     def _drop_checkpoints(self, stage: Path) -> None:
         """Delete the checkpoints of a finished stage: nothing reads them again."""

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from decode.base.artifact import CorruptArtifact, verify_directory, write_directory
 from train.data.file_sources import Source
 from train.data.read import Examples, ReadSettings, data_fingerprint, read_sources
+from train.data.read_back import say_changes
 from train.data.sources import sources_of
 from train.data.splits import split_off, without_duplicates, without_refused
 from train.run.config import SPLITS, DataConfig
@@ -33,7 +34,8 @@ FORMAT = 1
 
 @dataclass
 class RunData:
-    """splits: the rows by split. read: what was read, in a line for each split of the config.
+    """splits: the rows by split. read: what was read, in a line for each split of the config, and
+    what the template changes in the first rows.
     notes: what was changed in the splits, in sentences."""
 
     splits: dict[str, Examples] = field(default_factory=dict)
@@ -50,7 +52,6 @@ class RunReader:
         """seed: of what is split off. tokenizer: asked for at the first tool message. Raises
         UserError for sources that are missing."""
         self._data, self._seed, self._tokenizer = data, seed, tokenizer
-        self._template: str | None = None
         self._sources: dict[str, tuple[list[str], list[Source]]] = {}
         for split in SPLITS:
             if (written := getattr(data, split)) is not None:
@@ -62,8 +63,7 @@ class RunReader:
         UserError as `read`."""
         directory = parent / self._key()
         try:
-            template = verify_directory(directory)["template"]
-            if template is None or template == self._template_hash():
+            if verify_directory(directory)["template"] == self._template_hash():
                 return directory
         except CorruptArtifact:
             pass
@@ -73,7 +73,10 @@ class RunReader:
             data = self.read(path)
             # A list: their order stays.
             hashes = [(split, data_fingerprint(rows)) for split, rows in data.splits.items()]
-            meta.update(read=data.read, notes=data.notes, hashes=hashes, template=self._template)
+            say_changes(data.splits, self._tokenizer(), self._data.system, data.read.append)
+            meta.update(
+                read=data.read, notes=data.notes, hashes=hashes, template=self._template_hash()
+            )
 
         write_directory(directory, fill, meta=meta)
         return directory
@@ -90,7 +93,7 @@ class RunReader:
             file = directory / f"{split}.arrow" if directory else None
             rows, report = read_sources(names, sources, how, file)
             data.read.append(f"{split}: {report}")
-            kept = without_refused(rows, self._asked_tokenizer, split, settings.max_bad_rate)
+            kept = without_refused(rows, self._tokenizer, split, settings.max_bad_rate)
             if left_out := len(rows) - len(kept):
                 data.notes.append(
                     f"left out of {split}, as the chat template does not write their tool "
@@ -131,13 +134,9 @@ class RunReader:
             for split, (_, sources) in self._sources.items()
             for source in sources
         ]
-        settings = self._data.model_dump(mode="json", exclude={"system"})
+        settings = self._data.model_dump(mode="json")
         made_by = json.dumps([FORMAT, settings, self._seed, stamps])
         return hashlib.sha256(made_by.encode()).hexdigest()[:12]
-
-    def _asked_tokenizer(self) -> PreTrainedTokenizerBase:
-        self._template = self._template or self._template_hash()
-        return self._tokenizer()
 
     def _template_hash(self) -> str:
         tokenizer = self._tokenizer()

@@ -38,7 +38,6 @@ from train.data.read import Example, id_key, select, spread
 from train.data.row_grammars import row_grammars
 from train.data.self_prompts import read_prompts, require_template, save_prompts, write_prompts
 from train.data.turns import Turns
-from train.data.write_samples import fit
 from train.engines.answers.known_parts import Jobs, Part, part_meta, prompt_key, take_over
 from train.engines.answers.protocols import AskSettings
 from train.engines.launch import require_server
@@ -174,9 +173,12 @@ class GenerateStage(Stage[GenerateConfig]):
         examples: Sequence[Example]
         if config.self_prompts:
             examples = read_prompts(self.directory / SELF_PROMPTS)
+            examples = self.corpus.askable(examples, f"prompts of {config.name}")
         else:
             answerable = self.corpus.answerable(config.split, config.name)
-            answerable = Turns.of(answerable) if config.turns == "every" else answerable
+            if config.turns == "every":
+                turns = Turns.of(answerable)
+                answerable = self.corpus.askable(turns, f"turns of {config.split}")
             examples = select(answerable, spread(range(len(answerable)), config.prompts))
         return Jobs(examples, range(config.samples * len(examples)))
 
@@ -348,14 +350,16 @@ class GenerateStage(Stage[GenerateConfig]):
             if row not in states:
                 continue
             sample = self.corpus.answered(example, self.config.name, number, answers[row])
-            for fitting in fit([sample], longest, cache.on_long)[0]:
-                length = len(fitting.tokens)
-                row_states = {layer: x[:length] for layer, x in states[row].items()}
-                complete = all(len(x) == length for x in row_states.values())
-                if complete and fitting.tokens == read[row][:length]:
-                    names.append((fitting.id, text_sha256(fitting.tokens, fitting.mask)))
-                    for layer, x in row_states.items():
-                        stored[layer].append(x)
+            if len(sample.tokens) > longest and cache.on_long == "drop":
+                continue
+            sample = sample.cut(longest)
+            length = len(sample.tokens)
+            row_states = {layer: x[:length] for layer, x in states[row].items()}
+            complete = all(len(x) == length for x in row_states.values())
+            if any(sample.mask) and complete and sample.tokens == read[row][:length]:
+                names.append((sample.id, text_sha256(sample.tokens, sample.mask)))
+                for layer, x in row_states.items():
+                    stored[layer].append(x)
         if names:
             number = int(part.directory.name.removeprefix(PART))
             write_features(self.directory / STATES, number, names, stored, self._made_with)

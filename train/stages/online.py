@@ -11,7 +11,6 @@ import torch
 
 from decode.base.errors import UserError
 from decode.drafters import Drafter
-from decode.loop.rows import require_prompts
 from decode.measure.ranks import Ranks
 from decode.model.cache.requirements import require_trees
 from decode.opening.directory import save_drafter
@@ -170,10 +169,6 @@ class OnlineStage(Stage[OnlineStageConfig]):
             )
         student, drafter = self._learner(None if saved is None else versions.path(saved.version))
         target = self.target
-        if saved is None:
-            # One at a time, and again when they are served: a stream may be long.
-            prompts = map(self.corpus.prompt, stream)
-            require_prompts(prompts, target.max_positions, target.vocab_size)
         if drafter.branches:
             require_trees(target.model)
         online = self._online(student, drafter)

@@ -1,6 +1,5 @@
 """Stages that work on a text: some train on it, others cache the target's results for it."""
 
-import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 from torch import Tensor
 
-from decode.base.artifact import recover, remove_directory, require_space
+from decode.base.artifact import require_space, write_file
 from decode.base.errors import UserError
 from decode.measure.ranks import Ranks
 from distill.choose_vocabulary import most_frequent
@@ -24,12 +23,12 @@ from distill.teacher.cache_parts import (
     text_sha256,
 )
 from distill.teacher.feature_sources import LiveFeatures
+from train.base.run_files import TEXT
 from train.base.stage import ReportSection, Stage, StageInputs, StagePlan, StagePlot
 from train.data.chat_tokens import Sample
 from train.data.read import spread
-from train.data.splits import require_same
-from train.data.stored_samples import StoredSamples, sample_part
-from train.data.write_samples import require_kept, write_samples
+from train.data.stored_samples import StoredSamples
+from train.data.write_samples import require_kept
 from train.loop.estimates import PROMPTS_MEASURED, idle_in_words
 from train.loop.live_window import LiveWindow
 from train.loop.teachers import lost_mass
@@ -42,7 +41,6 @@ from train.settings.schema import StageConfig, closest_stage
 from train.settings.text_settings import CacheConfig, LossConfig, TextConfig
 from train.settings.training import LoopConfig
 
-TEXT = "text-"  # the directory of a stage's samples, with a hash of what made them
 LOSS = "Training loss. Bold: running mean over a tenth of the steps."
 DEV = "Agreement with the target on text it wrote for dev prompts."
 
@@ -84,7 +82,7 @@ class TextStage(Stage[T]):
         """The number of response tokens of the text, before it exists. For a stage's answers this
         is the maximum."""
         if self.config.text == "data":
-            return int(self.corpus.sizes("train")[:, 1].sum())
+            return int(self.corpus.samples("data").predicted.sum())
         return sum(plans[name].tokens for name in self.config.text_stages)
 
     def planned_text_tokens(self, plans: Mapping[str, StagePlan]) -> int:
@@ -95,7 +93,7 @@ class TextStage(Stage[T]):
 
     def _planned_lengths(self) -> np.ndarray:
         """int32 [n]: the tokens of each sample of the data."""
-        return np.minimum(self.corpus.sizes("train")[:, 0], self.config.max_length)
+        return np.minimum(self.corpus.samples("data").lengths, self.config.max_length)
 
     def idle_in_words(self, loop: LoopConfig) -> str:
         """How many processes get no row of a batch, before the text exists; "" if all get one."""
@@ -107,52 +105,19 @@ class TextStage(Stage[T]):
         return idle_in_words(lengths, loop, self.processes)
 
     def fitting_samples(self) -> tuple[StoredSamples, dict[str, int]]:
-        """The samples that can be used, and the counts of `fit`. Also prints the counts.
+        """The samples that can be used, and their counts. Also prints the counts.
 
-        They are written in parts, of which each rank makes a share; parts of an earlier start are
-        kept, and those of an earlier stage are read there. All ranks call this together. Raises
-        UserError on all of them, for a row that cannot be tokenised, a damaged part, or a text
-        without a sample.
+        All ranks call this together. Raises UserError on all of them, as `Corpus.samples`, and for
+        a text without a sample.
         """
-        config, accelerator = self.config, self.accelerator
-        ranks = Ranks.of(accelerator)
-        made_by = [self.corpus.sha256(config.text), self.target.fingerprint.tokenizer_sha256]
-        made_by += [str(config.max_length), config.on_long]
-        digest = hashlib.sha256(json.dumps(made_by).encode()).hexdigest()
-        require_same(ranks.gather({f"stage {config.name}": digest}))
-        directory = ranks.main_only(lambda: self._text_directory(TEXT + digest[:12]))
-        if ranks.is_main:
-            for other in set(self.directory.glob(f"{TEXT}*")) - {directory}:
-                remove_directory(other)
-            recover(directory, alone=True)
-        accelerator.wait_for_everyone()
-
-        def write() -> int:
-            shares = self.corpus.shares(config.text)
-            with self.reporter.bar("tokenising", len(shares)) as bar:
-                for number in range(ranks.rank, len(shares), ranks.world):
-                    if not sample_part(directory, number).exists():
-                        settings = config.max_length, config.on_long
-                        write_samples(directory, number, shares[number](), *settings)
-                    bar.update(min(number + ranks.world, len(shares)))
-            return len(shares)
-
-        def read() -> StoredSamples:
-            samples = StoredSamples(directory, parts)
-            require_kept(samples.counts, config.max_length)
-            return samples
-
-        parts = ranks.together(write)
-        samples = ranks.together(read)
+        config = self.config
+        samples = self.corpus.samples(config.text).fitting(config.max_length, config.on_long)
+        require_kept(samples.counts, config.max_length)
+        record = json.dumps({"text": samples.directory.name})
+        Ranks.of(self.accelerator).main_only(lambda: write_file(self.directory / TEXT, record))
         counts = dict(samples.counts)
         self.reporter.say("  text: " + ", ".join(f"{n} {what}" for what, n in counts.items() if n))
         return samples, counts
-
-    def _text_directory(self, name: str) -> Path:
-        """Where the samples of this name are: with an earlier stage that has the same ones, or
-        here."""
-        theirs = (directory / name for directory in self.earlier.values())
-        return next((found for found in theirs if found.is_dir()), self.directory / name)
 
     def coverage(
         self, samples: Sequence[Sample], ids: Tensor, covered: float, what: str = "draft vocabulary"

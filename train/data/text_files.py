@@ -1,0 +1,167 @@
+"""The texts of a run as tokens. Each is written with the target's tokenizer and chat template once,
+before the first stage, and kept in Arrow files that all stages, processes and later starts read.
+
+A row that cannot be written would end a stage when it is reached, after hours. So what is wrong
+with a row is found here, and kept beside the samples of the others.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+from typing import Any, Literal
+from weakref import finalize
+
+import numpy as np
+
+from decode.base.artifact import recover
+from decode.base.errors import UserError
+from decode.measure.ranks import ALONE, Ranks
+from train.data.chat_tokens import Sample
+from train.data.read import Example, content_key, content_keys, select
+from train.data.stored_samples import StoredSamples, sample_part
+from train.data.write_samples import write_samples
+
+SHARE_EXAMPLES = 16_384  # rows that one part holds
+
+# Makes the samples of a part, and adds to the meta of its manifest.
+Share = Callable[[dict[str, Any]], Iterable[Sample]]
+
+
+@dataclass
+class Texts:
+    """directory: where the texts are kept. None: in a temporary one. tokenizer: the hash of the one
+    that makes them. positions, vocab_size: the target's. on_bad, max_bad_rate: the settings of the
+    data; bad rows are left out under "skip". ranks: the processes that share the work; they call
+    each method together, and it raises UserError on all of them. say: called with what was left
+    out. bar: opens a progress bar, of what and of how many.
+    """
+
+    directory: Path | None = None
+    tokenizer: str = ""
+    positions: int = sys.maxsize
+    vocab_size: int = sys.maxsize
+    on_bad: Literal["stop", "skip"] = "stop"
+    max_bad_rate: float = 0.01
+    ranks: Ranks = ALONE
+    say: Callable[[str], None] = lambda line: None
+    bar: Callable[[str, int], AbstractContextManager[Any]] = lambda what, total: nullcontext()
+    _opened: dict[str, StoredSamples] = field(default_factory=dict)
+    _usable: dict[str, np.ndarray] = field(default_factory=dict)
+    _prompts: list[tuple[np.ndarray, np.ndarray, StoredSamples]] = field(default_factory=list)
+
+    def stored(self, key: str, shares: Sequence[Share]) -> StoredSamples:
+        """The text with this key. Each rank makes some of the shares that no start has made."""
+        if key not in self._opened:
+            if self.directory is None:
+                self.directory = self.ranks.main_only(self._temporary_directory)
+            directory = self.directory / key
+            self.ranks.main_only(lambda: recover(directory, alone=True))
+
+            def write() -> None:
+                with self.bar("tokenising", len(shares)) as bar:
+                    for number in range(self.ranks.rank, len(shares), self.ranks.world):
+                        if not sample_part(directory, number).exists():
+                            meta: dict[str, Any] = {}
+                            write_samples(directory, number, shares[number](meta), meta)
+                        if bar is not None:
+                            bar.update(min(number + self.ranks.world, len(shares)))
+
+            self.ranks.together(write)
+            self._opened[key] = self.ranks.together(lambda: StoredSamples(directory, len(shares)))
+        return self._opened[key]
+
+    def _temporary_directory(self) -> Path:
+        path = Path(mkdtemp(prefix="draftsmith-"))
+        finalize(self, rmtree, path, ignore_errors=True)
+        return path
+
+    @property
+    def names(self) -> set[str]:
+        """The keys of the texts that were asked for."""
+        return {*self._opened}
+
+    def rows(
+        self,
+        key: str,
+        what: str,
+        examples: Sequence[Example],
+        make: Callable[[Example], Iterable[Sample]],
+    ) -> tuple[StoredSamples, np.ndarray]:
+        """The samples of these rows, and the numbers of the rows that can be used. what: names them
+        in messages. make: raises UserError for a row that cannot be used."""
+        firsts = range(0, max(1, len(examples)), SHARE_EXAMPLES)
+        shares = [partial(self._share, examples, first, make) for first in firsts]
+        samples = self.stored(key, shares)
+        if key not in self._usable:
+            bad = {int(row): found for meta in samples.meta for row, found in meta["bad"].items()}
+            self._require_few(what, len(examples), bad)
+            self._usable[key] = np.setdiff1d(np.arange(len(examples)), list(bad))
+        return samples, self._usable[key]
+
+    def _share(
+        self,
+        examples: Sequence[Example],
+        first: int,
+        make: Callable[[Example], Iterable[Sample]],
+        meta: dict[str, Any],
+    ) -> Iterator[Sample]:
+        bad = meta["bad"] = dict[str, str]()
+        for row, example in enumerate(examples[first : first + SHARE_EXAMPLES], start=first):
+            try:
+                samples = list(make(example))
+                most = max((max(x) for s in samples for x in (s.tokens, s.source) if x), default=0)
+                if most >= self.vocab_size:
+                    raise UserError(
+                        f"has the token id {most}; expected ids from 0 to {self.vocab_size - 1}"
+                    )
+            except UserError as error:
+                found = str(error).rstrip(".")
+                bad[str(row)] = found if example.source in found else f"{example.source}: {found}"
+            else:
+                yield from samples
+
+    def _require_few(self, what: str, count: int, bad: dict[int, str]) -> None:
+        if not bad:
+            return
+        first = bad[min(bad)]
+        if self.on_bad == "stop":
+            raise UserError(f"{first}. Mend the row, or leave such rows out with data.on_bad: skip")
+        if len(bad) > self.max_bad_rate * count or len(bad) == count:
+            raise UserError(
+                f"{len(bad)} of {count} rows cannot be used for the {what}, more than the "
+                f"{self.max_bad_rate:.2%} that data.max_bad_rate allows. The first: {first}"
+            )
+        self.say(f"left out of the {what}: {len(bad)} of {count} rows. The first: {first}")
+
+    def prompts(
+        self, key: str, what: str, examples: Sequence[Example], make: Callable[[Example], list[int]]
+    ) -> np.ndarray:
+        """The numbers of the rows whose prompts can be answered. Text without a prompt stays: who
+        needs a prompt says so."""
+
+        def asked(example: Example) -> Iterator[Sample]:
+            tokens = [] if example.messages is None else make(example)
+            yield Sample(example.id, tokens, [False] * len(tokens))
+
+        new = key not in self._usable
+        samples, usable = self.rows(key, what, examples, asked)
+        if new:
+            keys = content_keys(select(examples, usable))
+            order = np.argsort(keys)
+            self._prompts.append((keys[order], order, samples))
+        return usable
+
+    def prompt(self, example: Example) -> list[int] | None:
+        """The prompt of an example, if one of `prompts` has it."""
+        if self._prompts and example.messages is not None:
+            key = np.uint64(content_key(example))
+            for keys, order, samples in self._prompts:
+                place = np.searchsorted(keys, key)
+                if place < len(keys) and keys[place] == key:
+                    return samples[int(order[place])].tokens
+        return None
