@@ -77,7 +77,7 @@ def test_the_drawings_are_those_of_the_script() -> None:
 
 # Commands of the README that benchmarks/first_steps.py does not run, and why.
 NOT_WALKED = {
-    "make quickstart": "a quarter of an hour; the gate trains its config in small, from the wheel",
+    "make quickstart": "it takes long; the gate trains its config in small, from the wheel",
 }
 
 
