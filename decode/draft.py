@@ -67,14 +67,14 @@ class Contexts:
 
     def append(self, block: np.ndarray, counts: np.ndarray) -> None:
         """Append the first counts[b] tokens of block[b], int64 [B, n], to each text."""
-        row, column = np.nonzero(np.arange(block.shape[1])[None, :] < counts[:, None])
+        row, column = (np.arange(block.shape[1])[None, :] < counts[:, None]).nonzero()
         self.tokens[row, self.lengths[row] + column] = block[row, column]
         self.lengths = self.lengths + counts
 
     def last_tokens(self, device: torch.device) -> Tensor:
         """int64 [B, 1]: the last token of each text."""
-        last = np.take_along_axis(self.tokens, self.lengths[:, None] - 1, axis=1)
-        return to_device(last, device)
+        last = self.tokens[np.arange(len(self.lengths)), self.lengths - 1]
+        return to_device(last, device)[:, None]
 
     def unchanged_lengths(self, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """int [B]: how many first tokens of each text are still those of an earlier state. In that

@@ -208,9 +208,11 @@ class Verdict:
         after the committed text. Past accepted[b] they are padding."""
         return _positions(self.path)
 
-    def columns(self) -> Tensor:
+    def columns(self) -> np.ndarray:
         """`positions` on the host: the columns of the last forward that stay in the cache."""
-        return _positions(torch.as_tensor(self.nodes))
+        columns = np.zeros_like(self.block)
+        columns[:, 1:] = self.nodes + 1
+        return columns
 
     def problem(self, row: int, where: str) -> UserError:
         """The error of a broken row: it says whether the model or a logits processor is the

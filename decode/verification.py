@@ -58,7 +58,7 @@ class Outcome:
         emitted = np.where(broken, 0, emitted)
         inside = np.arange(block.shape[1])[None, :] < emitted[:, None]
         is_eos = (block[..., None] == eos).any(-1) & ~ignore_eos[:, None]
-        if stop_ids is not None:
+        if stop_ids is not None and stop_ids.size:
             is_eos |= (block[..., None] == stop_ids[:, None]).any(-1)
         is_eos &= inside
         ended = is_eos.any(1)

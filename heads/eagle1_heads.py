@@ -64,7 +64,8 @@ class Eagle1Heads(EagleHeads):
         attend: Attend,
     ) -> Tensor:
         mixed = self.fc(torch.cat([embedded, states], -1))
-        next_states: Tensor = self.layers[0](mixed, mixed, position_embeddings, attend)
+        (layer,) = self.layers
+        next_states: Tensor = layer(mixed, mixed, position_embeddings, attend)
         return next_states
 
     def inputs_of(self, batch: HeadBatch) -> Tensor:

@@ -35,7 +35,7 @@ class AutoregressiveDrafter(AttendingDrafter):
         return _Growth(self, contexts, sampling, max_depth)
 
     def layer(self, contexts: Contexts, columns: np.ndarray, states: Tensor) -> Tensor:
-        tokens = np.take_along_axis(contexts.tokens, columns + 1, axis=1)
+        tokens = contexts.tokens[np.arange(len(columns))[:, None], columns + 1]
         device = states.device
         return self.heads.step(
             states,

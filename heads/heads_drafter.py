@@ -6,7 +6,6 @@ Shapes: B rows, n tokens, m missing cache entries, F features of a token, H hidd
 import copy
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Self
@@ -112,7 +111,7 @@ class HeadsDrafter(ShapedDrafter):
         depths = np.where(self._has_features, np.minimum(limits.depths, self.heads.depth), 0)
         if not depths.any():
             return Draft.none(len(contexts.lengths), "cpu")
-        head_limits = replace(limits, depths=depths)
+        head_limits = Limits(depths, limits.stops, limits.stops_after)
         growth = self.growth(contexts, sampling, head_limits.max_depth)
         return self.shape.grow(growth, head_limits, sampling, rng)
 
@@ -227,7 +226,7 @@ class AttendingDrafter(HeadsDrafter):
 
     def _keep(self, states: Tensor, stored: np.ndarray, first: int) -> None:
         """Store the input states of the next entries, [B', n, H], of the rows from `first` on."""
-        with self._inputs.only(first, first + len(states)):
+        with self._inputs.only(first, first + len(stored)):
             self._inputs.place(stored, states.shape[1])
             self._inputs.keep_states([states])
 
@@ -277,7 +276,7 @@ class AttendingDrafter(HeadsDrafter):
         outputs, first = self._fill_cache(contexts, entries)
         # A row without entries drafts nothing, so its value here does not matter.
         last = to_device(np.maximum(entries - first - 1, 0), outputs.device)
-        return outputs[torch.arange(len(outputs), device=outputs.device), last]
+        return outputs[torch.arange(len(entries), device=outputs.device), last]
 
     def _fill_cache(self, contexts: Contexts, entries: np.ndarray) -> tuple[Tensor, np.ndarray]:
         """Compute the missing entries before entry `entries`, int [B], of each row.
@@ -368,10 +367,9 @@ class AttendingDrafter(HeadsDrafter):
         `attentions`. window: what attention gets; None: all slots.
         """
         self.slots.place(start, count, window, root)
-        first_B1 = to_device(start, self.device)[:, None]
         if self.slots.static:
-            self.slots.locate(first_B1, count)
-        return first_B1 if root is None else to_device(root, self.device)[:, None]
+            self.slots.locate(to_device(start, self.device)[:, None], count)
+        return to_device(start if root is None else root, self.device)[:, None]
 
     def place_chain(self, start: np.ndarray, depth: int) -> None:
         """With static slots, have those for all steps of a chain: a draft is then work for the

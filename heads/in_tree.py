@@ -88,7 +88,7 @@ class InTreeDrafter(PassDrafter):
         probes, self._probes = self._probes, None
         if probes is None:
             return  # the texts have grown, so what there is continues them no more
-        columns, accepted = verification.columns().numpy(), verification.accepted
+        columns, accepted = verification.columns(), verification.accepted
         place = np.take_along_axis(columns, accepted[:, None], axis=1)[:, 0]
         # Without a draft, a row that decodes alone has no probes.
         fresh = (place < probes.states.shape[1]) & (verification.depths > 0)

@@ -152,7 +152,7 @@ def test_layers_of_several_devices_keep_their_slots() -> None:
 
     feed(np.array([0, 0]), 2)
     with OneDevice():
-        slots.commit(np.array([0, 0]), torch.tensor([[0, 2, 2], [0, 1, 2]]), np.array([2, 3]))
+        slots.commit(np.array([0, 0]), np.array([[0, 2, 2], [0, 1, 2]]), np.array([2, 3]))
     feed(np.array([2, 3]), 2)  # ragged
     with OneDevice():
         slots.keep_rows(np.array([1]))

@@ -63,7 +63,7 @@ def test_every_layer_keeps_the_paths_that_were_committed(shapes: list) -> None:
         for row in range(rows):
             columns[row, : counts[row]] = np.sort(rng.choice(4, counts[row], replace=False))
             expected[row] += tokens[row, columns[row, : counts[row]]].tolist()
-        slots.commit(lengths, torch.as_tensor(columns), counts)
+        slots.commit(lengths, columns, counts)
         lengths = lengths + counts
         if round_ == 2:
             slots.keep_rows(np.array([2, 0]))

@@ -132,7 +132,7 @@ def test_passes_over_trees_are_one_graph(family: str) -> None:
             results = run(fed, torch.as_tensor(at)[:, None], None, depths, ancestors)
             logits = expected.forward(fed, at, depth_BN=depths, ancestors_BNM=ancestors)
             require_close(results, logits, expected.features)
-        path = torch.tensor([[0, 1, 3, 5]]).expand(ROWS, -1)
+        path = np.array([[0, 1, 3, 5]] * ROWS)
         counts = np.array([4, 2, 3])
         for lm in (lean, expected):
             lm.commit(start, path, counts)

@@ -6,6 +6,7 @@ of a value waits until all work before it is done, and so does an ordinary copy 
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +20,13 @@ def to_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
     PyTorch waits for the stream after a copy from pageable memory. So values for a CUDA device go
     through pinned memory. PyTorch keeps that memory until the copy is over.
     """
+    if device.type != "cuda":
+        return torch.as_tensor(values, device=device)
     tensor: Any = torch.as_tensor(values)
-    if device.type == "cuda" and tensor.device.type == "cpu":
-        with torch.cuda.device(device):  # else the memory belongs to the current GPU, perhaps idle
-            return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
+    if tensor.device.type != "cpu":
+        return tensor.to(device)
+    with torch.cuda.device(device):  # else the memory belongs to the current GPU, perhaps idle
+        return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -74,6 +77,7 @@ class Clock:
         self._device, self._cuda = device, device.type == "cuda"
         self._spans: deque[_Span] = deque()
         self._seconds: Any = None
+        self._now: Callable[[], Any] = self._event if self._cuda else time.perf_counter
         self._last = self._now()
 
     def resume(self, seconds: Any = None) -> None:
@@ -105,9 +109,7 @@ class Clock:
         while self._spans:
             self._add(self._spans.popleft())
 
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
+    def _event(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))  # which GPU is current is no matter
         return event
@@ -117,5 +119,5 @@ class Clock:
 
     def _add_seconds(self, part: str, seconds: float, of_pass: Any) -> None:
         for sums in (self.timing, of_pass):
-            if hasattr(sums, part):
-                setattr(sums, part, getattr(sums, part) + seconds)
+            if sums is not None and part in vars(sums):
+                vars(sums)[part] += seconds

@@ -4,8 +4,8 @@ Shapes: B rows still decoding, N nodes in a draft, L committed tokens of a row, 
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -184,8 +184,10 @@ class RunningRows:
         )
         if features is not None:
             self._features = features
-        with self._drafter_may_fail():
+        try:
             setup.drafter.observe(verification)
+        except Exception as error:
+            self._drafter_raised(error)
         for observer in setup.observers:
             observer(verification)
         clock.mark("overhead")
@@ -222,24 +224,20 @@ class RunningRows:
 
     def _draft(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
         """The draft of each row, at most depths[b] deep, int [B], and the probes behind it."""
-        none = Draft.none(len(depths), self.setup.lm.device), None
-        if not depths.any():
-            return none
-        with self._drafter_may_fail():
-            return self._ask_drafter(depths)
-        return none
+        if depths.any():
+            try:
+                return self._ask_drafter(depths)
+            except Exception as error:
+                self._drafter_raised(error)
+        return Draft.none(len(depths), self.setup.lm.device), None
 
-    @contextmanager
-    def _drafter_may_fail(self) -> Iterator[None]:
+    def _drafter_raised(self, error: Exception) -> None:
         """With `on_error`, no text ends because the drafter raises: it begins anew after the
         pass."""
-        try:
-            yield
-        except Exception:
-            if self.on_error is None:
-                raise
-            logger.exception("the drafter fails and begins anew")
-            self._failed = True
+        if self.on_error is None:
+            raise error
+        logger.exception("the drafter fails and begins anew")
+        self._failed = True
 
     def _ask_drafter(self, depths: np.ndarray) -> tuple[Draft, Probes | None]:
         setup = self.setup
@@ -275,7 +273,7 @@ class RunningRows:
         ends = setup.eos, rows.ignore_eos, rows.stops
         outcome = Outcome.after(verdict, rows.numbers, room, *ends, waits, rows.stop_ids)
         kind = "verification" if number else "prefill"
-        for index in np.flatnonzero(outcome.broken).tolist():
+        for index in outcome.broken.nonzero()[0].tolist():
             prompt, length = rows.numbers[index], lengths[index]
             where = f"in step {number} ({kind}) for prompt {prompt}, after {length} tokens of text"
             error = outcome.failed.get(index)

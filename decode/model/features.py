@@ -30,7 +30,7 @@ class Features:
     def at(self, columns: Tensor, counts: np.ndarray) -> "Features":
         """The hidden states in these columns of each row, int64 [B, m]. The first counts[b] columns
         of row b are valid."""
-        rows_B1 = torch.arange(len(columns), device=columns.device)[:, None]
+        rows_B1 = torch.arange(len(counts), device=columns.device)[:, None]
         return Features({layer: x[rows_B1, columns] for layer, x in self.values.items()}, counts)
 
     def newest(self, captured_layers: Sequence[int]) -> Tensor:

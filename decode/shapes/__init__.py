@@ -45,6 +45,7 @@ class Growth(ABC):
         self.depth = 0  # of the nodes of a tree that were fed last
         self.ancestors: Tensor | None = None  # bool [B, m, m]; None: the fed nodes are a chain
         self.parents: Tensor | None = None  # int64 [B, n], of those nodes, as `extend` gets them
+        self._changes = sampling.penalises or contexts.guides is not None
 
     @abstractmethod
     def _first(self) -> Tensor:
@@ -107,15 +108,14 @@ class Growth(ABC):
         """Applies the penalties and the constraints, if there are any, to logits
         [B, n, V'] after the last `count` fed nodes (0: after the root). Penalised logits are
         float32."""
-        guides = self.contexts.guides
-        if not self.sampling.penalises and guides is None:
+        if not self._changes:
             return logits
         if count:
             on_path = self.on_path(count)
         else:
             on_path = self.fed.new_zeros(self.rows, 1, self.fed.shape[1], dtype=torch.bool)
         text = (self.contexts.tokens, self.contexts.lengths, self.fed, on_path)
-        known = (guides, self.contexts.answers, self.vocabulary, self.vocab_size)
+        known = (self.contexts.guides, self.contexts.answers, self.vocabulary, self.vocab_size)
         return change_drafts(logits, self.sampling, *known, *text)
 
 

@@ -139,7 +139,7 @@ class FixedTree(Shape):
         drawn: list[Tensor] = []
         for level in plan.levels:
             drawn.append(children.of(logits, level))
-            if len(level.expanded):
+            if level.expanded.numel():
                 logits = growth.extend(
                     drawn[-1][:, level.expanded], level.fed_parents.expand(rows, -1).contiguous()
                 )
@@ -153,7 +153,7 @@ class FixedTree(Shape):
             plan.parents.expand(rows, -1),
             None if q is None else plan.q_rows.expand(rows, -1),
             drawn="distinct" if children.siblings == "distinct" else "independent",
-            _chosen_rows=sampling.greedy_rows(rows),
+            _chosen_rows=None if q is None else sampling.greedy_rows(rows),
             _ancestors=plan.ancestors.expand(rows, -1, -1),
             _host_parents=np.broadcast_to(self.structure.parents[: tokens.shape[1]], tokens.shape),
             _by_depth=plan.by_depth * (np.arange(len(plan.by_depth)) < limits.depths[:, None]),
@@ -179,7 +179,7 @@ class _Children:
         self, siblings: Siblings, growth: Growth, sampling: Sampling, rng: CounterRNG
     ) -> None:
         self.siblings, self.growth, self.sampling, self.rng = siblings, growth, sampling, rng
-        self.greedy = greedy_among(sampling, growth)
+        self.greedy = None if siblings == "chosen" else greedy_among(sampling, growth)
         self.q: list[Tensor] = []
         self.lacking: list[Tensor] = []
 

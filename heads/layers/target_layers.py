@@ -126,9 +126,9 @@ class HeadOutput(nn.Module):
         return logits
 
     def _layer(self, depth: int) -> nn.Module:
-        if not len(self.layers):
-            assert len(self._borrowed), "the target's layer is not borrowed yet"
+        if self._borrowed:
             return self._borrowed[0]
+        assert len(self.layers), "the target's layer is not borrowed yet"
         return uncompiled(self.layers[depth - 1 if len(self.layers) > 1 else 0])
 
 

@@ -337,7 +337,7 @@ class CachedLM(CachedRows):
         assert self._slots is not None, "reset() comes before forward()"
         return self._slots
 
-    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
+    def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
         """See `Slots.commit`."""
         assert self._slots is not None
         self._slots.commit(start, columns_BM, counts)

@@ -190,14 +190,15 @@ class Slots(FedRows):
         up to the last one. root: int [B], for the nodes of a tree, the slot of its first node.
         ahead: with static slots, several passes feed these tokens; `locate` comes before each."""
         window = self._window
-        first, last = int(start.min()), int(start.max())
+        starts = start.tolist()
+        first, last = min(starts), max(starts)
         window.fresh = not last and not ahead
         window.real = None
         if counts is not None and (counts < n).any():
             window.real = RealTokens(counts, n, self.device)
         # The pass over a prompt is causal, so it needs no mask and no padding to `step`.
         ends = start + (n if window.real is None else window.real.counts)
-        end = int(ends.max())
+        end = last + n if window.real is None else int(ends.max())
         self.wrote(ends)
         window.end = end if window.fresh else round_up_slots(end, self._step)
         window.begin = None
@@ -272,7 +273,7 @@ class Slots(FedRows):
             if n == 1 and begin is not None and ancestors_BNM is None and inside_window:
                 first = self.allocated[1] - 1 - begin
                 seen = self._past[first + slots.start : first + slots.stop]
-                return seen.expand(len(base_B1), 1, 1, -1)
+                return seen.expand(base_B1.shape[0], 1, 1, -1)
             slots = torch.arange(slots.start, slots.stop, device=self.device)
         offset_BS = slots - base_B1  # a slot's column in the tree; negative: the past
         if ancestors_BNM is None:
@@ -287,7 +288,7 @@ class Slots(FedRows):
             nodes = ancestors_BNM.shape[2]
             inside_BS = (offset_BS >= 0) & (offset_BS < nodes)
             column_B1S = offset_BS.clamp(0, nodes - 1)[:, None, :].expand(-1, n, -1)
-            visible = ancestors_BNM.expand(len(base_B1), -1, -1).gather(2, column_B1S)
+            visible = ancestors_BNM.expand(base_B1.shape[0], -1, -1).gather(2, column_B1S)
             seen = (offset_BS < 0)[:, None, :] | (visible & inside_BS[:, None, :])
         if sliding is not None and not inside_window:
             positions_BN1 = (base_B1 + depth_BN)[:, :, None]
@@ -297,15 +298,14 @@ class Slots(FedRows):
             seen = seen & near
         return seen[:, None]
 
-    def commit(self, start: np.ndarray, columns_BM: Tensor, counts: np.ndarray) -> None:
-        """Keep a path of the last forward: column `columns_BM[b, m]` moves to slot start_b + m, for
-        the first counts[b] columns, int [B]. columns_BM: int64 on the host; elsewhere it is read.
+    def commit(self, start: np.ndarray, columns_BM: np.ndarray, counts: np.ndarray) -> None:
+        """Keep a path of the last forward: column `columns_BM[b, m]`, int64 [B, M], moves to slot
+        start_b + m, for the first counts[b] columns, int [B].
 
         Nothing moves if all columns are already in place, as in a chain.
         """
         columns_M = np.arange(columns_BM.shape[1])
-        on_host = columns_BM.cpu().numpy()
-        misplaced = (on_host != columns_M) & (columns_M < counts[:, None])
+        misplaced = (columns_BM != columns_M) & (columns_M < counts[:, None])
         if not misplaced.any():
             return
         columns_BM = columns_BM[:, : int(np.flatnonzero(misplaced.any(0))[-1]) + 1]

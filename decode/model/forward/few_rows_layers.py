@@ -8,6 +8,7 @@ has no norm before attention: it gets the input of attention beside the states.
 
 import ctypes
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -172,15 +173,16 @@ class FewRowsPass:
     ) -> None:
         self._states, self._real = states, real
         texts, tokens, _ = states.shape
-        self._tokens = real or RealTokens(np.full(texts, tokens), tokens)
         rows = texts * tokens
-        widths = [max(some) for some in zip(*[x.widths for x in layers], strict=True)]
+        # Where each token of the pass is: its text, and its place among those of the text.
+        self._rows, self._columns = np.divmod(np.arange(rows), tokens)
+        if real is not None:
+            self._rows, self._columns = real.rows, real.columns
+        widths = [*map(max, zip(*[x.widths for x in layers], strict=True))]
         self._scratch = states.new_empty(rows, sum(widths))
-        self._places: list[int] = []  # the addresses of its parts
-        place, step = self._scratch.data_ptr(), rows * states.itemsize
-        for width in widths:
-            self._places.append(place)
-            place += width * step
+        first, step = self._scratch.data_ptr(), rows * states.itemsize
+        # The addresses of its parts.
+        self._places = [first + step * x for x in accumulate(widths[:-1], initial=0)]
         self._passes: dict[Any, _Pass] = {}
         self._kept: list[Any] = []  # their memory lives as long as the addresses
 
@@ -198,8 +200,9 @@ class FewRowsPass:
         return (
             tokens <= MOST_TOKENS
             and {rotation.cos.dtype for rotation in rotations} <= {dtype}
-            and (tokens == 1 or None not in [mask.visible for mask in masks])
-            and {type(layer) for layer in slots} == {SlotLayer}
+            # `None not in` would compare tensors with None, which takes as long as a sum of them.
+            and (tokens == 1 or not any(mask.visible is None for mask in masks))
+            and set(map(type, slots)) == {SlotLayer}
         )
 
     def run(
@@ -311,43 +314,29 @@ class FewRowsPass:
         assert slots.strides[2:] == (layer.parts.head_size, 1)
         if mask is not None and mask.stride(3) != 1:
             mask = mask.contiguous()
-        rows, columns = self._tokens.rows, self._tokens.columns
+        rows, columns, tokens = self._rows, self._columns, len(self._rows)
         placed: Any = columns + (window.begin or 0)
         if window.begin is None:
             placed = window.slots_on(slots.keys.device)[1].flatten().numpy()
-        every = np.arange(len(rows))
+        every = np.arange(tokens)
         turned = every * cos.stride(1)
         if self._real is None:
             turned = rows * _step(cos, 0) + columns * cos.stride(1)
         seen = every if mask is None else rows * _step(mask, 0) + columns * mask.stride(2)
-        where = np.empty((len(rows), 4), dtype=np.int64)
+        where = np.empty((tokens, 4), dtype=np.int64)
         where[:, 0], where[:, 1], where[:, 2], where[:, 3] = rows, placed, seen, turned
         (begins,) = (columns % TOGETHER == 0).nonzero()
         bounds = np.empty(len(begins) + 1, dtype=np.int64)
-        bounds[:-1], bounds[-1] = begins, len(rows)
-        begin_read, read = 0, None
-        if isinstance(window.read, slice):
-            begin_read = window.read.start
-        else:
-            read = window.read.contiguous()
-        parts, chunks = None, -(-(begin_read % CHUNK + window.count) // CHUNK)
-        if chunks > 1:
-            of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
-            parts = torch.empty(len(rows) * of_row, dtype=torch.float32)
-        self._kept += cos, sin, mask, where, bounds, read, parts
+        bounds[:-1], bounds[-1] = begins, tokens
         normed, qkv, mixed, gated, between = self._places
         made = _Pass(
-            tokens=len(rows),
-            blocks=len(bounds) - 1,
+            tokens=tokens,
+            blocks=len(begins),
             slots=window.count,
-            begin_read=begin_read,
             cos=cos.data_ptr(),
             sin=sin.data_ptr(),
-            mask=_address(mask),
-            where=where.ctypes.data,
-            bounds=bounds.ctypes.data,
-            read=_address(read),
-            read_text=0 if read is None else _step(read, 0),
+            where=torch.from_numpy(where).data_ptr(),
+            bounds=torch.from_numpy(bounds).data_ptr(),
             cache_text=slots.strides[0],
             cache_head=slots.strides[1],
             rotated=cos.shape[2],
@@ -356,14 +345,24 @@ class FewRowsPass:
             mixed=mixed,
             gated=gated,
             between=between,
-            parts=_address(parts),
         )
+        self._kept += cos, sin, mask, where, bounds
+        if mask is not None:
+            made.mask = mask.data_ptr()
+        if isinstance(window.read, slice):
+            made.begin_read = window.read.start
+        else:
+            read = window.read.contiguous()
+            made.read, made.read_text = read.data_ptr(), _step(read, 0)
+            self._kept.append(read)
+        chunks = -(-(made.begin_read % CHUNK + made.slots) // CHUNK)
+        if chunks > 1:
+            of_row = layer.parts.query_heads * chunks * (layer.parts.head_size + 2)
+            parts = torch.empty(tokens * of_row, dtype=torch.float32)
+            made.parts = parts.data_ptr()
+            self._kept.append(parts)
         made.address = ctypes.addressof(made)
         return made
-
-
-def _address(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
 
 
 def _step(x: Tensor, dimension: int) -> int:

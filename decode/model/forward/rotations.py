@@ -47,7 +47,7 @@ class Rotations:
         if self._by_position(*kind) and reads_are_free(positions.device) and positions.numel():
             key, (first, last) = (kind, like.dtype), positions.aminmax()
             table = self._tables.get(key)
-            if table is None or len(table) <= last:
+            if table is None or table.shape[0] <= last:
                 every = torch.arange(max(2 * int(last) + 1, 256), device=positions.device)[None]
                 with torch.inference_mode(False), torch.no_grad():  # also for a training
                     table = torch.stack(self.rotary(like, every, *kind), 2)[0]
