@@ -93,11 +93,12 @@ class Guesses(Drafter):
     ("family", "kind"),
     [
         *((family, kind) for family in FAMILIES for kind in ("ngram", "tree")),
-        ("t5", "store"),
         ("bart", "suffix"),
-        ("marian", "max_gram"),
         ("t5", "lookahead"),
-        ("bart", "none"),
+        *(
+            pytest.param(*pair, marks=pytest.mark.thorough)
+            for pair in (("t5", "store"), ("marian", "max_gram"), ("bart", "none"))
+        ),
     ],
 )
 def test_greedy_texts_are_those_of_generate(family: str, kind: str) -> None:

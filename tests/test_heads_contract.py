@@ -19,6 +19,7 @@ from decode.drafters.several.cascade import HorizontalCascade
 from decode.drafters.several.combined import CompositeDrafter
 from decode.model.forward import few_rows
 from decode.model.forward.packed_alone import keep_packed_alone
+from decode.model.loading import Target
 from decode.opening.directory import open_drafter
 from decode.rules import RULES
 from decode.shapes import SHAPES
@@ -89,7 +90,13 @@ def test_greedy_texts_survive_everything(kind: str) -> None:
     check_greedy_texts_survive_everything(lambda: heads_drafter(kind, shape))
 
 
-@kinds
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in TRAINED else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in HEAD_OPTIONS
+    ],
+)
 def test_rounds_without_a_draft_are_made_up_for(kind: str) -> None:
     """Where another drafter drafts first, hidden states are read and steps taken later."""
     check_greedy_texts_survive_everything(
@@ -111,17 +118,17 @@ def test_what_is_trained_is_what_is_drafted(kind: str, tree: bool) -> None:
     ("kind", "rule", "draw"),
     [
         # One kind for each way to draft. `eagle1`, `dflash` and `dspark` have laws further below.
-        ("medusa", "block", None),
         ("hydra_plus", "spectr", "independent"),
         ("eagle3", "traversal", "distinct"),
-        ("p_eagle", "block", None),
         ("in_tree", "block", None),
         ("dflash2", "multi_round", "distinct"),
-        ("xpress", "traversal", "distinct"),
         ("kangaroo", "traversal", "distinct"),
         *(
             pytest.param(*law, marks=pytest.mark.thorough)
             for law in (
+                ("medusa", "block", None),
+                ("p_eagle", "block", None),
+                ("xpress", "traversal", "distinct"),
                 ("medusa, then lookup", "block", None),
                 ("hydra", "multi_round", "distinct"),
                 ("blockwise", "traversal", "distinct"),
@@ -205,22 +212,44 @@ def test_a_stop_by_the_confidence_head_keeps_the_distribution() -> None:
     assert (np.bincount(drafted, minlength=4)[1:] / len(drafted) > 0.05).all()
 
 
-@pytest.mark.parametrize("reduced", [True, pytest.param(False, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
-def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
-    """With all weights and the draft vocabulary, for the same target in another dtype, and for one
-    that keeps only its packed weights."""
+PROMPTS = [[5, 17, 250, 9, 42], [7], [11, 12, 13]]
+
+
+def saved_and_opened(kind: str, place: Path, reduced: bool) -> tuple[Target, Any, Any]:
+    """A target, heads for it, and the drafter that is opened from their directory."""
     target = tiny_target(vocab=VOCAB + 4, layers=7)  # the last ids are no tokens, as masks need
     ids = torch.arange(0, VOCAB, 2) if reduced else None
     heads = moved_heads(options_for_tokens(kind), target, ids)
-    save_heads(tmp_path / "heads", heads, target=target, provenance={})
-    stored: Any = open_drafter(str(tmp_path / "heads"), target)
+    save_heads(place, heads, target=target, provenance={})
+    return target, heads, open_drafter(str(place), target)
+
+
+@pytest.mark.parametrize("reduced", [True, pytest.param(False, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kind", [kind for kind in HEAD_OPTIONS if kind != "in_tree"])
+def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> None:
+    """With all weights and the draft vocabulary."""
+    target, heads, stored = saved_and_opened(kind, tmp_path / "heads", reduced)
     assert_equal(dict(stored.heads.state_dict()), dict(heads.state_dict()))
     assert (stored.heads.vocabulary is None) != reduced
     heads.borrow(target.model)
     own: Any = DRAFTERS[kind]
-    prompts = [[5, 17, 250, 9, 42], [7], [11, 12, 13]]
-    check_stored(own(heads.eval(), target.vocab_size), stored, target.model, prompts)
+    check_stored(own(heads.eval(), target.vocab_size), stored, target.model, PROMPTS)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        # One of each source of states: the last layer, several layers, the target's own layers.
+        kind
+        if kind in ("medusa", "eagle3", "kangaroo")
+        else pytest.param(kind, marks=pytest.mark.thorough)
+        for kind in HEAD_OPTIONS
+        if kind != "in_tree"
+    ],
+)
+def test_stored_heads_fit_other_forms_of_their_target(kind: str, tmp_path: Path) -> None:
+    """In another dtype, and with its packed weights only."""
+    target, _, stored = saved_and_opened(kind, tmp_path / "heads", reduced=True)
     halved = copy.copy(target)
     halved.model = copy.deepcopy(target.model).bfloat16()
     lower: Any = open_drafter(str(tmp_path / "heads"), halved)
@@ -228,7 +257,7 @@ def test_stored_heads_come_back(kind: str, reduced: bool, tmp_path: Path) -> Non
     alone = copy.copy(target)
     alone.model = copy.deepcopy(target.model)
     assert keep_packed_alone(alone.model) or few_rows.library(torch.float32) is None
-    check_stored(stored, open_drafter(str(tmp_path / "heads"), alone), alone.model, prompts)
+    check_stored(stored, open_drafter(str(tmp_path / "heads"), alone), alone.model, PROMPTS)
 
 
 @pytest.mark.usefixtures("fresh_accelerate")

@@ -185,7 +185,7 @@ def test_more_of_the_text_is_accepted_more() -> None:
     assert rates[0] < rates[1] < rates[2] == 1
 
 
-@pytest.mark.parametrize("inner", ["ngram", "model"])
+@pytest.mark.parametrize("inner", ["ngram", pytest.param("model", marks=pytest.mark.thorough)])
 def test_in_a_cascade_it_drafts_what_it_drafts_alone(inner: str) -> None:
     """TriForce: a smaller drafter, the target over a part of its cache, the target."""
     lm = tiny_model("llama")

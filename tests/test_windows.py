@@ -31,7 +31,14 @@ PROMPTS = [[5, 17, 250, 9] * 6, [7, 11, 13], list(range(20, 40))]
 
 @pytest.mark.parametrize(
     ("family", "lean"),
-    [*((family, True) for family in MODELS), *((x, False) for x in MODELS if x != "gpt_oss")],
+    [
+        *((family, True) for family in MODELS),
+        ("mistral", False),
+        *(
+            pytest.param(x, False, marks=pytest.mark.thorough)
+            for x in ("qwen2", "gemma2", "gemma3_text")
+        ),
+    ],
 )
 def test_a_text_longer_than_the_window(family: str, lean: bool) -> None:
     model = tiny_model(family, **MODELS[family])
