@@ -48,6 +48,16 @@ def test_intervals_hold_what_comes_out() -> None:
     assert inside >= 32
 
 
+def test_a_drafter_that_learns_no_more_is_inside() -> None:
+    # One training, and as much acceptance after five times the data.
+    rng, rates = np.random.default_rng(0), np.array([0.06, 0.03, 0.01])
+    for _ in range(20):
+        counts = rng.binomial(JUDGED.astype(int), rates).astype(float)
+        draws = tokens_per_step(acceptance_at(1.0, [Point(0.2, JUDGED, counts)]))
+        low, high = np.quantile(draws, [0.05, 0.95])
+        assert low <= tokens_per_step(counts / JUDGED) < 1.3 < high
+
+
 def test_fewer_counts_make_a_wider_interval() -> None:
     rates = np.stack([law(share, 0.3, 0.3) for share in SHARES])
     points = measured(rates, np.random.default_rng(0))
